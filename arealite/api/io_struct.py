@@ -1,0 +1,119 @@
+"""The data that parts hand to each other. Plain dataclasses and tensors, no behaviour beyond small helpers.
+
+A training batch is a `dict[str, torch.Tensor]` and nothing else:
+  padded form  `[B, T]`, right-padded, with `attention_mask`;
+  packed form  `[N]` with `cu_seqlens [B + 1]` and `max_seqlen`.
+Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprobs` (of the policy that sampled),
+`versions` (weight version per token, -1 on what was not generated), `rewards [B]`, `group_ids [B]`, `truncated [B]`;
+later `prox_logp`, `ref_logp`, `values`, `advantages`, `returns`.
+Index `t` always speaks of token `t`: its log-prob is that of token `t` given what precedes it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from arealite.api.cli_args import GenerationHyperparameters
+
+Batch = dict[str, torch.Tensor]
+StopReason = Literal["stop", "length", "abort"]
+
+
+class Stat(NamedTuple):
+    """One statistic as a loss reports it: reduced over micro-batches and ranks as Σtotal / Σcount.
+
+    A key that ends in `/max` or `/min` is reduced by maximum or minimum of `total` instead.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor | float = 1.0
+
+
+@dataclass
+class ModelRequest:
+    """Ask an inference engine to continue `input_ids`. `seed` makes sampling of this request reproducible."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seed: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelResponse:
+    """What was generated: one entry in each `output_*` list per sampled token."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    latency_s: float = 0.0
+    num_interruptions: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason != "stop"
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """One hand-over of weights from trainer to servers.
+
+    `disk`: a Hugging Face folder at `path`. `shm`: a segment in shared memory named `path` (same machine).
+    `broadcast`: tensors over a process group.
+    """
+
+    type: Literal["disk", "shm", "broadcast"]
+    path: str = ""
+    version: int = 0
+
+    def with_version(self, version: int) -> WeightUpdateMeta:
+        return replace(self, version=version)
+
+
+@dataclass(frozen=True)
+class SaveLoadMeta:
+    """Where and what to save: `hf` is a folder readable by `from_pretrained`, `dcp` a sharded checkpoint."""
+
+    path: str
+    weight_format: Literal["hf", "dcp"] = "hf"
+    with_optim: bool = False
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """Length of the run, for schedulers and progress bars."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+    max_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_train_steps(self) -> int:
+        steps = self.total_train_epochs * self.steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where in the run a step is. `global_step` counts from 0."""
+
+    epoch: int
+    epoch_step: int
+    global_step: int
+    steps_per_epoch: int
+
+    @property
+    def is_last_in_epoch(self) -> bool:
+        return self.epoch_step == self.steps_per_epoch - 1

@@ -1,0 +1,19 @@
+"""What a reward function promises: the rows of one group in, one number per row out.
+
+A reward is a plain top-level function (so that a worker process can import it):
+
+    def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data) -> float
+
+`data` holds the columns of the dataset row. It runs in a pool of processes with a deadline, so it may be slow, hang or crash
+without harming anything but its own episode.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class RewardFn(Protocol):
+    def __call__(
+        self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float: ...
