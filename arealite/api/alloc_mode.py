@@ -18,7 +18,14 @@ from arealite.api.errors import AllocationError
 
 GEN_BACKENDS = ("sglang", "vllm", "embedded")
 TRAIN_BACKENDS = ("fsdp",)
-_LETTERS = {"d": "data", "p": "pipeline", "t": "tensor", "m": "tensor", "c": "context", "e": "expert"}
+_LETTERS = {
+    "d": "data",
+    "p": "pipeline",
+    "t": "tensor",
+    "m": "tensor",
+    "c": "context",
+    "e": "expert",
+}
 _EXAMPLE = "for example sglang.d4p1t1+d4p1t1, embedded:d1+fsdp:d1, d8 or vllm.d4t2+eval"
 
 
@@ -107,7 +114,9 @@ class _Parser:
         if self.pos != len(self.text):
             self.fail("nothing may follow the second side")
         if backend not in GEN_BACKENDS:
-            self.fail(f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it", at=0)
+            self.fail(
+                f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it", at=0
+            )
         if other_backend in GEN_BACKENDS:
             self.fail("the right side trains: write fsdp, or no backend at all", at=start)
         return AllocationMode(backend, strategy, "fsdp", other_strategy)
@@ -125,7 +134,9 @@ class _Parser:
             return None, self.strategy()
         backend = rest[:cut]
         if backend not in GEN_BACKENDS + TRAIN_BACKENDS:
-            self.fail(f"unknown backend {backend!r}; known: {', '.join(GEN_BACKENDS + TRAIN_BACKENDS)}")
+            self.fail(
+                f"unknown backend {backend!r}; known: {', '.join(GEN_BACKENDS + TRAIN_BACKENDS)}"
+            )
         self.pos += cut + 1
         return backend, self.strategy()
 
@@ -160,4 +171,6 @@ class _Parser:
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         column = self.pos if at is None else at
-        raise AllocationError(f"malformed allocation_mode: {message}\n  {self.text}\n  {' ' * column}^\n{_EXAMPLE}")
+        raise AllocationError(
+            f"malformed allocation_mode: {message}\n  {self.text}\n  {' ' * column}^\n{_EXAMPLE}"
+        )

@@ -41,12 +41,20 @@ class GenerationHyperparameters:
     ignore_eos: bool = _help("Go on after the end-of-text token.", False)
     frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0)
     presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0)
-    repetition_penalty: float = _help("Divides (multiplies, if negative) logits of tokens seen; 1 is off.", 1.0)
+    repetition_penalty: float = _help(
+        "Divides (multiplies, if negative) logits of tokens seen; 1 is off.", 1.0
+    )
 
     def check(self) -> None:
         _require(self.n_samples >= 1, f"gconfig.n_samples must be at least 1, got {self.n_samples}")
-        _require(self.max_new_tokens >= 1, f"gconfig.max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        _require(self.temperature >= 0, f"gconfig.temperature must not be negative, got {self.temperature}")
+        _require(
+            self.max_new_tokens >= 1,
+            f"gconfig.max_new_tokens must be at least 1, got {self.max_new_tokens}",
+        )
+        _require(
+            self.temperature >= 0,
+            f"gconfig.temperature must not be negative, got {self.temperature}",
+        )
         _require(0 < self.top_p <= 1, f"gconfig.top_p must be in (0, 1], got {self.top_p}")
         _require(self.top_k >= 0, f"gconfig.top_k must be 0 (all) or positive, got {self.top_k}")
         _require(0 <= self.min_p <= 1, f"gconfig.min_p must be in [0, 1], got {self.min_p}")
@@ -65,13 +73,18 @@ class OptimizerConfig:
     beta2: float = _help("AdamW beta 2.", 0.95)
     eps: float = _help("AdamW epsilon.", 1e-8)
     lr_scheduler_type: str = _help("constant, linear or cosine.", "constant")
-    warmup_steps_proportion: float = _help("Share of all steps that warm up linearly from 0.", 0.001)
+    warmup_steps_proportion: float = _help(
+        "Share of all steps that warm up linearly from 0.", 0.001
+    )
     min_lr_ratio: float = _help("The schedule ends at this share of the peak.", 0.0)
     gradient_clipping: float = _help("Largest global gradient norm; 0 turns clipping off.", 1.0)
 
     def check(self) -> None:
         kinds = ("constant", "linear", "cosine")
-        _require(self.lr_scheduler_type in kinds, f"lr_scheduler_type is {self.lr_scheduler_type!r}; use one of {kinds}")
+        _require(
+            self.lr_scheduler_type in kinds,
+            f"lr_scheduler_type is {self.lr_scheduler_type!r}; use one of {kinds}",
+        )
         _require(self.lr > 0, f"the learning rate must be positive, got {self.lr}")
         _require(
             0 <= self.warmup_steps_proportion <= 1,
@@ -84,7 +97,9 @@ class TrainEngineConfig:
     """One model that is trained (or, without an optimizer, only evaluated)."""
 
     path: str = _help("Hugging Face folder or hub name of the model.")
-    init_from_scratch: bool = _help("Random weights; only config and tokenizer are read from `path`.", False)
+    init_from_scratch: bool = _help(
+        "Random weights; only config and tokenizer are read from `path`.", False
+    )
     dtype: str = _help("Compute type: float32, bfloat16 or float16.", "bfloat16")
     param_dtype: str = _help("Type of the weights the optimizer holds.", "float32")
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
@@ -92,14 +107,24 @@ class TrainEngineConfig:
     gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
     logprob_chunk_size: int = _help("Tokens per chunk of the vocabulary projection.", 1024)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5)
-    optimizer: OptimizerConfig | None = _help("Optimizer; null for an evaluated model.", OptimizerConfig)
+    optimizer: OptimizerConfig | None = _help(
+        "Optimizer; null for an evaluated model.", OptimizerConfig
+    )
 
     def check(self) -> None:
         dtypes = ("float32", "bfloat16", "float16")
         _require(self.dtype in dtypes, f"dtype is {self.dtype!r}; use one of {dtypes}")
-        _require(self.param_dtype in dtypes, f"param_dtype is {self.param_dtype!r}; use one of {dtypes}")
-        _require(self.device in ("cpu", "cuda", "auto"), f"device is {self.device!r}; use cpu, cuda or auto")
-        _require(self.max_tokens_per_mb > 0, f"max_tokens_per_mb must be positive, got {self.max_tokens_per_mb}")
+        _require(
+            self.param_dtype in dtypes, f"param_dtype is {self.param_dtype!r}; use one of {dtypes}"
+        )
+        _require(
+            self.device in ("cpu", "cuda", "auto"),
+            f"device is {self.device!r}; use cpu, cuda or auto",
+        )
+        _require(
+            self.max_tokens_per_mb > 0,
+            f"max_tokens_per_mb must be positive, got {self.max_tokens_per_mb}",
+        )
         if self.optimizer is not None:
             self.optimizer.check()
 
@@ -115,7 +140,9 @@ class NormConfig:
 
     def check(self) -> None:
         levels = ("none", "group", "batch")
-        _require(self.mean_level in levels, f"mean_level is {self.mean_level!r}; use one of {levels}")
+        _require(
+            self.mean_level in levels, f"mean_level is {self.mean_level!r}; use one of {levels}"
+        )
         _require(self.std_level in levels, f"std_level is {self.std_level!r}; use one of {levels}")
         _require(
             not self.leave_one_out or self.mean_level == "group",
@@ -131,9 +158,16 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip: float = _help("Lower (and upper) clip range of the ratio.", 0.2)
     eps_clip_higher: float | None = _help("Upper clip range, if it differs.", None)
     c_clip: float | None = _help("Dual clip for negative advantages (> 1); null is off.", None)
-    use_decoupled_loss: bool = _help("Clip around the proximal policy, weight by prox/behaviour.", True)
-    prox_logp: str = _help("recompute (a forward pass) or first_pass (the detached log-prob of the update).", "recompute")
-    behav_imp_weight_cap: float | None = _help("Tokens with a larger prox/behaviour weight are dropped.", 5.0)
+    use_decoupled_loss: bool = _help(
+        "Clip around the proximal policy, weight by prox/behaviour.", True
+    )
+    prox_logp: str = _help(
+        "recompute (a forward pass) or first_pass (the detached log-prob of the update).",
+        "recompute",
+    )
+    behav_imp_weight_cap: float | None = _help(
+        "Tokens with a larger prox/behaviour weight are dropped.", 5.0
+    )
     temperature: float = _help("Temperature the log-probs are computed at; as in gconfig.", 1.0)
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0)
@@ -142,14 +176,22 @@ class PPOActorConfig(TrainEngineConfig):
     kl_ctl: float = _help("Weight of the per-token KL to the reference in the reward.", 0.0)
     discount: float = _help("GAE gamma.", 1.0)
     gae_lambda: float = _help("GAE lambda.", 1.0)
-    skip_zero_advantage: bool = _help("Leave out sequences whose advantage is zero everywhere.", True)
+    skip_zero_advantage: bool = _help(
+        "Leave out sequences whose advantage is zero everywhere.", True
+    )
 
     def check(self) -> None:
         super().check()
         modes = ("recompute", "first_pass")
         _require(self.prox_logp in modes, f"prox_logp is {self.prox_logp!r}; use one of {modes}")
-        _require(self.c_clip is None or self.c_clip > 1, f"c_clip must be larger than 1, got {self.c_clip}")
-        _require(self.ppo_n_minibatches >= 1, f"ppo_n_minibatches must be at least 1, got {self.ppo_n_minibatches}")
+        _require(
+            self.c_clip is None or self.c_clip > 1,
+            f"c_clip must be larger than 1, got {self.c_clip}",
+        )
+        _require(
+            self.ppo_n_minibatches >= 1,
+            f"ppo_n_minibatches must be at least 1, got {self.ppo_n_minibatches}",
+        )
         _require(
             self.prox_logp != "first_pass" or self.ppo_n_minibatches == 1,
             "prox_logp=first_pass is exact only when the first pass is the only one: set ppo_n_minibatches=1, or "
@@ -165,9 +207,15 @@ class PPOActorConfig(TrainEngineConfig):
 class InferenceEngineConfig:
     """The client side of generation: how many episodes run, how old their data may be."""
 
-    max_concurrent_rollouts: int | None = _help("Episodes in flight at most; null: one batch per allowed version.", None)
-    max_head_offpolicyness: int = _help("Largest version lag of a trained sample (eta); 0 is synchronous.", 0)
-    pause_mode: str = _help("What a weight update does to requests in flight: abort or in_place.", "abort")
+    max_concurrent_rollouts: int | None = _help(
+        "Episodes in flight at most; null: one batch per allowed version.", None
+    )
+    max_head_offpolicyness: int = _help(
+        "Largest version lag of a trained sample (eta); 0 is synchronous.", 0
+    )
+    pause_mode: str = _help(
+        "What a weight update does to requests in flight: abort or in_place.", "abort"
+    )
     weight_update: str = _help("How weights reach the servers: disk, shm or broadcast.", "disk")
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
@@ -177,14 +225,23 @@ class InferenceEngineConfig:
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
 
     def check(self) -> None:
-        _require(self.max_head_offpolicyness >= 0, f"max_head_offpolicyness is {self.max_head_offpolicyness}; use 0 or more")
+        _require(
+            self.max_head_offpolicyness >= 0,
+            f"max_head_offpolicyness is {self.max_head_offpolicyness}; use 0 or more",
+        )
         _require(
             self.max_concurrent_rollouts is None or self.max_concurrent_rollouts > 0,
             f"max_concurrent_rollouts must be positive or null, got {self.max_concurrent_rollouts}",
         )
-        _require(self.pause_mode in ("abort", "in_place"), f"pause_mode is {self.pause_mode!r}; use abort or in_place")
+        _require(
+            self.pause_mode in ("abort", "in_place"),
+            f"pause_mode is {self.pause_mode!r}; use abort or in_place",
+        )
         ways = ("disk", "shm", "broadcast")
-        _require(self.weight_update in ways, f"weight_update is {self.weight_update!r}; use one of {ways}")
+        _require(
+            self.weight_update in ways,
+            f"weight_update is {self.weight_update!r}; use one of {ways}",
+        )
 
 
 @dataclass
@@ -192,26 +249,44 @@ class ServerConfig:
     """The embedded inference server."""
 
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
-    dtype: str = _help("float32, bfloat16, float16, or auto (bfloat16 on cuda, float32 on cpu).", "auto")
+    dtype: str = _help(
+        "float32, bfloat16, float16, or auto (bfloat16 on cuda, float32 on cpu).", "auto"
+    )
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0)
     api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
     max_running_requests: int = _help("Sequences decoded at once.", 256)
-    max_total_tokens: int | None = _help("KV cache size in tokens; null: from the memory that is free.", None)
-    context_length: int | None = _help("Longest prompt plus continuation; null: the model's own.", None)
+    max_total_tokens: int | None = _help(
+        "KV cache size in tokens; null: from the memory that is free.", None
+    )
+    context_length: int | None = _help(
+        "Longest prompt plus continuation; null: the model's own.", None
+    )
     block_size: int = _help("Tokens per KV cache block.", 16)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096)
-    mem_fraction: float = _help("Share of free memory taken for the KV cache when its size is not given.", 0.8)
-    deterministic: bool = _help("Same seed, same tokens, whatever else is in the batch (slower).", False)
+    mem_fraction: float = _help(
+        "Share of free memory taken for the KV cache when its size is not given.", 0.8
+    )
+    deterministic: bool = _help(
+        "Same seed, same tokens, whatever else is in the batch (slower).", False
+    )
     seed: int = _help("Seed of requests that bring none.", 0)
 
     def check(self) -> None:
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
-        _require(loopback or self.api_key, f"server.host={self.host} is not loopback: set server.api_key too")
-        _require(self.block_size >= 1, f"server.block_size must be at least 1, got {self.block_size}")
+        _require(
+            loopback or self.api_key,
+            f"server.host={self.host} is not loopback: set server.api_key too",
+        )
+        _require(
+            self.block_size >= 1, f"server.block_size must be at least 1, got {self.block_size}"
+        )
         _require(self.max_running_requests >= 1, "server.max_running_requests must be at least 1")
-        _require(0 < self.mem_fraction <= 1, f"server.mem_fraction must be in (0, 1], got {self.mem_fraction}")
+        _require(
+            0 < self.mem_fraction <= 1,
+            f"server.mem_fraction must be in (0, 1], got {self.mem_fraction}",
+        )
 
 
 # ---------------------------------------------------------------------------------------- data, saving, run
@@ -245,7 +320,9 @@ class FreqConfig:
 class RecoverConfig(FreqConfig):
     """Resuming after a failure."""
 
-    mode: str = _help("disabled; auto (resume if there is a checkpoint); resume (there must be one).", "disabled")
+    mode: str = _help(
+        "disabled; auto (resume if there is a checkpoint); resume (there must be one).", "disabled"
+    )
     retries: int = _help("Restarts by the launcher after a failure.", 0)
 
     def check(self) -> None:
@@ -275,14 +352,19 @@ class ClusterConfig:
 
     def check(self) -> None:
         _require(self.n_nodes >= 1, f"cluster.n_nodes must be at least 1, got {self.n_nodes}")
-        _require(self.n_gpus_per_node >= 1, f"cluster.n_gpus_per_node must be at least 1, got {self.n_gpus_per_node}")
+        _require(
+            self.n_gpus_per_node >= 1,
+            f"cluster.n_gpus_per_node must be at least 1, got {self.n_gpus_per_node}",
+        )
 
 
 @dataclass
 class LauncherConfig:
     """How processes are started."""
 
-    threads_per_process: int | None = _help("OMP threads of each process; null: cores shared equally.", None)
+    threads_per_process: int | None = _help(
+        "OMP threads of each process; null: cores shared equally.", None
+    )
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
     stop_timeout_s: float = _help("Grace between asking processes to end and killing them.", 10.0)
 
@@ -307,7 +389,9 @@ class BaseExperimentConfig:
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: FreqConfig = _help("When Hugging Face checkpoints are written.", FreqConfig)
     evaluator: FreqConfig = _help("When the validation set is run.", FreqConfig)
-    recover: RecoverConfig = _help("When and whether recover checkpoints are written.", RecoverConfig)
+    recover: RecoverConfig = _help(
+        "When and whether recover checkpoints are written.", RecoverConfig
+    )
     stats_logger: StatsLoggerConfig = _help("Where statistics go.", StatsLoggerConfig)
 
     def check(self) -> None:

@@ -43,7 +43,9 @@ class TrainEngine(abc.ABC):
         """Free the model; idempotent."""
 
     @abc.abstractmethod
-    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
         """One optimizer step on this rank's padded `batch`. Returns statistics reduced over all ranks.
 
         The gradient is that of Σ loss_fn / Σ loss_weight_fn over all micro-batches of all ranks. A non-finite
@@ -51,7 +53,9 @@ class TrainEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def eval_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
         """As `train_batch`, without gradient and step."""
 
     @abc.abstractmethod
@@ -85,7 +89,9 @@ class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""
 
     @abc.abstractmethod
-    def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
+    def initialize(
+        self, addrs: list[str] | None = None, train_batch_size: int | None = None
+    ) -> None:
         """Connect to the servers (`addrs`, or those the launcher started) and start the executor on rank 0."""
 
     @abc.abstractmethod
@@ -99,8 +105,14 @@ class InferenceEngine(abc.ABC):
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         """`gconfig.n_samples` continuations of one prompt. Engines that can share the prompt override this."""
         single = replace(request.gconfig, n_samples=1)
-        seeds = [None if request.seed is None else request.seed + i for i in range(request.gconfig.n_samples)]
-        requests = [replace(request, gconfig=single, rid=f"{request.rid}-{i}", seed=s) for i, s in enumerate(seeds)]
+        seeds = [
+            None if request.seed is None else request.seed + i
+            for i in range(request.gconfig.n_samples)
+        ]
+        requests = [
+            replace(request, gconfig=single, rid=f"{request.rid}-{i}", seed=s)
+            for i, s in enumerate(seeds)
+        ]
         return list(await asyncio.gather(*map(self.agenerate, requests)))
 
     @abc.abstractmethod
@@ -116,7 +128,9 @@ class InferenceEngine(abc.ABC):
         """Run these episodes and return this rank's share, in the order of `data`."""
 
     @abc.abstractmethod
-    def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
+    def prepare_batch(
+        self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
+    ) -> Batch:
         """Keep episodes running up to the staleness limit; return this rank's share of the next batch."""
 
     @abc.abstractmethod

@@ -15,7 +15,13 @@ import torch
 
 from arealite.api.errors import WeightUpdateError
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGN = 64
 
@@ -37,7 +43,11 @@ class SharedWeights:
         header, offset = {}, 0
         for name, tensor in like.items():
             size = tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+            header[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + size],
+            }
             offset += -(-size // _ALIGN) * _ALIGN
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -65,7 +75,9 @@ class SharedWeights:
             with open(path, "r+b") as file:
                 return cls(Path(path), mmap.mmap(file.fileno(), 0))
         except OSError as error:
-            raise WeightUpdateError(f"cannot attach shared weights {path}: {error.strerror}") from error
+            raise WeightUpdateError(
+                f"cannot attach shared weights {path}: {error.strerror}"
+            ) from error
 
     def unlink(self) -> None:
         """Remove the file; maps that exist stay valid."""
@@ -76,5 +88,7 @@ class SharedWeights:
         dtype = _DTYPES[entry["dtype"]]
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=data_start + start)
+        flat = torch.frombuffer(
+            self._map, dtype=torch.uint8, count=end - start, offset=data_start + start
+        )
         return flat.view(dtype).view(entry["shape"])
