@@ -24,13 +24,13 @@ StopReason = Literal["stop", "length", "abort"]
 
 
 class Stat(NamedTuple):
-    """One statistic as a loss reports it: reduced over micro-batches and ranks as Σtotal / Σcount.
+    """One statistic as a loss reports it: reduced over micro-batches and ranks as Σtotal / Σweight.
 
     A key that ends in `/max` or `/min` is reduced by maximum or minimum of `total` instead.
     """
 
     total: torch.Tensor
-    count: torch.Tensor | float = 1.0
+    weight: torch.Tensor | float = 1.0
 
 
 @dataclass
