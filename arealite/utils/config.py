@@ -1,0 +1,233 @@
+"""Loading a configuration: `--config file.yaml` (repeatable), then `key=value` overrides, into a plain dataclass.
+
+Scripts call `load_config(argv, GRPOConfig)`; launchers read the same arguments loosely with `load_plain`. Whatever is wrong is
+one ConfigError before anything starts: an unknown key (with the nearest valid one), a value of the wrong type, a missing
+value, an impossible combination (`config.check()`). `run_main` turns such errors into one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from arealite.api.errors import AReaLiteError, ConfigError
+
+T = TypeVar("T")
+# Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
+# resolved configuration there and ends.
+CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
+USAGE = "usage: script.py [--config FILE.yaml]... [key=value]... [--help]"
+
+
+def load_config(argv: list[str], cls: type[T]) -> T:
+    """The configuration that the arguments describe, checked. `--help` prints the tree of `cls` and exits."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text(cls))
+        raise SystemExit(0)
+    node = OmegaConf.structured(cls)
+    for source, values in _sources(argv):
+        _check_keys(values, cls, source)
+        try:
+            node = OmegaConf.merge(node, values)
+        except OmegaConfBaseException as error:
+            raise _bad_value(error, source, cls) from error
+    config = _to_dataclass(node, cls)
+    if hasattr(config, "check"):
+        config.check()
+    if CHECK_ONLY_ENV in os.environ:
+        Path(os.environ[CHECK_ONLY_ENV]).write_text(to_yaml(config))
+        raise SystemExit(0)
+    return config
+
+
+def load_plain(argv: list[str]) -> DictConfig:
+    """The same arguments merged without a schema, for who only needs a few common keys."""
+    node = OmegaConf.create({})
+    for source, values in _sources(argv):
+        try:
+            node = OmegaConf.merge(node, values)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{source} does not fit what came before it: {error}") from error
+    assert isinstance(node, DictConfig)
+    return node
+
+
+def to_yaml(config: Any) -> str:
+    """A configuration as YAML that `--config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
+    """Run a command line: errors meant for people are printed without a traceback and exit with 2, Ctrl+C with 130."""
+    try:
+        code = main(sys.argv[1:] if argv is None else argv)
+    except AReaLiteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def _sources(argv: list[str]) -> Iterator[tuple[str, DictConfig]]:
+    """(where it is from, nested values): all files in order first, then all overrides."""
+    files, overrides = [], []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == "--config":
+            path = next(arguments, None)
+            if path is None:
+                raise ConfigError(f"--config needs a file after it\n{USAGE}")
+            files.append(path)
+        elif argument.startswith("--config="):
+            files.append(argument.removeprefix("--config="))
+        elif "=" in argument and not argument.startswith("-"):
+            overrides.append(argument)
+        else:
+            raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
+    for path in files:
+        yield path, _read_file(path)
+    for override in overrides:
+        try:
+            yield f"override {override!r}", OmegaConf.from_dotlist([override])
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(f"cannot read the override {override!r}: {error}") from error
+
+
+def _read_file(path: str) -> DictConfig:
+    try:
+        values = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, DictConfig):
+        raise ConfigError(f"{path} must hold `key: value` pairs at the top, not a list")
+    return values
+
+
+# -------------------------------------------------------------------------------------------------- checks
+
+
+def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") -> None:
+    """Raise for the first key that the dataclass does not have; free-form dicts are not looked into."""
+    kinds = typing.get_type_hints(cls)
+    for key in map(str, values):
+        path = f"{prefix}{key}"
+        if key not in kinds:
+            raise ConfigError(f"unknown key {path!r} in {source}: {_nearest(key, cls, prefix)}")
+        child, node = _dataclass_of(kinds[key]), values._get_node(key)
+        if child is None or OmegaConf.is_interpolation(values, key) or values[key] is None:
+            continue
+        if not isinstance(node, DictConfig):
+            inside = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(child))
+            raise ConfigError(f"{path} in {source} is a section, not one value: set {inside}")
+        _check_keys(node, child, source, f"{path}.")
+
+
+def _nearest(key: str, cls: type, prefix: str) -> str:
+    siblings = [field.name for field in dataclasses.fields(cls)]
+    near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
+    # A key written one level too high: look for its name further down.
+    near = near or [p for p, *_ in _leaves(cls, prefix) if p.rsplit(".", 1)[-1] == key][:3]
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
+
+
+def _bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:
+    key = error.full_key or "a value"
+    expected = ""
+    for path, kind, *_ in _leaves(cls, ""):
+        if path == key:
+            expected = f" (expected {_type_name(kind)})"
+    reason = str(error.msg if error.msg else error).splitlines()[0]
+    return ConfigError(f"{key} in {source}{expected}: {reason}")
+
+
+def _to_dataclass(node: Any, cls: type[T]) -> T:
+    try:
+        OmegaConf.resolve(node)
+        missing = sorted(OmegaConf.missing_keys(node))
+        config = None if missing else OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise _bad_value(error, "the merged configuration", cls) from error
+    if missing:
+        helps = {path: text for path, _, _, text in _leaves(cls, "")}
+        lines = "".join(f"\n  {key}=…   {helps.get(key, '')}" for key in missing)
+        raise ConfigError(f"these values are missing; set them in a file or as key=value:{lines}")
+    assert isinstance(config, cls)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------- help
+
+
+def help_text(cls: type) -> str:
+    """The whole tree as plain text, in the order of declaration: key, type, default, line of help."""
+    rows = [
+        (path, f"{_type_name(kind)} = {default}", text)
+        for path, kind, default, text in _leaves(cls, "")
+    ]
+    width = max(len(path) for path, *_ in rows)
+    middle = max(len(kind) for _, kind, _ in rows)
+    lines = [USAGE, "", (cls.__doc__ or "").strip(), ""]
+    lines += [f"  {path:<{width}}  {kind:<{middle}}  {text}".rstrip() for path, kind, text in rows]
+    return "\n".join(lines)
+
+
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
+    """(path, type, default as text, help) of every value in the tree; an optional part also has a row of its own."""
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind, path = kinds[field.name], f"{prefix}{field.name}"
+        text = field.metadata.get("help", "")
+        child = _dataclass_of(kind)
+        if child is None:
+            yield path, kind, _default_text(field), text
+            continue
+        if kind is not child and field.default is None:
+            yield path, kind, "null", text
+        yield from _leaves(child, f"{path}.")
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return str(field.default_factory())
+    if field.default is dataclasses.MISSING or field.default == MISSING:
+        return "(required)"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    return "null" if field.default is None else str(field.default) or "''"
+
+
+def _dataclass_of(kind: Any) -> type | None:
+    """The dataclass in `X` or `X | None`, if there is one."""
+    options = typing.get_args(kind) if _is_union(kind) else (kind,)
+    found = [o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)]
+    return found[0] if found else None
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _type_name(kind: Any) -> str:
+    if _is_union(kind):
+        return " | ".join(_type_name(option) for option in typing.get_args(kind))
+    if kind is type(None):
+        return "null"
+    return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
