@@ -1,0 +1,63 @@
+"""Evaluation without training: run a dataset through the servers once and report rewards.
+
+`python -m arealite.cli.main trainer.type=null valid_dataset.path=…` starts it; `evaluate` is also what training loops call for
+their validation set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.trainer.tasks import find_task
+from arealite.utils.config import load_config, run_main
+from arealite.utils.rundir import RunDir
+from arealite.utils.stats_logger import StatsLogger
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+def evaluate(
+    rollout: InferenceEngine, rows: list[dict[str, Any]], workflow: RolloutWorkflow
+) -> dict[str, float]:
+    """Mean reward, share of prompts solved at least once, and mean length over `rows`."""
+    batch = rollout.rollout_batch(rows, workflow)
+    rewards, groups = batch["rewards"].float(), batch["group_ids"]
+    _, group = torch.unique(groups, return_inverse=True)
+    best = torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, rewards, "amax", include_self=False)
+    return {
+        "eval/reward": rewards.mean().item(),
+        "eval/best_of_group": best.mean().item(),
+        "eval/num_prompts": float(len(best)),
+        "eval/num_samples": float(len(rewards)),
+        "eval/output_tokens": batch["loss_mask"].sum(1).float().mean().item(),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """What `arealite.cli.main` starts when `trainer.type=null`."""
+    config = load_config(argv, GRPOConfig)
+    if config.valid_dataset is None:
+        raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    task = find_task(config.valid_dataset)
+    rows = task.rl_rows(config.valid_dataset, tokenizer)
+    rollout = RemoteSGLangEngine(config.rollout)
+    rollout.initialize(train_batch_size=len(rows))
+    try:
+        stats = evaluate(rollout, rows, RLVRWorkflow(task.reward, config.gconfig, tokenizer))
+    finally:
+        rollout.destroy()
+    StatsLogger(config, RunDir(config)).commit(0, stats)
+    for name, value in stats.items():
+        print(f"{name:24} {value:.4f}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,39 @@
+"""Which rows and which reward a dataset stands for, for runs that are described by a config alone.
+
+A script that brings its own dataset and reward needs none of this. To add a task here, add one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import ConfigError
+from arealite.api.reward_api import RewardFn
+from arealite.dataset import get_gsm8k_rl, get_gsm8k_sft
+from arealite.reward.gsm8k import gsm8k_reward
+
+Loader = Callable[[DatasetConfig, PreTrainedTokenizerBase], list[dict[str, Any]]]
+
+
+class Task(NamedTuple):
+    rl_rows: Loader
+    sft_rows: Loader
+    reward: RewardFn
+
+
+TASKS = {"gsm8k": Task(get_gsm8k_rl, get_gsm8k_sft, gsm8k_reward)}
+
+
+def find_task(dataset: DatasetConfig) -> Task:
+    """The task named in the dataset's path."""
+    for name, task in TASKS.items():
+        if name in dataset.path.lower():
+            return task
+    raise ConfigError(
+        f"no built-in task for dataset {dataset.path!r}; known: {', '.join(TASKS)}. "
+        "Write a short script with your own rows and reward (see examples/arealite/gsm8k_grpo.py)"
+    )

@@ -1,0 +1,63 @@
+"""GRPO on GSM8K, fully asynchronous: the whole algorithm in one file.
+
+    python -m arealite.launcher.local examples/arealite/gsm8k_grpo.py \
+        --config examples/arealite/configs/gsm8k_grpo.yaml actor.path=/path/to/model
+
+Every rank runs this file. The launcher has started the inference servers before; generation goes on in them while the
+lines below train, at most `rollout.max_head_offpolicyness` versions behind.
+"""
+
+from transformers import AutoTokenizer
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.weight_sync import make_weight_meta, sync_weights
+from arealite.reward.gsm8k import gsm8k_reward
+from arealite.trainer.run import Run
+from arealite.utils.config import load_config, run_main
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, GRPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    rows = get_gsm8k_rl(config.train_dataset, tokenizer)
+    dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
+    spec = FinetuneSpec(
+        config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
+    )
+
+    actor = FSDPPPOActor(config.actor)
+    actor.initialize(spec)
+    ref = FSDPEngine(config.ref) if config.ref else None
+    if ref:
+        ref.initialize()
+    rollout = RemoteSGLangEngine(config.rollout)
+    rollout.initialize(train_batch_size=dataloader.batch_size)
+    workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
+
+    with Run(config, spec, actor, rollout, dataloader, tokenizer) as run:
+        weights = make_weight_meta(config, run.dir)
+        for step in run.steps():
+            with run.phase("rollout"):
+                batch = rollout.prepare_batch(dataloader, workflow)
+            with run.phase("logp"):
+                if config.actor.prox_logp == "recompute":
+                    batch["prox_logp"] = actor.compute_logp(batch)
+                if ref:
+                    batch["ref_logp"] = ref.forward(batch)["logp"]
+            with run.phase("update"):
+                actor.compute_advantages(batch)
+                stats = actor.ppo_update(batch)
+                actor.step_lr_scheduler()
+            with run.phase("weights"):
+                sync_weights(actor, rollout, weights.with_version(step + 1))
+            run.commit(step, stats)
+
+
+if __name__ == "__main__":
+    run_main(main)

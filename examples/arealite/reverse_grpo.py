@@ -1,0 +1,25 @@
+"""GRPO on the demo's task with the ready trainer: what a run needs besides a config is a reward and rows.
+
+`demo.py` starts this file through the launcher; see gsm8k_grpo.py for the same loop written out.
+"""
+
+from reverse import make_rows, reverse_reward
+from transformers import AutoTokenizer
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.trainer.ppo import PPOTrainer
+from arealite.utils.config import load_config, run_main
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, GRPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
+    # Comparing two strings takes no time: the reward needs no process of its own.
+    workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
+    trainer = PPOTrainer(config, make_rows(8192, seed=config.seed), tokenizer)
+    trainer.train(workflow)
+
+
+if __name__ == "__main__":
+    run_main(main)
