@@ -1,0 +1,16 @@
+"""Datasets: rows from local files or a hub, batches that resume where they stopped, and what ships with the package."""
+
+from arealite.dataset.gsm8k import get_gsm8k_rl, get_gsm8k_sft
+from arealite.dataset.loader import StatefulDataLoader
+from arealite.dataset.rows import load_dataset, require_columns
+from arealite.dataset.sft import collate_sft, tokenize_sft
+
+__all__ = [
+    "StatefulDataLoader",
+    "collate_sft",
+    "get_gsm8k_rl",
+    "get_gsm8k_sft",
+    "load_dataset",
+    "require_columns",
+    "tokenize_sft",
+]

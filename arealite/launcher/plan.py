@@ -1,0 +1,244 @@
+"""What to start where: from `allocation_mode` and the configuration to processes on devices. Pure, apart from reading files.
+
+`read_launch_config` finds out what a script will be configured with, before anything is started; `make_plan` turns it into
+servers and trainer ranks, or refuses with the arithmetic. All launchers use both; `--dry-run` prints the plan.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from arealite.api import cli_args
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
+
+_CHECK_TIMEOUT_S = 300.0
+
+
+@dataclass
+class LaunchConfig:
+    """The keys that a launcher reads; a script's configuration may have any others."""
+
+    experiment_name: str = "run"
+    trial_name: str = "trial"
+    allocation_mode: str = "d1"
+    cluster: cli_args.ClusterConfig = field(default_factory=cli_args.ClusterConfig)
+    launcher: cli_args.LauncherConfig = field(default_factory=cli_args.LauncherConfig)
+    recover: cli_args.RecoverConfig = field(default_factory=cli_args.RecoverConfig)
+    server: cli_args.ServerConfig = field(default_factory=cli_args.ServerConfig)
+    sglang: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
+    model_path: str = ""
+    train_device: str = "auto"
+    setup_timeout_s: float = 300.0
+    resolved_yaml: str = ""
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """One inference server: its devices, as (node, device indices); more than one node if it spans them."""
+
+    index: int
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One trainer process."""
+
+    rank: int
+    local_rank: int
+    node: int
+    device: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Servers and ranks of one run, placed on nodes. `devices` is empty where a side runs on CPU."""
+
+    mode: AllocationMode
+    servers: tuple[ServerPlan, ...]
+    ranks: tuple[RankPlan, ...]
+    threads: int
+
+
+# ------------------------------------------------------------------------------------------ configuration
+
+
+def read_launch_config(script: str, argv: list[str]) -> LaunchConfig:
+    """What `script` will be configured with by `argv`. Whatever it would refuse is refused here, before anything starts.
+
+    The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here;
+    for any other the script itself is run once in check mode, in which `load_config` ends the process.
+    """
+    if not script.endswith(".py"):
+        return _view(load_plain(argv), "")
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}")
+    class_name = _config_class_name(script)
+    if class_name is None:
+        return _view(load_plain(argv), "")
+    cls = getattr(cli_args, class_name, None)
+    if dataclasses.is_dataclass(cls) and isinstance(cls, type):
+        text = to_yaml(load_config(argv, cls))
+    else:
+        text = _ask_script(script, argv)
+    return _view(OmegaConf.create(text), text)
+
+
+def _config_class_name(script: str) -> str | None:
+    """The name given as the second argument of `load_config(argv, Class)`, unless it is shadowed by the script's own class."""
+    try:
+        tree = ast.parse(Path(script).read_text())
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{script} is not valid Python: line {error.lineno}: {error.msg}"
+        ) from error
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) != 2:
+            continue
+        called = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
+        if called == "load_config":
+            given = node.args[1] if len(node.args) == 2 else node.keywords[-1].value
+            name = given.attr if isinstance(given, ast.Attribute) else getattr(given, "id", "")
+            return "" if name in own else name
+    return None
+
+
+def _ask_script(script: str, argv: list[str]) -> str:
+    """Run the script up to its `load_config`, which writes the resolved configuration and ends it."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "config.yaml"
+        env = {**os.environ, CHECK_ONLY_ENV: str(answer)}
+        result = subprocess.run(
+            [sys.executable, script, *argv],
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=_CHECK_TIMEOUT_S,
+        )
+        if result.returncode != 0 or not answer.exists():
+            output = (result.stderr or result.stdout).strip().removeprefix("error: ")
+            raise ConfigError(output or f"{script} ended before it loaded its configuration")
+        return answer.read_text()
+
+
+def _view(values: Any, text: str) -> LaunchConfig:
+    """Pick the keys a launcher needs; sections are completed by their defaults."""
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    picked = {str(k): v for k, v in values.items() if k in known}
+    node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), picked)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, LaunchConfig)
+    model = values.get("actor") or values.get("model") or {}
+    config.model_path = config.server.model_path or model.get("path", "")
+    config.train_device = model.get("device", "auto")
+    config.setup_timeout_s = (values.get("rollout") or {}).get("setup_timeout_s", 300.0)
+    config.resolved_yaml = text or OmegaConf.to_yaml(values)
+    config.recover.check()
+    config.cluster.check()
+    return config
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def visible_gpus() -> list[int]:
+    """Indices of the accelerators of this machine that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [int(d) for d in chosen.split(",") if d.strip().isdigit()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], text=True, capture_output=True, timeout=60)
+    return list(range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines())))
+
+
+def make_plan(config: LaunchConfig, gpus_per_node: list[list[int]]) -> Plan:
+    """Place servers first, then ranks, filling nodes in order. `gpus_per_node` is empty lists on CPU-only nodes."""
+    mode = AllocationMode.from_str(config.allocation_mode)
+    if mode.gen_backend is not None and not config.model_path:
+        raise ConfigError(
+            f"allocation_mode={config.allocation_mode} starts servers, but no model is named: set actor.path or server.model_path"
+        )
+    on_cpu = not any(gpus_per_node)
+    gen_on_gpu = not on_cpu and not (
+        mode.gen_backend == "embedded" and config.server.device == "cpu"
+    )
+    train_on_gpu = not on_cpu and config.train_device != "cpu"
+    slots = [(node, gpu) for node, gpus in enumerate(gpus_per_node) for gpu in gpus]
+    gen_need = mode.gen_world_size if gen_on_gpu else 0
+    train_need = mode.train_world_size if train_on_gpu else 0
+    if gen_need + train_need > len(slots):
+        raise AllocationError(_arithmetic(config, mode, gen_need, train_need, gpus_per_node))
+    nodes = len(gpus_per_node)
+    servers = tuple(
+        _place_server(i, mode, slots[:gen_need] if gen_on_gpu else None, nodes)
+        for i in range(mode.num_servers)
+    )
+    ranks = _place_ranks(max(1, mode.train_world_size), slots[gen_need:], train_on_gpu, nodes)
+    processes = -(-(len(servers) + len(ranks)) // nodes)
+    cores = len(os.sched_getaffinity(0))
+    threads = config.launcher.threads_per_process or max(1, cores // processes)
+    return Plan(mode, servers, tuple(ranks), threads)
+
+
+def _place_server(
+    index: int, mode: AllocationMode, slots: list[tuple[int, int]] | None, nodes: int
+) -> ServerPlan:
+    if slots is None:
+        return ServerPlan(index, ((index % nodes, ()),))
+    assert mode.gen is not None
+    size = mode.gen.instance_size
+    mine = slots[index * size : (index + 1) * size]
+    used = sorted({node for node, _ in mine})
+    return ServerPlan(index, tuple((n, tuple(g for node, g in mine if node == n)) for n in used))
+
+
+def _place_ranks(
+    count: int, slots: list[tuple[int, int]], on_gpu: bool, nodes: int
+) -> list[RankPlan]:
+    if on_gpu:
+        places: list[tuple[int, int | None]] = list(slots[:count])
+        places += [(0, None)] * (
+            count - len(places)
+        )  # an evaluation's single process needs no device
+    else:
+        per_node = -(-count // nodes)
+        places = [(rank // per_node, None) for rank in range(count)]
+    ranks, on_node = [], dict.fromkeys(range(nodes), 0)
+    for rank, (node, device) in enumerate(places):
+        ranks.append(RankPlan(rank, on_node[node], node, device))
+        on_node[node] += 1
+    return ranks
+
+
+def _arithmetic(
+    config: LaunchConfig, mode: AllocationMode, gen: int, train: int, gpus: list[list[int]]
+) -> str:
+    sides = []
+    if gen:
+        sides.append(f"{mode.gen_backend} {mode.gen} = {gen}")
+    if train:
+        sides.append(f"training {mode.train} = {train}")
+    have = " + ".join(str(len(g)) for g in gpus)
+    total = sum(map(len, gpus))
+    return (
+        f"allocation_mode={config.allocation_mode} needs {gen + train} devices ({', '.join(sides)}), "
+        f"but there are {total} ({len(gpus)} node(s): {have}). Lower the degrees, or add machines (cluster.n_nodes) or devices."
+    )

@@ -1,0 +1,226 @@
+"""Children of a launcher: started with logs, watched, and ended with all their descendants, whatever happens.
+
+Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all families (SIGTERM, grace, SIGKILL); a warden
+process does the same when the launcher itself is killed. Nothing polls: ends, output and signals all wake one `select`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from arealite.api.errors import AReaLiteError
+from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(AReaLiteError):
+    """The launcher was asked to end by a signal."""
+
+    def __init__(self, number: int):
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+@dataclass
+class ChildSpec:
+    """What to start: `env` is added to the launcher's own; `echo` copies its output to the console too."""
+
+    name: str
+    command: list[str]
+    log_path: Path
+    env: dict[str, str] = field(default_factory=dict)
+    echo: bool = False
+    cwd: Path | None = None
+
+
+@dataclass
+class Child:
+    """A started child. `code` is None while it runs, negative if a signal ended it."""
+
+    spec: ChildSpec
+    process: subprocess.Popen
+    pidfd: int
+    started: float = field(default_factory=time.monotonic)
+    code: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def describe_end(self) -> str:
+        """How it ended, and the last lines of its log."""
+        assert self.code is not None
+        how = f"exited with code {self.code}"
+        if self.code < 0:
+            how = f"was ended by {signal.Signals(-self.code).name}"
+        after_s = time.monotonic() - self.started
+        where = self.spec.log_path
+        return f"{self.name} {how} after {after_s:.1f} s; the last lines of {where}:\n{self.last_lines()}"
+
+    def last_lines(self) -> str:
+        return "\n".join(f"  | {line}" for line in tail(self.spec.log_path).splitlines())
+
+
+class Supervisor:
+    """Starts, watches and ends children. Use it in a `with` block, from one thread."""
+
+    def __init__(self, stop_timeout_s: float = 10.0):
+        self.stop_timeout_s = stop_timeout_s
+        self.children: list[Child] = []
+        self._mark = f"arealite-{os.getpid()}-{time.time_ns()}"
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._signals: list[int] = []
+        self._old_handlers: dict[int, object] = {}
+        self._warden: subprocess.Popen | None = None
+
+    def __enter__(self) -> Supervisor:
+        self._warden = subprocess.Popen(
+            [sys.executable, "-m", "arealite.launcher.warden"],
+            stdin=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        self._tell_warden(f"{self._mark} {self.stop_timeout_s}")
+        os.set_blocking(self._wake_read, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            assert self._warden is not None and self._warden.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it may itself have been killed
+                self._warden.stdin.close()
+            self._warden.wait()
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start one child in a session of its own; its output goes to the log (appended)."""
+        outer = os.environ.get(MARK_ENV)
+        env = {**os.environ, **spec.env, MARK_ENV: f"{outer};{self._mark}" if outer else self._mark}
+        parent = os.getpid()
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_path.open("ab") as log:
+            process = subprocess.Popen(
+                spec.command,
+                env=env,
+                cwd=spec.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if spec.echo else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+                pass_fds=[int(env["AREALITE_TTY_FD"])] if "AREALITE_TTY_FD" in spec.env else [],
+            )
+        self._tell_warden(f"+{process.pid}")
+        child = Child(spec, process, os.pidfd_open(process.pid))
+        self.children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+            self._selector.register(process.stdout, selectors.EVENT_READ, child)
+        return child
+
+    def wait(self, timeout_s: float | None = None) -> list[Child]:
+        """Sleep until a child ends (returned), a signal comes (raises `Interrupted`) or the time is over (empty)."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._signals:
+                raise Interrupted(self._signals[0])
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ended = self._handle(self._selector.select(left_s))
+            if ended or (left_s is not None and left_s == 0.0):
+                return ended
+
+    def stop(self, children: list[Child] | None = None) -> None:
+        """End these children (all by default) and their families. A second signal while this runs kills at once."""
+        children = list(self.children) if children is None else children
+        running = [child for child in children if child in self.children]
+        marks = [self._mark] if len(running) == len(self.children) else []
+        grace_s = 0.0 if len(self._signals) > 1 else self.stop_timeout_s
+        end_families([child.process.pid for child in running], grace_s, marks)
+        for child in running:
+            self._reap(child)
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> list[Child]:
+        ended = []
+        for key, _ in events:
+            child = key.data
+            if child is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 64)
+            elif key.fd == child.pidfd:
+                end_families([child.process.pid], 0.0)  # what it left behind
+                self._reap(child)
+                ended.append(child)
+            elif child in self.children:
+                self._copy_output(child)
+        return ended
+
+    def _reap(self, child: Child) -> None:
+        child.code = child.process.wait()
+        while self._copy_output(child):
+            pass
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        self.children.remove(child)
+        self._tell_warden(f"-{child.process.pid}")
+
+    def _copy_output(self, child: Child) -> bool:
+        """Copy what an echoed child wrote to its log and the console; False when there is no more for now."""
+        pipe = child.process.stdout
+        if pipe is None or pipe.closed:
+            return False
+        try:
+            data = os.read(pipe.fileno(), 65536)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(pipe)
+            pipe.close()
+            return False
+        with child.spec.log_path.open("ab") as log:
+            log.write(data)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return True
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:
+            # Do not let the user wait out the grace: what ends the families finds them dead.
+            for child in self.children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
+        os.write(self._wake_write, b"!")
+
+    def _tell_warden(self, line: str) -> None:
+        assert self._warden is not None and self._warden.stdin is not None
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # killed; the kernel's parent-death signal is left
+            self._warden.stdin.write(line + "\n")
+            self._warden.stdin.flush()

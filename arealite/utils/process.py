@@ -1,0 +1,146 @@
+"""Processes and their descendants: finding and ending whole trees, so that nothing is left behind.
+
+Launchers start each child in a session of its own, marked in its environment. A descendant is recognised by parent, by session or
+by that mark (a daemon changes the first two, a program that rewrites its title loses the third). Linux only: reads /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK_ENV = "AREALITE_PROCESS"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends. Called in the child, right after it was made."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have ended before the request was in place.
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One line of the process table. `started` tells a process from a later one with the same number."""
+
+    pid: int
+    parent: int
+    session: int
+    started: int
+    zombie: bool
+
+
+def process_table() -> dict[int, ProcessInfo]:
+    """All processes that can be seen now."""
+    found = (
+        _read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    )
+    return {info.pid: info for info in found if info is not None}
+
+
+def family(pid: int, mark: str | None = None) -> list[ProcessInfo]:
+    """Living processes that came from `pid`: itself, its descendants, its session, and whoever carries `mark`."""
+    table = process_table()
+    members = {p for p, info in table.items() if p == pid or info.session == pid}
+    members |= {p for p in table if mark is not None and _has_mark(p, mark)}
+    grew = True
+    while grew:
+        children = {p for p, info in table.items() if info.parent in members}
+        grew = not children <= members
+        members |= children
+    members.discard(os.getpid())
+    return [table[p] for p in members if p in table and not table[p].zombie]
+
+
+def end_families(pids: Iterable[int], grace_s: float, marks: Iterable[str] = ()) -> int:
+    """Ask the families of `pids` (and who carries a mark) to end, kill what still lives after the grace. Returns how many."""
+    pids, marks = list(pids), list(marks)
+    asked = _members(pids, marks)
+    _signal(asked, signal.SIGTERM)
+    _wait_gone(asked, grace_s)
+    # Looked up again: a dying process may have started another one.
+    for _ in range(10):
+        left = _members(pids, marks)
+        if not left:
+            break
+        _signal(left, signal.SIGKILL)
+        _wait_gone(left, 1.0)
+    return len(asked)
+
+
+def tail(path: Path, lines: int = 25) -> str:
+    """The last lines of a log, for an error message."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "(no log)"
+    return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+
+
+def _members(pids: list[int], marks: list[str]) -> list[ProcessInfo]:
+    found: dict[int, ProcessInfo] = {}
+    for pid in pids:
+        found |= {info.pid: info for info in family(pid)}
+    for mark in marks:
+        found |= {info.pid: info for info in family(-1, mark)}
+    return list(found.values())
+
+
+def _signal(members: list[ProcessInfo], number: signal.Signals) -> None:
+    for info in members:
+        if _is_same(info):
+            try:
+                os.kill(info.pid, number)
+            except (ProcessLookupError, PermissionError):
+                continue  # gone meanwhile, or (a setuid program) not ours to end
+
+
+def _wait_gone(members: list[ProcessInfo], timeout_s: float) -> None:
+    """Wait for each process's end through its pidfd, until the deadline."""
+    deadline = time.monotonic() + timeout_s
+    for info in members:
+        try:
+            descriptor = os.pidfd_open(info.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            if _is_same(info):
+                poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        finally:
+            os.close(descriptor)
+
+
+def _is_same(info: ProcessInfo) -> bool:
+    now = _read_stat(info.pid)
+    return now is not None and now.started == info.started and not now.zombie
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def _read_stat(pid: int) -> ProcessInfo | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name in parentheses may hold anything; the fields after its last parenthesis are fixed.
+    fields = text[text.rindex(")") + 2 :].split()
+    return ProcessInfo(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")
