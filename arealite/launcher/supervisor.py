@@ -51,6 +51,7 @@ class Child:
     spec: ChildSpec
     process: subprocess.Popen
     pidfd: int
+    log_start: int
     started: float = field(default_factory=time.monotonic)
     code: int | None = None
 
@@ -65,11 +66,14 @@ class Child:
         if self.code < 0:
             how = f"was ended by {signal.Signals(-self.code).name}"
         after_s = time.monotonic() - self.started
-        where = self.spec.log_path
-        return f"{self.name} {how} after {after_s:.1f} s; the last lines of {where}:\n{self.last_lines()}"
+        how, where = f"{self.name} {how} after {after_s:.1f} s", self.spec.log_path
+        if self.spec.echo:
+            return f"{how}; its output is above and in {where}"
+        return f"{how}; the last lines of {where}:\n{self.last_lines()}"
 
     def last_lines(self) -> str:
-        return "\n".join(f"  | {line}" for line in tail(self.spec.log_path).splitlines())
+        lines = tail(self.spec.log_path, since=self.log_start).splitlines()
+        return "\n".join(f"  | {line}" for line in lines)
 
 
 class Supervisor:
@@ -122,6 +126,7 @@ class Supervisor:
         parent = os.getpid()
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 spec.command,
                 env=env,
@@ -134,7 +139,7 @@ class Supervisor:
                 pass_fds=[int(env["AREALITE_TTY_FD"])] if "AREALITE_TTY_FD" in spec.env else [],
             )
         self._tell_warden(f"+{process.pid}")
-        child = Child(spec, process, os.pidfd_open(process.pid))
+        child = Child(spec, process, os.pidfd_open(process.pid), log_start)
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if process.stdout is not None:

@@ -78,11 +78,11 @@ def end_families(pids: Iterable[int], grace_s: float, marks: Iterable[str] = ())
     return len(asked)
 
 
-def tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log, for an error message."""
+def tail(path: Path, lines: int = 25, since: int = 0) -> str:
+    """The last lines of a log, for an error message; nothing before byte `since`."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            file.seek(max(since, path.stat().st_size - 64 * 1024))
             text = file.read().decode(errors="replace")
     except OSError:
         return "(no log)"
