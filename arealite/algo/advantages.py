@@ -1,0 +1,157 @@
+"""From rewards to advantages: shaping, normalisation, KL penalties, and generalised advantage estimation.
+
+Pure functions on padded tensors, called by the actors. Nothing is changed in place. Group membership is always
+explicit (`group_ids`), never read off the position of a row.
+
+B sequences, T padded length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def shape_rewards(
+    rewards: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
+) -> torch.Tensor:
+    """`clip((r + bias)·scaling, ±clip)`, `[B]`."""
+    shaped = (rewards.float() + bias) * scaling
+    return shaped if clip is None else shaped.clamp(-clip, clip)
+
+
+def overlong_penalty(
+    lengths: torch.Tensor, max_length: int, buffer: int, factor: float = 1.0
+) -> torch.Tensor:
+    """Soft punishment of long answers, `min(0, −(len − (L − O)) / O · f)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"the buffer must be in (0, max_length={max_length}], got {buffer}")
+    return (-(lengths.float() - (max_length - buffer)) / buffer * factor).clamp(max=0.0)
+
+
+def normalize(
+    values: torch.Tensor,
+    group_ids: torch.Tensor,
+    mean_level: str = "group",
+    std_level: str = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """`(r − mean) / (std + eps)`, mean and std each over the group, the batch, or not at all; `[B]`.
+
+    GRPO (arXiv 2402.03300): group, group. Dr.GRPO (2503.20783): group, none. LitePPO (2508.08221): group, batch.
+    RLOO (2402.14740): group with `leave_one_out`: the mean of the others, `(Σ_g r − r) / (n_g − 1)`.
+    The deviation is the unbiased one over the unnormalised rewards. A group of one has deviation 0, and mean of the
+    others 0 under leave-one-out; a group without variance gets exactly 0, not rounding noise divided by `eps`.
+    """
+    if values.shape != group_ids.shape:
+        raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} differ in shape")
+    values = values.double()
+    groups = group_ids.unique(return_inverse=True)[1]
+    whole = torch.zeros_like(groups)
+    mean = torch.zeros_like(values)
+    if mean_level != "none":
+        mean = _mean(values, groups if mean_level == "group" else whole, leave_one_out)
+    centred = values - mean
+    if std_level != "none":
+        owner = groups if std_level == "group" else whole
+        std = _std(values, owner)
+        flat = _spread(values, owner) == 0
+        centred = torch.where(flat & (std_level == mean_level), 0.0, centred / (std + eps))
+    return centred.float()
+
+
+def _sums(values: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num = int(owner.max()) + 1 if len(owner) else 0
+    total = values.new_zeros(num).index_add(0, owner, values)
+    count = values.new_zeros(num).index_add(0, owner, torch.ones_like(values))
+    return total, count
+
+
+def _mean(values: torch.Tensor, owner: torch.Tensor, leave_one_out: bool) -> torch.Tensor:
+    total, count = _sums(values, owner)
+    if leave_one_out:
+        return (total[owner] - values) / (count[owner] - 1).clamp(min=1)
+    return (total / count)[owner]
+
+
+def _std(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    centred = values - _mean(values, owner, leave_one_out=False)
+    total, count = _sums(centred.square(), owner)
+    return (total / (count - 1).clamp(min=1)).sqrt()[owner]
+
+
+def _spread(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """Largest minus smallest value of each entry's group."""
+    num = int(owner.max()) + 1 if len(owner) else 0
+    high = values.new_full((num,), -torch.inf).scatter_reduce(0, owner, values, "amax")
+    low = values.new_full((num,), torch.inf).scatter_reduce(0, owner, values, "amin")
+    return (high - low)[owner]
+
+
+def kl_estimate(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str = "k1") -> torch.Tensor:
+    """Per-token estimate of KL(π‖ref) from samples of π (Schulman 2020), `Δ = logp − ref_logp`.
+
+    k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative).
+    """
+    delta = logp - ref_logp
+    if kind == "k1":
+        return delta
+    if kind == "k2":
+        return delta.square() / 2
+    if kind == "k3":
+        return torch.expm1(-delta) + delta
+    raise ValueError(f"unknown KL estimator {kind!r}; use k1, k2 or k3")
+
+
+def token_rewards(
+    rewards: torch.Tensor,
+    loss_mask: torch.Tensor,
+    kl: torch.Tensor | None = None,
+    kl_ctl: float = 0.0,
+) -> torch.Tensor:
+    """`[B, T]`: the sequence's reward on its last trained token, minus `kl_ctl·kl` on every trained token."""
+    mask = loss_mask.bool()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).max(dim=1).values
+    on_last = (positions == last[:, None]) & mask
+    placed = torch.where(on_last, rewards.float()[:, None], 0.0)
+    return placed if kl is None else placed - kl_ctl * torch.where(mask, kl, 0.0)
+
+
+def gae(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    loss_mask: torch.Tensor,
+    truncated: torch.Tensor,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns `[B, T]` over trained tokens only (arXiv 1506.02438).
+
+    `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens are
+    passed over. After the last one, `V` is 0 if the episode ended, and the last value itself if it was `truncated`.
+    Returns are `A + V`. Both are 0 on tokens that are not trained.
+    """
+    mask = loss_mask.bool()
+    num_rows, length = mask.shape
+    positions = torch.arange(length, device=mask.device)
+    last = torch.where(mask, positions, -1).max(dim=1).values
+    bootstrap = values.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
+    next_value = torch.where(truncated.bool(), bootstrap, 0.0)
+    next_advantage = values.new_zeros(num_rows)
+    advantages = torch.zeros_like(values)
+    for t in range(length - 1, -1, -1):
+        here = mask[:, t]
+        delta = token_rewards[:, t] + discount * next_value - values[:, t]
+        advantage = delta + discount * gae_lambda * next_advantage
+        advantages[:, t] = torch.where(here, advantage, 0.0)
+        next_advantage = torch.where(here, advantage, next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def rewards_to_go(token_rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """`Σ_{t' ≥ t} r_{t'}` over trained tokens, `[B, T]`: what `gae` gives without a critic and with γ = λ = 1."""
+    mask = loss_mask.bool()
+    kept = torch.where(mask, token_rewards, 0.0)
+    return torch.where(mask, kept.flip(1).cumsum(1).flip(1), 0.0)

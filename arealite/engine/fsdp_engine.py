@@ -1,0 +1,344 @@
+"""`FSDPEngine`: a Hugging Face model trained with PyTorch FSDP2, on one rank or many, CPU or CUDA.
+
+Owns the model, its optimizer and how both are spread over ranks; knows no algorithm. Losses come in as functions
+(`train_batch`), sums over packed micro-batches cut by tokens; the engine divides by their weight over all micro-batches
+and ranks. Actors, critics and supervised engines subclass it and add methods on top.
+
+B sequences, T padded length, N packed tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
+from arealite.api.errors import ConfigError, TrainingError
+from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, WeightUpdateMeta
+from arealite.engine import checkpoint
+from arealite.engine.hf_model import PackedModel, load_config, load_model, resolve_path, shard
+from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
+from arealite.utils import distributed
+from arealite.utils.data import (
+    pack,
+    select_rows,
+    seq_lengths,
+    split_micro_batches,
+    unpack,
+)
+from arealite.utils.shared_weights import SharedWeights
+
+logger = logging.getLogger("arealite.engine")
+
+
+class MicroBatch(NamedTuple):
+    rows: list[int]  # of the padded batch; empty for a filler that keeps ranks in step
+    data: Batch
+    max_seqlen: int
+
+
+class FSDPEngine(TrainEngine):
+    """See `TrainEngine` for the contract of each method."""
+
+    scalar_head = False  # critics and reward models: one value per token instead of log-probs
+
+    def __init__(self, config: TrainEngineConfig):
+        config.check()
+        self.config = config
+        self.temperature = 1.0
+        self.with_entropy = False
+        self.folder = resolve_path(config.path)
+        self.hf_config = load_config(self.folder, self.scalar_head)
+        self.device = config.device
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
+        self.module: PackedModel | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.mesh: DeviceMesh | None = None
+        self.total_steps = 0
+        self.lr_step = 0
+        self.bad_steps = 0
+        self._bad_in_a_row = 0
+        self._version = 0
+        self._shared: SharedWeights | None = None
+
+    # ------------------------------------------------------------------------------------------ life cycle
+
+    def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
+        distributed.init_process_group(self.device)
+        first = distributed.rank() == 0
+        full = (
+            load_model(self.folder, self.hf_config, self.config, self.scalar_head)
+            if first
+            else None
+        )
+        if distributed.world_size() == 1 and self.config.dtype == self.config.param_dtype:
+            # One rank has nothing to shard, and without a second type nothing to cast: FSDP would only copy.
+            assert full is not None
+            self.module = PackedModel(full, self.config.logprob_chunk_size).to(self.device)
+        else:
+            self._initialize_sharded(full)
+        if self.config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.optimizer is not None:
+            self.optimizer = make_optimizer(self.model, self.config.optimizer)
+            self.total_steps = ft_spec.total_train_steps if ft_spec else 0
+            self._set_lr()
+
+    def _initialize_sharded(self, full) -> None:
+        if not dist.is_initialized():
+            # Mixed precision is FSDP's doing, which wants a group even for one rank.
+            store = dist.HashStore()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", store=store, rank=0, world_size=1)  # fmt: skip
+        self.mesh = init_device_mesh(self.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        with torch.device("meta"):
+            empty = load_model(
+                self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head
+            )
+        self.module = PackedModel(empty, self.config.logprob_chunk_size)
+        shard(self.module, full, self.mesh, self.config)
+
+    def destroy(self) -> None:
+        self.module = self.optimizer = None
+        if self._shared is not None:
+            self._shared.unlink()
+            self._shared = None
+
+    @property
+    def model(self):
+        """The Hugging Face model (its parameters are DTensors when sharded)."""
+        assert self.module is not None, "call initialize() first"
+        return self.module.model
+
+    @property
+    def dp_size(self) -> int:
+        return self.mesh.size() if self.mesh is not None else 1
+
+    def share(self, rows: list[Any]) -> list[Any]:
+        """This rank's part of a list that all ranks have, such as the rows of a supervised batch."""
+        return rows[distributed.rank() % self.dp_size :: self.dp_size]
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
+        assert self.optimizer is not None, "this engine has no optimizer: it can only evaluate"
+        start = time.perf_counter()
+        self.module.train()
+        micro_batches = self._micro_batches(batch)
+        weight = self._total_weight(micro_batches, loss_weight_fn)
+        stats: dict[str, Stat] = {}
+        for mb in micro_batches:
+            loss, mb_stats = loss_fn(self._forward(mb), mb.data)
+            # FSDP averages gradients over ranks; the loss is a sum over them.
+            (loss * (self.dp_size / weight)).backward()
+            _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+        stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
+        norm = self._step()
+        tokens = sum(len(mb.data["input_ids"]) for mb in micro_batches)
+        result = distributed.all_reduce_stats(
+            stats | {"num_tokens": Stat(torch.tensor(float(tokens)), 1.0 / self.dp_size)}
+        )
+        seconds = time.perf_counter() - start
+        result |= {
+            "grad_norm": norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "bad_steps": float(self.bad_steps),
+            "num_micro_batches": float(len(micro_batches)),
+            "train_tokens_per_s": result["num_tokens"] / seconds,
+        }
+        return result
+
+    def eval_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
+        self.module.eval()
+        stats: dict[str, Stat] = {}
+        with torch.no_grad():
+            micro_batches = self._micro_batches(batch)
+            weight = self._total_weight(micro_batches, loss_weight_fn)
+            for mb in micro_batches:
+                loss, mb_stats = loss_fn(self._forward(mb), mb.data)
+                _merge(stats, {"loss": Stat(loss, 0.0), **mb_stats})
+        stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
+        return distributed.all_reduce_stats(stats)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Batch:
+        """As the contract says; where `batch` has a `loss_mask`, tokens outside it have log-prob 0 as well."""
+        self.module.eval()
+        result: Batch = {}
+        for mb in self._micro_batches(batch):
+            outputs = self._forward(mb)
+            mask = batch["attention_mask"][mb.rows]
+            for key, value in outputs.items():
+                if key not in result:
+                    result[key] = torch.zeros(batch["attention_mask"].shape, dtype=value.dtype)
+                if mb.rows:
+                    result[key][mb.rows] = unpack(value.cpu(), mask)
+        return result
+
+    def _row_groups(self, batch: Batch) -> list[list[int]]:
+        """Rows of each micro-batch: as many on every rank as on the one that needs most."""
+        lengths = seq_lengths(batch).tolist()
+        groups = split_micro_batches(lengths, self.config.max_tokens_per_mb)
+        count = len(groups)
+        if self.dp_size > 1:
+            most = torch.tensor([count])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            count = int(most)
+        if count > len(groups):
+            groups = split_micro_batches(lengths, self.config.max_tokens_per_mb, min_count=count)
+        return groups
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Packed micro-batches on the device.
+
+        A rank with fewer rows than micro-batches runs the rest on one token without loss: sharded layers need every
+        rank in every pass.
+        """
+        _check_rows(batch)
+        packed = []
+        for group in self._row_groups(batch):
+            part = select_rows(batch, group) if group else _blank_row(batch)
+            data = pack(part)
+            longest = int(data.pop("max_seqlen"))
+            data = {k: v.to(self.device) for k, v in data.items()}
+            packed.append(MicroBatch(group, data, longest))
+        return packed
+
+    def _total_weight(self, micro_batches, loss_weight_fn: LossWeightFn) -> float:
+        weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)
+        if self.dp_size > 1:
+            total = torch.tensor([weight], dtype=torch.float64)
+            dist.all_reduce(total)
+            weight = float(total)
+        if not weight > 0:
+            raise TrainingError(
+                f"the batch has no trained token (weight {weight} over {self.dp_size} ranks): its loss_mask is 0 everywhere. "
+                "Check that answers are not cut off by max_length, and that the workflow sets loss_mask"
+            )
+        return weight
+
+    def _forward(self, mb: MicroBatch) -> Batch:
+        return self.module(mb.data, mb.max_seqlen, self.temperature, self.with_entropy)
+
+    def _step(self) -> float:
+        """Clip, step and clear gradients. A non-finite norm skips the step on all ranks alike."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        norm = float(grad_norm(parameters))
+        limit = self.config.optimizer.gradient_clipping
+        if math.isfinite(norm):
+            if limit and norm > limit:
+                scale_grads(parameters, limit / (norm + 1e-6))
+            self.optimizer.step()
+            self._bad_in_a_row = 0
+        else:
+            self._count_bad_step(norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _count_bad_step(self, norm: float) -> None:
+        self.bad_steps += 1
+        self._bad_in_a_row += 1
+        logger.warning(
+            "gradient norm is %s: step skipped (%d so far, %d in a row)",
+            norm, self.bad_steps, self._bad_in_a_row,
+        )  # fmt: skip
+        if self._bad_in_a_row >= self.config.max_bad_steps:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"the gradient was not finite {self._bad_in_a_row} times in a row (max_bad_steps="
+                f"{self.config.max_bad_steps}): lower optimizer.lr, check rewards and log-probs for NaN, or use dtype=float32"
+            )
+
+    def step_lr_scheduler(self) -> None:
+        self.lr_step += 1
+        self._set_lr()
+
+    def _set_lr(self) -> None:
+        lr = learning_rate(self.config.optimizer, self.lr_step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    # -------------------------------------------------------------------------- weights: save, load, publish
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format == "hf":
+            checkpoint.save_hf(self, meta.path)
+        else:
+            checkpoint.save_dcp(self, meta.path, meta.with_optim)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        if meta.weight_format == "hf":
+            checkpoint.load_hf(self, meta.path)
+        else:
+            checkpoint.load_dcp(self, meta.path, meta.with_optim)
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        if meta.type == "disk":
+            checkpoint.save_hf(self, meta.path, durable=False)
+        elif meta.type == "shm":
+            self._write_shared(meta.path)
+        else:
+            raise ConfigError(f"weight_update={meta.type} is not available: use disk or shm")
+
+    def _write_shared(self, path: str) -> None:
+        if self._shared is None and distributed.rank() == 0:
+            like = {
+                n: torch.empty(s, dtype=d, device="meta")
+                for n, s, d in checkpoint.tensor_specs(self)
+            }
+            self._shared = SharedWeights.create(path, like)
+        for name, tensor in checkpoint.gathered_parameters(self):
+            if self._shared is not None:
+                self._shared.tensors[name].copy_(tensor)
+        distributed.barrier()
+
+    def get_version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+
+def _from_scratch(config: TrainEngineConfig) -> TrainEngineConfig:
+    return type(config)(**{**vars(config), "init_from_scratch": True})
+
+
+def _check_rows(batch: Batch) -> None:
+    mask = batch["attention_mask"]
+    if mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError("attention_mask is not right-padded: a token follows padding")
+
+
+def _blank_row(batch: Batch) -> Batch:
+    """One row of one token that takes part in nothing: every key is zero, so is its loss mask."""
+    length = batch["attention_mask"].shape[1]
+    blank = {k: v.new_zeros(1, *v.shape[1:]) for k, v in batch.items()}
+    blank = {k: v[:, :1] if v.dim() >= 2 and v.shape[1] == length else v for k, v in blank.items()}
+    blank["attention_mask"][:, 0] = 1
+    return blank
+
+
+def _merge(stats: dict[str, Stat], new: dict[str, Stat]) -> None:
+    """Add a micro-batch's statistics to those of the batch."""
+    for key, (total, weight) in new.items():
+        if key not in stats:
+            stats[key] = Stat(torch.as_tensor(total).detach(), weight)
+        elif key.endswith("/max"):
+            stats[key] = Stat(torch.maximum(stats[key].total, total), weight)
+        elif key.endswith("/min"):
+            stats[key] = Stat(torch.minimum(stats[key].total, total), weight)
+        else:
+            stats[key] = Stat(stats[key].total + total, stats[key].weight + weight)

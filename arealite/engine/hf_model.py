@@ -1,0 +1,151 @@
+"""Hugging Face models as the engines see them: found, checked, loaded, sharded, and called on packed batches.
+
+`PackedModel` is the root module: its forward pass takes one packed micro-batch and returns per-token results, so that
+sharding gathers the output head together with the rest and `[N, V]` logits never exist. Used by `FSDPEngine`.
+
+N packed tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from arealite.algo.logprobs import packed_logprobs, target_positions
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Batch
+from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
+
+
+class PackedModel(nn.Module):
+    """One decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`)."""
+
+    def __init__(self, model: PreTrainedModel, chunk_size: int):
+        super().__init__()
+        self.model = model
+        self.chunk_size = chunk_size
+        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.has_lm_head = model.get_output_embeddings() is not None
+
+    def forward(self, mb: Batch, max_seqlen: int, temperature: float, with_entropy: bool) -> Batch:
+        outputs = self.model.base_model(
+            input_ids=mb["input_ids"][None],
+            position_ids=mb["position_ids"][None],
+            use_cache=False,
+            **attention_kwargs(mb["cu_seqlens"], max_seqlen),
+        )
+        hidden = outputs.last_hidden_state.squeeze(0)
+        if not self.has_lm_head:
+            return {"values": self.model.score(hidden).squeeze(-1).float()}
+        head = self.model.get_output_embeddings()
+        logp, entropy = packed_logprobs(
+            hidden,
+            head.weight,
+            mb["input_ids"],
+            target_positions(mb["cu_seqlens"], mb.get("loss_mask")),
+            bias=head.bias,
+            temperature=temperature,
+            softcap=self.softcap,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+        )
+        return {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
+
+
+def resolve_path(path: str) -> Path:
+    """The local folder of a model, fetched from the hub if `path` is not a folder."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        return folder
+    if folder.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") > 1:
+        raise ConfigError(
+            f"model path {path!r} does not exist: give an existing folder or a hub name"
+        )
+    try:
+        return Path(snapshot_download(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model {path!r} is neither a local folder nor available from the hub ({error}): give an existing folder, or "
+            "check the name and the network"
+        ) from error
+
+
+def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
+    config = AutoConfig.from_pretrained(folder)
+    if scalar_head:
+        config.num_labels = 1
+    check_model(config)
+    return config
+
+
+def load_model(
+    folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
+) -> PreTrainedModel:
+    """The whole model on the host, in the type that the optimizer holds."""
+    cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    dtype = getattr(torch, config.param_dtype)
+    if config.init_from_scratch:
+        model = cls.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
+    else:
+        try:
+            model = cls.from_pretrained(
+                folder, config=hf_config, dtype=dtype, attn_implementation=ATTENTION
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cannot load the model at {folder}: {error}") from error
+    model.train()
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, which are sharded, checkpointed and compiled one by one."""
+    names = set(model._no_split_modules or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(model).__name__} does not say which of its modules are layers")
+    return layers
+
+
+def shard(
+    module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig
+) -> None:
+    """Shard an empty (meta) `module` layer by layer, then fill it from `full`, which only rank 0 has."""
+    dtype = getattr(torch, config.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(module.model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.to_empty(device=mesh.device_type)
+    module.model.tie_weights()
+    fill(module, full, mesh.device_type)
+
+
+def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None:
+    """Copy weights and buffers of rank 0's `full` into the sharded `module`.
+
+    Buffers that are not saved (rotary frequencies) are empty after the meta device and are sent along.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(module.model, full.state_dict() if full else {}, options=options)
+    source = dict(full.named_buffers()) if full else {}
+    for name, buffer in module.model.named_buffers():
+        if name in source:
+            buffer.copy_(source[name])
+        dist.broadcast(buffer, src=0)

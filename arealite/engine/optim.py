@@ -1,0 +1,71 @@
+"""The optimizer side of an engine: parameter groups, learning-rate schedule, gradient norm and clipping.
+
+Used by `FSDPEngine` only. Works on plain parameters and on DTensors of any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from arealite.api.cli_args import OptimizerConfig
+
+
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay acts on matrices and embeddings, not on norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of training step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
+    warmup = round(config.warmup_steps_proportion * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler_type == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Global 2-norm of all gradients over all ranks, as a plain scalar.
+
+    Gradients are grouped by the mesh they live on: torch's own norm refuses to mix meshes.
+    """
+    by_layout: dict[object, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = parameter.grad
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            by_layout.setdefault(layout, []).append(grad)
+    squares = []
+    for grads in by_layout.values():
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    if local:
+        torch._foreach_mul_(local, factor)

@@ -1,0 +1,143 @@
+"""Batches as dictionaries of tensors: joining, selecting, packing, and cutting them by tokens.
+
+Engines, the executor and workflows use these; nothing here knows a model or an algorithm. Padded form: `[B, T]`,
+right-padded, with `attention_mask`. Packed form: `[N]` with `cu_seqlens [B + 1]`, `max_seqlen` and `position_ids [N]`;
+what belongs to a whole sequence stays `[B]`. Packing and unpacking are exact inverses on real tokens.
+
+B sequences, T padded length, N packed tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+
+from arealite.api.io_struct import Batch
+
+
+def seq_lengths(batch: Batch) -> torch.Tensor:
+    """Real tokens of each sequence, `[B]`."""
+    return batch["attention_mask"].sum(dim=1)
+
+
+def num_rows(batch: Batch) -> int:
+    return batch["attention_mask"].shape[0]
+
+
+def is_per_token(batch: Batch, value: torch.Tensor) -> bool:
+    """Whether `value` has one entry per token of the padded `batch` (the rest has one per sequence)."""
+    return value.dim() >= 2 and value.shape[:2] == batch["attention_mask"].shape
+
+
+def concat_padded(batches: list[Batch]) -> Batch:
+    """Join padded batches row by row, padding each to the longest `T` on the right with zeros.
+
+    All must have the same keys: a key that some lack would silently shift the rows of the others.
+    """
+    if not batches:
+        raise ValueError("concat_padded needs at least one batch")
+    keys = set(batches[0])
+    for other in batches[1:]:
+        if set(other) != keys:
+            raise ValueError(
+                f"batches to join differ in their keys: {sorted(keys ^ set(other))} are not in all of them"
+            )
+    length = max(b["attention_mask"].shape[1] for b in batches)
+    joined = {}
+    for key in batches[0]:
+        parts = [_pad_to(b[key], length) if is_per_token(b, b[key]) else b[key] for b in batches]
+        joined[key] = torch.cat(parts)
+    return joined
+
+
+def _pad_to(value: torch.Tensor, length: int) -> torch.Tensor:
+    if value.shape[1] == length:
+        return value
+    padded = value.new_zeros(value.shape[0], length, *value.shape[2:])
+    padded[:, : value.shape[1]] = value
+    return padded
+
+
+def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
+    """The given sequences of a padded batch, in that order, with padding no longer needed cut off."""
+    index = torch.as_tensor(rows, dtype=torch.long)
+    mask = batch["attention_mask"][index]
+    length = int(mask.sum(dim=1).max()) if len(index) else 0
+    chosen = {}
+    for key, value in batch.items():
+        picked = value[index.to(value.device)]
+        chosen[key] = picked[:, :length] if is_per_token(batch, value) else picked
+    return chosen
+
+
+def pack(batch: Batch) -> Batch:
+    """Padded to packed: padding is dropped, tokens of all sequences follow each other."""
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(dim=1)
+    index = mask.flatten().nonzero(as_tuple=True)[0]
+    packed = {}
+    for key, value in batch.items():
+        if key != "attention_mask":
+            per_token = is_per_token(batch, value)
+            packed[key] = value.flatten(0, 1)[index] if per_token else value
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    starts = cu_seqlens[:-1].repeat_interleave(lengths)
+    packed["position_ids"] = torch.arange(len(index), device=mask.device) - starts
+    packed["cu_seqlens"] = cu_seqlens
+    packed["max_seqlen"] = lengths.max() if len(lengths) else lengths.new_zeros(())
+    return packed
+
+
+def unpack(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Packed `[N, ...]` to padded `[B, T, ...]` with zeros on padding."""
+    padded = values.new_zeros(*attention_mask.shape, *values.shape[1:])
+    padded[attention_mask.bool()] = values
+    return padded
+
+
+def sequence_sums(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Sum of packed `values [N]` over each sequence, `[B]`; differentiable."""
+    lengths = cu_seqlens.diff().long()
+    owner = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
+    return values.new_zeros(len(lengths)).index_add(0, owner, values)
+
+
+def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
+    """First-fit decreasing: rows in as few groups of at most `max_tokens` as that finds, at least `min_count`.
+
+    A single sequence longer than the budget gets a group of its own. Groups list rows in ascending order; with
+    fewer rows than `min_count` the last groups are empty.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for row in order:
+        for g, free in enumerate(room):
+            if lengths[row] <= free:
+                groups[g].append(row)
+                room[g] -= lengths[row]
+                break
+        else:
+            groups.append([row])
+            room.append(max_tokens - lengths[row])
+    if len(groups) < min_count:
+        groups = partition_balanced(lengths, min_count)
+    return [sorted(group) for group in groups]
+
+
+def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
+    """Rows in exactly `parts` groups with nearly equal tokens: longest first onto the lightest group.
+
+    Deterministic, rows ascending in each group. Every group has a row when there are at least `parts` rows.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    # Ties go to the group with fewer rows, so that rows of length zero do not pile up in one group.
+    heap = [(0, 0, g) for g in range(parts)]
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    for row in order:
+        tokens, count, g = heapq.heappop(heap)
+        groups[g].append(row)
+        heapq.heappush(heap, (tokens + lengths[row], count + 1, g))
+    return [sorted(group) for group in groups]

@@ -1,0 +1,169 @@
+"""Process groups and the few collectives the package needs besides those of sharded training.
+
+Works the same in a single process without any group. Nothing is pickled: structure travels as JSON, tensors as
+their bytes. `cuda` jobs get both NCCL and gloo, so that tensors on the host can be exchanged as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Batch, Stat
+
+_ALIGN = 8
+_DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)}  # fmt: skip
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
+
+
+def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; without them, stay alone."""
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+        return
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not: start ranks with a launcher "
+            "(python -m arealite.launcher.local) or torchrun"
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for all ranks, over the host group: returns only when each has arrived."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1))
+
+
+def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """`obj` of rank `src`, on every rank."""
+    if world_size() == 1:
+        return obj
+    mine = dist.get_rank() == src
+    data = (
+        torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8) if mine else None
+    )
+    size = torch.tensor([len(data) if data is not None else 0])
+    dist.broadcast(size, src, group)
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src, group)
+    return obj if mine else json.loads(bytes(data.numpy()))
+
+
+def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
+    """Rank 0 gives one batch per rank; each rank gets its own (on the host)."""
+    if world_size() == 1:
+        assert shares is not None
+        return shares[0]
+    me = dist.get_rank(group)
+    if me == 0:
+        assert shares is not None and len(shares) == dist.get_world_size(group)
+        shares = [{k: v.detach().cpu().contiguous() for k, v in s.items()} for s in shares]
+    headers = broadcast_json(
+        None if shares is None or me else [_header(s) for s in shares], 0, group
+    )
+    if me == 0:
+        assert shares is not None
+        for other in range(1, len(shares)):
+            dist.send(_to_bytes(shares[other]), other, group)
+        return shares[0]
+    sizes = [_padded(_num_bytes(dtype, shape)) for _, dtype, shape in headers[me]]
+    data = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.recv(data, 0, group)
+    batch, offset = {}, 0
+    for (key, dtype, shape), size in zip(headers[me], sizes, strict=True):
+        raw = data[offset : offset + _num_bytes(dtype, shape)]
+        batch[key] = raw.view(_DTYPES[dtype]).view(shape)
+        offset += size
+    return batch
+
+
+def _header(batch: Batch) -> list[tuple[str, str, list[int]]]:
+    return [(k, str(v.dtype).removeprefix("torch."), list(v.shape)) for k, v in batch.items()]
+
+
+def _num_bytes(dtype: str, shape: list[int]) -> int:
+    return _DTYPES[dtype].itemsize * torch.Size(shape).numel()
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _to_bytes(batch: Batch) -> torch.Tensor:
+    flat = [v.reshape(-1).view(torch.uint8) for v in batch.values()]
+    return torch.cat([torch.nn.functional.pad(f, (0, _padded(len(f)) - len(f))) for f in flat])
+
+
+def all_gather_rows(
+    value: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, int]:
+    """Rows of all ranks in rank order, and where this rank's begin. Ranks may have different numbers of rows."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return value, 0
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([len(value)]), group)
+    sizes = [int(c) for c in counts]
+    padded = value.new_zeros(max(sizes), *value.shape[1:])
+    padded[: len(value)] = value
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group)
+    start = sum(sizes[: dist.get_rank(group)])
+    return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]), start
+
+
+def all_reduce_stats(
+    stats: dict[str, Stat], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Σtotal / Σweight of each statistic over ranks; `/max` and `/min` keys by maximum and minimum.
+
+    Every rank must bring the same keys. A statistic whose weights sum to zero is left out: nothing was measured.
+    """
+    sums = sorted(k for k in stats if not k.endswith(("/max", "/min")))
+    tops = sorted(set(stats) - set(sums))
+    pairs = [[stats[k].total, stats[k].weight] for k in sums]
+    flat = [torch.as_tensor(x, dtype=torch.float64).detach() for pair in pairs for x in pair]
+    signs = [-1.0 if k.endswith("/min") else 1.0 for k in tops]
+    flat += [
+        torch.as_tensor(stats[k].total, dtype=torch.float64).detach() * s
+        for k, s in zip(tops, signs, strict=True)
+    ]
+    if not flat:
+        return {}
+    table = torch.stack([x.reshape(()) for x in flat]).cpu()
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        added, highest = table[: 2 * len(sums)], table[2 * len(sums) :].contiguous()
+        dist.all_reduce(added, dist.ReduceOp.SUM, group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        table = torch.cat([added, highest])
+    values = table.tolist()
+    result = {k: values[2 * i] / values[2 * i + 1] for i, k in enumerate(sums) if values[2 * i + 1]}
+    result.update({k: s * v for k, s, v in zip(tops, signs, values[2 * len(sums) :], strict=True)})
+    return result

@@ -1,0 +1,18 @@
+"""Tiny Hugging Face models made from config, and real gloo ranks in processes of their own."""
+
+import pytest
+import torch
+
+from engine_testing import MODELS, make_model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory):
+    """Folder of each kind of tiny model in `MODELS`."""
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make_model(root / kind, kind) for kind in MODELS}

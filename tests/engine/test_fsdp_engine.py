@@ -1,0 +1,140 @@
+"""The engine's arithmetic: packed equals padded, ranks equal one process, bad steps are skipped and told."""
+
+import math
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config, random_batch, run_ranks
+from transformers import AutoModelForCausalLM
+
+from arealite.api.errors import ConfigError, TrainingError
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
+from arealite.utils.data import select_rows
+
+LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
+
+
+def make_engine(path, cls=FSDPLMEngine, **kwargs):
+    engine = cls(engine_config(path, **kwargs))
+    engine.initialize(SPEC)
+    return engine
+
+
+def padded_logp(model, batch):
+    """The reference: one padded forward pass of plain transformers, the whole logits, a loop over nothing."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logp = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    return torch.nn.functional.pad(logp, (1, 0))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "qwen3", "llama"])
+def test_packed_gradient_equals_padded(model_dirs, kind):
+    batch = random_batch(LENGTHS)
+    engine = make_engine(model_dirs[kind], max_tokens_per_mb=40)
+    reference = AutoModelForCausalLM.from_pretrained(model_dirs[kind], attn_implementation="eager")
+    mask = batch["loss_mask"].bool()
+    mask[:, 0] = False
+    logp = padded_logp(reference, batch)
+    torch.testing.assert_close(
+        engine.forward(batch)["logp"][mask], logp[mask], atol=1e-5, rtol=1e-5
+    )
+
+    (-(logp * mask).sum() / mask.sum()).backward()
+    engine.optimizer.step = engine.optimizer.zero_grad = lambda *a, **k: None
+    engine.config.optimizer.gradient_clipping = 0.0
+    stats = engine.train_lm(batch)
+    assert stats["num_micro_batches"] > 1
+    expected = dict(reference.named_parameters())
+    for name, parameter in engine.model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-4, msg=name
+        )
+
+
+def test_equal_lengths_take_the_short_way(model_dirs):
+    batch = random_batch([8] * 6)
+    engine = make_engine(model_dirs["qwen2"])
+    reference = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
+    mask = batch["loss_mask"].bool()
+    torch.testing.assert_close(
+        engine.forward(batch)["logp"][mask],
+        padded_logp(reference, batch)[mask],
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+def test_gradient_checkpointing_changes_nothing(model_dirs):
+    batch = random_batch(LENGTHS)
+    losses = [
+        [make_engine(model_dirs["qwen2"], gradient_checkpointing=on).train_lm(batch)["grad_norm"]]
+        for on in (False, True)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def _train_on_rank(rank, path, world_size, steps):
+    engine = make_engine(path, max_tokens_per_mb=40)
+    losses = []
+    for step in range(steps):
+        batch = random_batch(LENGTHS, seed=step)
+        # rank 1 gets two rows only: it runs fillers while rank 0 works
+        share = batch if world_size == 1 else select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][rank])
+        stats = engine.train_lm(share)
+        losses.append((stats["loss"], stats["nll"], stats["grad_norm"], stats["num_tokens"]))
+        engine.step_lr_scheduler()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_two_ranks_train_like_one(model_dirs, kind):
+    one = _train_on_rank(0, model_dirs[kind], 1, 5)
+    two = run_ranks(_train_on_rank, 2, model_dirs[kind], 2, 5)
+    assert two[0] == two[1]
+    for single, double in zip(one, two[0], strict=True):
+        assert double == pytest.approx(single, rel=1e-5)
+
+
+def test_loss_goes_down_and_lr_follows_the_schedule(model_dirs):
+    engine = make_engine(model_dirs["qwen2"])
+    batch = random_batch(LENGTHS)
+    first = engine.train_lm(batch)
+    for _ in range(10):
+        engine.step_lr_scheduler()
+        last = engine.train_lm(batch)
+    assert last["loss"] < first["loss"] - 0.5
+    assert engine.evaluate_lm(batch)["loss"] < last["loss"]
+
+
+def test_non_finite_gradient_skips_the_step_then_stops(model_dirs, caplog):
+    engine = make_engine(model_dirs["qwen2"], max_bad_steps=2)
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    batch = random_batch(LENGTHS)
+
+    def bad_loss(outputs, mb):
+        loss, stats = lm_loss(outputs, mb)
+        return loss * math.nan, stats
+
+    stats = engine.train_batch(batch, bad_loss, num_trained_tokens)
+    assert stats["bad_steps"] == 1 and math.isnan(stats["grad_norm"])
+    assert "step skipped" in caplog.text
+    assert all(map(torch.equal, before, engine.model.parameters()))
+    engine.train_lm(batch)
+    engine.train_batch(batch, bad_loss, num_trained_tokens)
+    with pytest.raises(TrainingError, match="2 times in a row"):
+        engine.train_batch(batch, bad_loss, num_trained_tokens)
+
+
+def test_batch_without_trained_tokens_is_refused(model_dirs):
+    batch = random_batch(LENGTHS)
+    batch["loss_mask"].zero_()
+    with pytest.raises(TrainingError, match="no trained token"):
+        make_engine(model_dirs["qwen2"]).train_lm(batch)
+
+
+def test_missing_model_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        FSDPEngine(engine_config(str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        FSDPEngine(engine_config(str(tmp_path)))
