@@ -21,6 +21,7 @@ from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
+from arealite.utils.rundir import RunDir
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -44,7 +45,7 @@ class PPOTrainer:
         self.ref = FSDPEngine(config.ref) if config.ref else None
         if self.ref:
             self.ref.initialize()
-        self.rollout = RemoteSGLangEngine(config.rollout)
+        self.rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
         self.rollout.initialize(train_batch_size=self.dataloader.batch_size)
 
     def train(self, workflow: RolloutWorkflow) -> None:

@@ -45,7 +45,8 @@ def supervise(start: Path, out: Path, seed: int) -> float:
         batch = supervised_batch(rows[step * SFT_BATCH : (step + 1) * SFT_BATCH], tokenizer)
         loss = engine.train_lm(batch)["loss"]
         engine.step_lr_scheduler()
-    engine.save(SaveLoadMeta(str(out), "hf"), tokenizer=tokenizer)
+    engine.save(SaveLoadMeta(str(out), "hf"))
+    tokenizer.save_pretrained(out)
     engine.destroy()
     return loss
 

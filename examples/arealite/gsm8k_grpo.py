@@ -19,6 +19,7 @@ from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
+from arealite.utils.rundir import RunDir
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
     ref = FSDPEngine(config.ref) if config.ref else None
     if ref:
         ref.initialize()
-    rollout = RemoteSGLangEngine(config.rollout)
+    rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
 

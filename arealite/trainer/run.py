@@ -1,0 +1,168 @@
+"""The bookkeeping around a training loop: run directory, statistics, live table, trace, checkpoints, resuming.
+
+Scripts write `with Run(…) as run: for step in run.steps(): … run.commit(step, stats)`. No line of any algorithm lives here; a loop
+without it trains just the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.engine_api import TrainEngine
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import FinetuneSpec, StepInfo
+from arealite.dataset import StatefulDataLoader
+from arealite.engine.remote import RemoteEngine
+from arealite.engine.weight_sync import make_weight_meta, sync_weights
+from arealite.utils.console import ProgressTable
+from arealite.utils.distributed import rank
+from arealite.utils.recover import Recover
+from arealite.utils.rundir import RunDir
+from arealite.utils.saver import Saver
+from arealite.utils.stats_logger import StatsLogger
+from arealite.utils.trace import Trace
+
+logger = logging.getLogger("arealite.run")
+
+
+class Run:
+    """Everything a loop writes and shows. Leaving the block ends the engines, whatever happened."""
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        spec: FinetuneSpec,
+        engine: TrainEngine,
+        rollout: RemoteEngine | None = None,
+        dataloader: StatefulDataLoader | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        self.config, self.spec, self.engine, self.rollout = config, spec, engine, rollout
+        self.dir = RunDir(config)
+        if rank() == 0:
+            self.dir.create(config)
+        parts = {"dataloader": dataloader, "rollout": rollout}
+        self.recover = Recover(
+            config.recover,
+            self.dir,
+            {"engine": engine},
+            {name: part for name, part in parts.items() if hasattr(part, "state_dict")},
+        )
+        self.saver = Saver(config.saver, self.dir, engine, tokenizer)
+        self.stats = StatsLogger(config, self.dir)
+        self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
+        self.table: ProgressTable | None = None
+        self._server_busy = _Busy(rollout)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.table is not None:
+            self.table.__exit__()
+        self.trace.close()
+        self.stats.close()
+        if self.rollout is not None:
+            self.rollout.destroy()
+        self.engine.destroy()
+
+    def steps(self) -> Iterator[int]:
+        """Global steps from 0, or from where the last attempt's checkpoint ends."""
+        first = self._resume()
+        self.table = ProgressTable(
+            self.spec.total_train_steps,
+            log_path=self.dir.logs / "trainer.log",
+            enabled=self.config.stats_logger.console,
+            first_step=first,
+        )
+        self.table.__enter__()
+        self._server_busy.take()
+        self.trace.take()
+        yield from range(first, self.spec.total_train_steps)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a part of the step: `time/<name>` in the statistics, a span in trace.json."""
+        return self.trace.phase(name)
+
+    def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
+        """End a step: write checkpoints that are due, then its statistics. `stats` of several minibatches are averaged."""
+        info = self._info(step)
+        with self.phase("save"):
+            self._save(info)
+        values = _mean(stats) if isinstance(stats, list) else dict(stats)
+        if self.rollout is not None:
+            values |= self.rollout.stats()
+        times = self.trace.take()
+        values |= times
+        values["idle/trainer"] = times.get("time/rollout", 0.0) / times["time/step"]
+        values |= self._server_busy.take()
+        if "num_seqs" in values:
+            values["tokens_per_s"] = values["num_seqs"] * values["seq_len"] / times["time/step"]
+        elif "num_tokens" in values:
+            values["tokens_per_s"] = values["num_tokens"] / times["time/step"]
+        self.stats.commit(step, values)
+        if self.table is not None:
+            self.table.update(step, values)
+
+    def _save(self, info: StepInfo) -> None:
+        """A checkpoint that cannot be written (a full disk) costs the checkpoint, not the run."""
+        try:
+            self.saver.maybe_save(info)
+            self.recover.maybe_save(info)
+        except CheckpointError as error:
+            logger.error("%s", error)
+            print(f"warning: {error}", flush=True)
+
+    def _resume(self) -> int:
+        last = self.recover.load()
+        first = 0 if last is None else last.global_step + 1
+        if first and self.rollout is not None:
+            weights = make_weight_meta(self.config, self.dir)
+            sync_weights(self.engine, self.rollout, weights.with_version(first))
+        # Without a checkpoint this is a new run: what an earlier one of the same name left is not its history.
+        self.stats.resume(first)
+        return first
+
+    def _info(self, step: int) -> StepInfo:
+        per_epoch = self.spec.steps_per_epoch
+        return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
+
+
+class _Busy:
+    """Share of time the servers had nothing to do, from their own counters; empty where they keep none."""
+
+    def __init__(self, rollout: RemoteEngine | None):
+        self.rollout = rollout
+        self._last: tuple[float, float] | None = None
+
+    def take(self) -> dict[str, float]:
+        infos: list[dict[str, Any]] = self.rollout.server_info() if self.rollout else []
+        counted = [info for info in infos if "busy_s" in info]
+        if not counted:
+            return {}
+        busy, now = sum(info["busy_s"] for info in counted) / len(counted), time.monotonic()
+        last, self._last = self._last, (busy, now)
+        if last is None or now <= last[1]:
+            return {}
+        return {"idle/server": min(1.0, max(0.0, 1 - (busy - last[0]) / (now - last[1])))}
+
+
+def _mean(stats: list[dict[str, float]]) -> dict[str, float]:
+    """Average over minibatches; a statistic that only some have is averaged over those."""
+    keys = dict.fromkeys(key for row in stats for key in row)
+    present = {key: [row[key] for row in stats if key in row] for key in keys}
+    return {
+        key: (max if key.endswith("/max") else min if key.endswith("/min") else _average)(values)
+        for key, values in present.items()
+    }
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)
