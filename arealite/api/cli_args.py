@@ -162,7 +162,7 @@ class PPOActorConfig(TrainEngineConfig):
         "Clip around the proximal policy, weight by prox/behaviour.", True
     )
     prox_logp: str = _help(
-        "recompute (a forward pass) or first_pass (the detached log-prob of the update).",
+        "recompute (a pass over the batch) or first_pass (the same, but only where the update brings none).",
         "recompute",
     )
     behav_imp_weight_cap: float | None = _help(
@@ -192,11 +192,6 @@ class PPOActorConfig(TrainEngineConfig):
             self.ppo_n_minibatches >= 1,
             f"ppo_n_minibatches must be at least 1, got {self.ppo_n_minibatches}",
         )
-        _require(
-            self.prox_logp != "first_pass" or self.ppo_n_minibatches == 1,
-            "prox_logp=first_pass is exact only when the first pass is the only one: set ppo_n_minibatches=1, or "
-            "prox_logp=recompute",
-        )
         self.reward_norm.check()
 
 
@@ -220,6 +215,7 @@ class InferenceEngineConfig:
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
+    episode_timeout_s: float = _help("Deadline of one episode; past it, it counts as failed.", 7200.0)
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)

@@ -94,11 +94,12 @@ class FSDPPPOActor(FSDPEngine):
         batch.update(loss_weights=weights, loss_norm=norms)
         overall = self._batch_stats(batch)
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
-        results = []
-        for rows in parts:
-            minibatch = self._without_idle_rows(select_rows(batch, rows))
-            results.append(overall | self._minibatch_step(minibatch))
-        return results
+        minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
+        if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass":
+            # The first step's own forward pass is still that of the proximal policy; later ones' are not.
+            for later in minibatches[1:]:
+                later["prox_logp"] = self.compute_logp(later)
+        return [overall | self._minibatch_step(minibatch) for minibatch in minibatches]
 
     def _check(self, batch: Batch) -> None:
         needed = ["advantages"]
@@ -172,10 +173,9 @@ def policy_loss(
     logp, weights = outputs["logp"], mb["loss_weights"]
     if not config.use_decoupled_loss:
         prox = mb["logprobs"]
-    elif config.prox_logp == "first_pass":
-        prox = logp.detach()
     else:
-        prox = mb["prox_logp"]
+        # Absent in the first minibatch of prox_logp=first_pass: there this pass is the proximal policy's.
+        prox = mb.get("prox_logp", logp.detach())
     loss, stats = decoupled_ppo_loss(
         logp,
         prox,
