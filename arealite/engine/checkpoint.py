@@ -1,8 +1,8 @@
 """Checkpoints of an engine: Hugging Face folders for others, sharded DCP folders to resume from.
 
 Everything is written beside its final place and renamed when complete: a crash or a full disk leaves the previous
-checkpoint as it was, and training can go on. Nothing is pickled. All functions are called by all ranks together, and
-fail on all ranks together.
+checkpoint as it was, and training can go on. State is tensors only, no pickled objects. All functions are called by all
+ranks together, and fail on all ranks together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
@@ -168,7 +169,7 @@ def save_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
     state = _model_state(engine) | (_training_state(engine) if with_optim else {})
     attempt = _Attempts(active=distributed.rank() == 0)
     try:
-        dcp.save(state, checkpoint_id=aside)
+        dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as error:
         attempt.failure = _root_cause(error)
     attempt(_swap, aside, final)
@@ -192,7 +193,7 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
                 "model, or was saved without the optimizer"
             )
     try:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({_root_cause(error)}): it is torn"
@@ -202,12 +203,18 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
 
 
 def _read_metadata(path: str) -> dict:
+    """What a checkpoint holds, after checking that its files are as long as they should be."""
     try:
-        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        for stored in (metadata.storage_data or {}).values():
+            size = (Path(path) / stored.relative_path).stat().st_size
+            if size < stored.offset + stored.length:
+                raise ValueError(f"{stored.relative_path} is cut off at {size} bytes")
     except (OSError, EOFError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a complete sharded checkpoint ({error}): give a folder that `save` finished"
         ) from error
+    return metadata.state_dict_metadata
 
 
 def _model_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:

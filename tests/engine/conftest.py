@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from engine_testing import MODELS, make_model
+from engine_testing import MODELS, Ranks, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +15,10 @@ def model_dirs(tmp_path_factory):
     """Folder of each kind of tiny model in `MODELS`."""
     root = tmp_path_factory.mktemp("models")
     return {kind: make_model(root / kind, kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()

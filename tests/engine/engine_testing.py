@@ -60,44 +60,55 @@ def random_batch(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def run_ranks(function, world_size: int, *args, timeout_s: float = 120.0) -> list:
-    """`function(rank, *args)` on `world_size` gloo ranks in fresh processes; their results in rank order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_rank_main, args=(function, rank, world_size, port, queue, args))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        answers = dict(_checked(queue.get(timeout=timeout_s)) for _ in processes)
-    finally:
-        for process in processes:
+class Ranks:
+    """Gloo ranks that stay alive between tests: importing torch and transformers is most of a rank's life."""
+
+    def __init__(self, world_size: int):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.answers = context.Queue()
+        self.tasks = [context.Queue() for _ in range(world_size)]
+        self.processes = [
+            context.Process(
+                target=_rank_main,
+                args=(r, world_size, port, self.tasks[r], self.answers),
+                daemon=True,
+            )
+            for r in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function, *args, timeout_s: float = 120.0) -> list:
+        """`function(rank, *args)` on every rank; results in rank order."""
+        for task in self.tasks:
+            task.put((function, args))
+        answers = {}
+        for _ in self.tasks:
+            rank, result, error = self.answers.get(timeout=timeout_s)
+            assert error is None, f"rank {rank} failed:\n{error}"
+            answers[rank] = result
+        return [answers[rank] for rank in range(len(self.tasks))]
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.put(None)
+        for process in self.processes:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
-    return [answers[rank] for rank in range(world_size)]
 
 
-def _checked(answer):
-    rank, result, error = answer
-    assert error is None, f"rank {rank} failed:\n{error}"
-    return rank, result
-
-
-def _rank_main(function, rank, world_size, port, queue, args):
+def _rank_main(rank, world_size, port, tasks, answers):
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )  # fmt: skip
-    try:
-        result = function(rank, *args)
-        # Tensors travel as numbers: a tensor in a queue needs its sender alive.
-        queue.put((rank, result, None))
-    except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
-        raise
+    while (task := tasks.get()) is not None:
+        function, args = task
+        try:
+            answers.put((rank, function(rank, *args), None))
+        except BaseException:
+            answers.put((rank, None, traceback.format_exc()))

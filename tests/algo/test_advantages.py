@@ -1,0 +1,134 @@
+"""Rewards to advantages, against loops that follow the definitions one entry at a time."""
+
+import itertools
+import statistics
+
+import pytest
+import torch
+
+from arealite.algo.advantages import (
+    gae,
+    kl_estimate,
+    normalize,
+    overlong_penalty,
+    rewards_to_go,
+    shape_rewards,
+    token_rewards,
+)
+
+LEVELS = ("none", "group", "batch")
+
+
+def naive_normalize(rewards, groups, mean_level, std_level, leave_one_out, eps):
+    result = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        members = {
+            "group": [j for j, g in enumerate(groups) if g == group],
+            "batch": range(len(rewards)),
+        }
+        mean, std = 0.0, None
+        if mean_level != "none":
+            chosen = [rewards[j] for j in members[mean_level] if not (leave_one_out and j == i)]
+            mean = sum(chosen) / len(chosen) if chosen else 0.0
+        if std_level != "none":
+            chosen = [rewards[j] for j in members[std_level]]
+            std = statistics.stdev(chosen) if len(chosen) > 1 else 0.0
+        result.append(reward - mean if std is None else (reward - mean) / (std + eps))
+    return result
+
+
+LEVEL_PAIRS = [(*pair, False) for pair in itertools.product(LEVELS, LEVELS)]
+LEAVE_ONE_OUT = [("group", std, True) for std in LEVELS]
+
+
+@pytest.mark.parametrize("mean_level,std_level,leave_one_out", LEVEL_PAIRS + LEAVE_ONE_OUT)
+def test_normalize_equals_the_definition(mean_level, std_level, leave_one_out):
+    torch.manual_seed(0)
+    rewards, groups = torch.rand(12), torch.tensor([3, 7, 3, 3, 1, 1, 7, 7, 3, 1, 1, 7])
+    ours = normalize(rewards, groups, mean_level, std_level, leave_one_out, 1e-6)
+    expected = naive_normalize(
+        rewards.tolist(), groups.tolist(), mean_level, std_level, leave_one_out, 1e-6
+    )
+    assert ours.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_groups_without_signal_get_exactly_zero():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 5.0, 1.0, 0.0])
+    groups = torch.tensor([0, 0, 0, 1, 2, 2])
+    result = normalize(rewards, groups)
+    assert result[:4].tolist() == [0.0] * 4  # equal rewards, and a group of one
+    assert result[4] > 0 > result[5]
+
+
+def test_order_of_rows_does_not_matter():
+    torch.manual_seed(0)
+    rewards, groups = torch.rand(16), torch.arange(16) % 4
+    order = torch.randperm(16)
+    torch.testing.assert_close(
+        normalize(rewards, groups)[order], normalize(rewards[order], groups[order])
+    )
+
+
+def test_shaping_and_overlong_penalty():
+    assert shape_rewards(torch.tensor([0.0, 1.0, 9.0]), -0.5, 2.0, 3.0).tolist() == [-1.0, 1.0, 3.0]
+    penalty = overlong_penalty(
+        torch.tensor([10, 80, 90, 100]), max_length=100, buffer=20, factor=2.0
+    )
+    assert penalty.tolist() == [0.0, 0.0, -1.0, -2.0]
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(torch.tensor([1]), 10, 20)
+
+
+def test_kl_estimators():
+    logp, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert kl_estimate(logp, ref, "k1").tolist() == [0.5, -1.0]
+    assert kl_estimate(logp, ref, "k2").tolist() == [0.125, 0.5]
+    expected = torch.exp(ref - logp) - 1 - (ref - logp)
+    torch.testing.assert_close(kl_estimate(logp, ref, "k3"), expected)
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(logp, ref, "k4")
+
+
+def naive_gae(rewards, values, mask, truncated, gamma, lam):
+    advantages = [[0.0] * len(row) for row in rewards]
+    for i, row in enumerate(mask):
+        trained = [t for t, m in enumerate(row) if m]
+        advantage = 0.0
+        after = values[i][trained[-1]] if trained and truncated[i] else 0.0
+        for t in reversed(trained):
+            delta = rewards[i][t] + gamma * after - values[i][t]
+            advantage = delta + gamma * lam * advantage
+            advantages[i][t] = advantage
+            after = values[i][t]
+    return advantages
+
+
+@pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8)])
+def test_gae_over_trained_tokens_only(gamma, lam):
+    torch.manual_seed(1)
+    mask = torch.rand(5, 12) < 0.6
+    mask[3] = False
+    rewards, values = torch.randn(5, 12), torch.randn(5, 12)
+    truncated = torch.tensor([0, 1, 0, 1, 1])
+    before = values.clone()
+    advantages, returns = gae(rewards, values, mask, truncated, gamma, lam)
+    expected = torch.tensor(
+        naive_gae(rewards.tolist(), values.tolist(), mask.tolist(), truncated.tolist(), gamma, lam)
+    )
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
+    assert torch.equal(values, before)
+
+
+def test_rewards_to_go_is_gae_without_critic():
+    torch.manual_seed(2)
+    mask = torch.rand(4, 9) < 0.5
+    rewards = torch.randn(4, 9)
+    plain, _ = gae(rewards, torch.zeros(4, 9), mask, torch.zeros(4))
+    torch.testing.assert_close(rewards_to_go(rewards, mask), plain)
+
+
+def test_reward_sits_on_the_last_trained_token_and_kl_on_all():
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
+    placed = token_rewards(torch.tensor([1.0, 2.0, 3.0]), mask, torch.ones(3, 4), kl_ctl=0.5)
+    assert placed.tolist() == [[0, -0.5, 0.5, 0], [0, -0.5, 0, 1.5], [0, 0, 0, 0]]

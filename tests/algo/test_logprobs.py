@@ -1,0 +1,66 @@
+"""Log-probs and entropies from hidden states: values and gradients equal those of whole logits, for any chunking."""
+
+import pytest
+import torch
+
+from arealite.algo import logprobs
+from arealite.algo.logprobs import packed_logprobs, target_positions
+
+CU = torch.tensor([0, 4, 4, 5, 11], dtype=torch.int32)
+
+
+def naive(hidden, weight, ids, positions, bias, temperature, softcap):
+    """Whole logits and autograd, one token at a time."""
+    logp, entropy = torch.zeros(len(ids)), torch.zeros(len(ids))
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    for t in positions.tolist():
+        dist = (logits[t - 1] / temperature).log_softmax(-1)
+        logp = logp.index_add(0, torch.tensor([t]), dist[ids[t]][None])
+        entropy = entropy.index_add(0, torch.tensor([t]), -(dist.exp() * dist).sum()[None])
+    return logp, entropy
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("temperature,softcap,with_bias", [(1.0, None, False), (0.7, 5.0, True)])
+def test_values_and_gradients_equal_whole_logits(
+    monkeypatch, chunk, keep, temperature, softcap, with_bias
+):
+    monkeypatch.setattr(logprobs, "_KEEP_LOGITS", 1 << 30 if keep else 0)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 13, (11,))
+    positions = target_positions(CU, torch.tensor([1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]))
+    inputs = [torch.randn(11, 6), torch.randn(13, 6), torch.randn(13) if with_bias else None]
+    weights = torch.randn(2, 11)
+    results = []
+    for function in ("chunked", "naive"):
+        hidden, weight, bias = (None if x is None else x.clone().requires_grad_() for x in inputs)
+        if function == "chunked":
+            logp, entropy = packed_logprobs(
+                hidden, weight, ids, positions, bias=bias, temperature=temperature, softcap=softcap,
+                chunk_size=chunk, with_entropy=True,
+            )  # fmt: skip
+        else:
+            logp, entropy = naive(hidden, weight, ids, positions, bias, temperature, softcap)
+        (weights[0] * logp + weights[1] * entropy).sum().backward()
+        grads = [x.grad for x in (hidden, weight, bias) if x is not None]
+        results.append([logp.detach(), entropy.detach(), *grads])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_first_tokens_and_untrained_tokens_have_no_logprob():
+    assert target_positions(CU, None).tolist() == [1, 2, 3, 6, 7, 8, 9, 10]
+    assert target_positions(CU, torch.ones(11)).tolist() == [1, 2, 3, 6, 7, 8, 9, 10]
+    assert target_positions(CU, torch.zeros(11)).tolist() == []
+
+
+def test_no_trained_token_gives_zero_gradients():
+    hidden = torch.randn(5, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.long)
+    logp, _ = packed_logprobs(hidden, weight, torch.zeros(5, dtype=torch.long), none)
+    logp.sum().backward()
+    assert hidden.grad.abs().sum() == 0 and (weight.grad is None or weight.grad.abs().sum() == 0)

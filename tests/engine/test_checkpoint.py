@@ -1,0 +1,149 @@
+"""Checkpoints: readable by others, exact to resume from, and safe when the disk or the file is bad."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config, random_batch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils.data import select_rows
+from arealite.utils.shared_weights import SharedWeights
+
+BATCH = random_batch([5, 12, 7, 9])
+
+
+def trained_engine(path, steps=2):
+    engine = FSDPLMEngine(engine_config(path))
+    engine.initialize(SPEC)
+    for _ in range(steps):
+        engine.train_lm(BATCH)
+        engine.step_lr_scheduler()
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_hf_export_is_read_by_transformers_and_back(model_dirs, tmp_path, kind):
+    engine = trained_engine(model_dirs[kind])
+    path = str(tmp_path / "export")
+    engine.save(SaveLoadMeta(path, "hf"))
+    engine.save(SaveLoadMeta(path, "hf"))  # over an existing one
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for (name, ours), theirs in zip(
+        engine.model.named_parameters(), loaded.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
+    fresh = trained_engine(model_dirs[kind], steps=0)
+    fresh.load(SaveLoadMeta(path, "hf"))
+    assert all(map(torch.equal, fresh.model.parameters(), engine.model.parameters()))
+
+
+def test_dcp_resume_is_exact(model_dirs, tmp_path):
+    engine = trained_engine(model_dirs["qwen2"])
+    engine.set_version(7)
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    engine.save(meta)
+    noise = torch.rand(3)
+    expected = [engine.train_lm(BATCH) for _ in range(3)]
+    resumed = trained_engine(model_dirs["qwen2"], steps=0)
+    resumed.load(meta)
+    assert resumed.get_version() == 7 and resumed.lr_step == 2
+    assert torch.equal(torch.rand(3), noise)
+    for before in expected:
+        after = resumed.train_lm(BATCH)
+        assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
+
+
+def _resume_on_rank(rank, model_path, folder):
+    engine = FSDPLMEngine(engine_config(model_path))
+    engine.initialize(SPEC)
+    engine.load(SaveLoadMeta(f"{folder}/one", "dcp", with_optim=True))
+    share = select_rows(BATCH, [[0, 1, 2], [3]][rank])
+    stats = engine.train_lm(share)
+    engine.save(SaveLoadMeta(f"{folder}/two", "dcp", with_optim=True))
+    engine.save(SaveLoadMeta(f"{folder}/hf", "hf"))
+    engine.update_weights(WeightUpdateMeta("disk", f"{folder}/published", 1))
+    return stats["loss"], stats["grad_norm"]
+
+
+def test_checkpoint_of_one_rank_resumes_on_two_and_back(model_dirs, tmp_path, two_ranks):
+    one = trained_engine(model_dirs["qwen2"])
+    one.save(SaveLoadMeta(str(tmp_path / "one"), "dcp", with_optim=True))
+    expected = one.train_lm(BATCH)
+    answers = two_ranks.run(_resume_on_rank, model_dirs["qwen2"], str(tmp_path))
+    assert answers[0] == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-5)
+    back = trained_engine(model_dirs["qwen2"], steps=0)
+    back.load(SaveLoadMeta(str(tmp_path / "two"), "dcp", with_optim=True))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    for name, parameter in back.model.named_parameters():
+        assert torch.equal(parameter, exported[name]) and torch.equal(parameter, published[name])
+        torch.testing.assert_close(parameter, one.model.get_parameter(name), atol=1e-5, rtol=1e-4)
+
+
+def _save_with_little_room(model_path, folder):
+    engine = trained_engine(model_path)
+    for form in ("hf", "dcp"):
+        engine.save(SaveLoadMeta(f"{folder}/{form}", form, with_optim=True))
+    good = {form: _content(f"{folder}/{form}") for form in ("hf", "dcp")}
+    engine.train_lm(BATCH)
+    # a file may not grow beyond 20 kB: what a full disk does to a write, without filling one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    messages = []
+    for form in ("hf", "dcp"):
+        with pytest.raises(CheckpointError) as caught:
+            engine.save(SaveLoadMeta(f"{folder}/{form}", form, with_optim=True))
+        messages.append(str(caught.value))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    unchanged = all(_content(f"{folder}/{form}") == good[form] for form in good)
+    loss = engine.train_lm(BATCH)["loss"]
+    engine.save(SaveLoadMeta(f"{folder}/hf", "hf"))
+    return messages, unchanged, loss
+
+
+def _content(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
+
+
+def test_full_disk_leaves_the_last_checkpoint_and_training_goes_on(model_dirs, tmp_path):
+    messages, unchanged, loss = _save_with_little_room(model_dirs["qwen2"], str(tmp_path))
+    for form, message in zip(("hf", "dcp"), messages, strict=True):
+        assert str(tmp_path / form) in message and "GB are free" in message
+    assert unchanged and loss > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "hf"]
+
+
+def test_torn_foreign_and_missing_checkpoints_are_refused(model_dirs, tmp_path):
+    engine = trained_engine(model_dirs["qwen2"])
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    other = trained_engine(model_dirs["llama"], steps=1)
+    for form in ("hf", "dcp"):
+        other.save(SaveLoadMeta(str(tmp_path / f"other_{form}"), form, with_optim=True))
+        engine.save(SaveLoadMeta(str(tmp_path / f"torn_{form}"), form, with_optim=True))
+        for file in (tmp_path / f"torn_{form}").glob("*"):
+            if file.suffix in (".safetensors", ".distcp"):
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        for name in (f"other_{form}", f"torn_{form}", "missing"):
+            with pytest.raises(CheckpointError):
+                engine.load(SaveLoadMeta(str(tmp_path / name), form, with_optim=True))
+    assert all(map(torch.equal, before, engine.model.parameters()))
+
+
+def test_weights_through_shared_memory(model_dirs, tmp_path):
+    engine = trained_engine(model_dirs["qwen2"])
+    meta = WeightUpdateMeta("shm", str(tmp_path / "segment"), 1)
+    engine.update_weights(meta)
+    reader = SharedWeights.attach(meta.path)
+    engine.train_lm(BATCH)
+    engine.update_weights(meta.with_version(2))
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(reader.tensors[name], parameter)
+    assert "lm_head.weight" not in reader.tensors
+    engine.destroy()
+    assert not (tmp_path / "segment").exists()

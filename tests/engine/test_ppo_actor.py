@@ -1,0 +1,156 @@
+"""The actor's three steps: what they compute, and that nothing depends on skipping, splitting or ranks."""
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config, random_batch
+
+from arealite.api.cli_args import NormConfig, PPOActorConfig
+from arealite.api.errors import TrainingError
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.utils.data import select_rows
+
+LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
+
+
+def make_actor(path, **kwargs):
+    actor = FSDPPPOActor(engine_config(path, PPOActorConfig, **kwargs))
+    actor.initialize(SPEC)
+    return actor
+
+
+def one_update(actor, batch):
+    batch = dict(batch)
+    batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    return actor.ppo_update(batch)
+
+
+def parameters(actor):
+    return torch.cat([p.detach().flatten() for p in actor.model.parameters()])
+
+
+def test_update_raises_the_probability_of_what_was_rewarded(model_dirs):
+    actor = make_actor(model_dirs["qwen2"], lr=1e-3)
+    batch = random_batch(LENGTHS)
+    batch["rewards"] = (torch.arange(8) % 2).float()
+    batch["logprobs"] = before = actor.compute_logp(batch)
+    for _ in range(3):
+        stats = one_update(actor, batch)[-1]
+    change = ((actor.compute_logp(batch) - before) * batch["loss_mask"]).sum(1)
+    good = batch["rewards"] == 1
+    assert change[good].sum() > 0 > change[~good].sum()
+    assert stats["reward"] == 0.5 and stats["reward/max"] == 1.0
+    for key in (
+        "entropy",
+        "clip_share",
+        "behav_kl/k3",
+        "ratio/mean",
+        "staleness",
+        "grad_norm",
+        "lr",
+    ):
+        assert key in stats
+
+
+def test_first_step_has_ratio_one_and_advantages_of_groups(model_dirs):
+    actor = make_actor(model_dirs["qwen2"])
+    batch = random_batch(LENGTHS)
+    batch["logprobs"] = batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    for first in range(0, 8, 2):
+        scores = batch["advantages"][first : first + 2]
+        mask = batch["loss_mask"][first : first + 2].bool()
+        assert scores[mask].abs().sum() > 0 and scores[~mask].abs().sum() == 0
+        rewards = batch["rewards"][first : first + 2]
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for row in range(2):
+            assert torch.allclose(scores[row][mask[row]], expected[row])
+    stats = actor.ppo_update(batch)[0]
+    assert stats["ratio/mean"] == pytest.approx(1.0, abs=1e-6) and stats["clip_share"] == 0
+    assert stats["behav_weight/mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_skipping_idle_rows_gives_the_same_update(model_dirs):
+    batch = random_batch(LENGTHS)
+    batch["rewards"][:4] = 0.5  # two groups without signal
+    results = []
+    for skip in (True, False):
+        actor = make_actor(model_dirs["qwen2"], skip_zero_advantage=skip, ppo_n_minibatches=2)
+        stats = one_update(actor, batch)
+        results.append((parameters(actor), stats))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=1e-5)
+    for skipped, full in zip(results[0][1], results[1][1], strict=True):
+        assert skipped["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-4)
+        assert skipped["zero_advantage_share"] == 0.5
+    assert sum(s["num_tokens"] for s in results[0][1]) < sum(s["num_tokens"] for s in results[1][1])
+
+
+def test_equal_rewards_make_an_idle_step(model_dirs):
+    actor = make_actor(model_dirs["qwen2"])
+    batch = random_batch(LENGTHS)
+    batch["rewards"].fill_(1.0)
+    before = parameters(actor).clone()
+    (stats,) = one_update(actor, batch)
+    assert stats["idle_steps"] == 1 and stats["zero_advantage_share"] == 1
+    assert torch.equal(before, parameters(actor))
+
+
+def test_batch_mean_gives_a_signal_to_groups_of_one(model_dirs):
+    norm = NormConfig(mean_level="batch", std_level="batch")
+    actor = make_actor(model_dirs["qwen2"], reward_norm=norm)
+    batch = random_batch(LENGTHS)
+    batch["group_ids"] = torch.arange(8)
+    (stats,) = one_update(actor, batch)
+    assert stats["idle_steps"] == 0 and stats["grad_norm"] > 0
+
+
+def test_kl_to_the_reference_is_in_the_reward(model_dirs):
+    actor = make_actor(model_dirs["qwen2"], kl_ctl=0.1)
+    batch = random_batch(LENGTHS)
+    batch["prox_logp"] = actor.compute_logp(batch)
+    with pytest.raises(TrainingError, match="ref_logp"):
+        actor.compute_advantages(batch)
+    batch["ref_logp"] = batch["prox_logp"] - 1.0 * batch["loss_mask"]
+    actor.compute_advantages(batch)
+    row, mask = 4, batch["loss_mask"][4].bool()
+    scores = batch["advantages"][row][mask]
+    # each token pays 0.1 for itself and all later ones
+    assert torch.allclose(scores.diff(), torch.full((len(scores) - 1,), 0.1), atol=1e-5)
+
+
+def test_forgotten_steps_are_named(model_dirs):
+    actor = make_actor(model_dirs["qwen2"])
+    with pytest.raises(TrainingError, match=r"advantages.*prox_logp"):
+        actor.ppo_update(random_batch(LENGTHS))
+
+
+def test_first_pass_prox_equals_recompute(model_dirs):
+    batch = random_batch(LENGTHS)
+    results = []
+    for mode in ("recompute", "first_pass"):
+        actor = make_actor(model_dirs["qwen2"], prox_logp=mode)
+        one_update(actor, batch)
+        results.append(parameters(actor))
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+
+
+def _actor_on_rank(rank, path, world_size):
+    actor = make_actor(path, max_tokens_per_mb=30)
+    rows = [[0, 2, 4, 5, 7], [1, 3, 6]][rank] if world_size == 2 else list(range(8))
+    answers = []
+    for step in range(3):
+        batch = random_batch(LENGTHS, seed=step)
+        batch["rewards"][:2] = 1.0
+        stats = one_update(actor, select_rows(batch, rows))[0]
+        # what is measured in seconds or counts of pieces may differ
+        answers.append({k: v for k, v in stats.items() if "per_s" not in k and "micro" not in k})
+    return answers
+
+
+def test_groups_spread_over_two_ranks_train_like_on_one(model_dirs, two_ranks):
+    """Every group is split between the ranks: statistics of rewards must be of the whole batch."""
+    one = _actor_on_rank(0, model_dirs["qwen2"], 1)
+    two = two_ranks.run(_actor_on_rank, model_dirs["qwen2"], 2)
+    assert two[0] == two[1]
+    for single, double in zip(one, two[0], strict=True):
+        assert double == pytest.approx(single, rel=2e-4, abs=1e-5)
