@@ -44,10 +44,13 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     print(f"run directory: {run_dir.path}", flush=True)
     for attempt in range(config.recover.retries + 1):
         code = _attempt(config, plan, run_dir, script, argv, attempt)
-        left = config.recover.retries - attempt
-        if code in (0, 130, 143) or left == 0:
+        retries = config.recover.retries
+        if code in (0, 130, 143) or attempt == retries:
             return code
-        print(f"starting again from the recover checkpoint ({left} restarts left)", flush=True)
+        print(
+            f"starting again from the recover checkpoint (restart {attempt + 1} of {retries})",
+            flush=True,
+        )
     raise AssertionError("unreachable")
 
 

@@ -112,22 +112,20 @@ class _Screen:
     """A live display on the terminal; standard output and error of the whole process go to the log meanwhile."""
 
     def __init__(self, descriptor: int, log_path: str | Path | None):
-        self._saved = [os.dup(1), os.dup(2)]
+        width = os.get_terminal_size(descriptor).columns or 80
         self._file = os.fdopen(os.dup(descriptor), "w")
+        console = Console(file=self._file, force_terminal=True, width=width)
+        # The whole process's output is redirected below, by descriptor: rich need not do it again.
+        self.live = Live(
+            console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
+        )
         sys.stdout.flush()
         sys.stderr.flush()
+        self._saved = [os.dup(1), os.dup(2)]
         target = os.open(log_path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, 1)
         os.dup2(target, 2)
         os.close(target)
-        width = os.get_terminal_size(descriptor).columns
-        console = Console(file=self._file, force_terminal=True, width=width or 80)
-        self.live = Live(
-            console=console,
-            refresh_per_second=4,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
 
     def close(self) -> None:
         self.live.stop()

@@ -68,13 +68,16 @@ def end_families(pids: Iterable[int], grace_s: float, marks: Iterable[str] = ())
     asked = _members(pids, marks)
     _signal(asked, signal.SIGTERM)
     _wait_gone(asked, grace_s)
-    # Looked up again: a dying process may have started another one.
+    # Looked up again: a dying process may have started another one, and those that ignored the request may have lost
+    # the parent by which they were found.
+    known = asked
     for _ in range(10):
-        left = _members(pids, marks)
-        if not left:
+        found = {info.pid: info for info in [*known, *_members(pids, marks)] if _is_same(info)}
+        known = list(found.values())
+        if not known:
             break
-        _signal(left, signal.SIGKILL)
-        _wait_gone(left, 1.0)
+        _signal(known, signal.SIGKILL)
+        _wait_gone(known, 1.0)
     return len(asked)
 
 

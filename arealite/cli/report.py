@@ -1,0 +1,116 @@
+"""A readable look at a run, finished or not: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
+
+Steps (sampled), where the time went, what became of the episodes, and a few rollouts as text. Reads the run directory only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sqlite3
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from arealite.api.errors import ConfigError
+from arealite.utils.config import run_main
+from arealite.utils.console import COLUMNS, clock
+from arealite.utils.rundir import RunDir
+from arealite.utils.stats_logger import read_stats
+
+_MAX_TEXT = 400
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m arealite.cli.report", description=__doc__)
+    parser.add_argument("run_dir", help="the run directory, such as runs/demo/reverse")
+    parser.add_argument("--steps", type=int, default=15, help="rows of the table of steps")
+    parser.add_argument("--rollouts", type=int, default=3, help="rollouts shown as text")
+    options = parser.parse_args(argv)
+    run_dir = RunDir(options.run_dir)
+    if not run_dir.path.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir.path}")
+    console = Console()
+    console.print(f"run {run_dir.path}", soft_wrap=True)
+    steps = read_stats(run_dir)
+    if steps:
+        console.print(steps_table(steps, options.steps))
+        console.print(time_table(steps))
+    else:
+        console.print("no step is finished yet; see logs/", markup=False)
+    if run_dir.db_path.exists():
+        with sqlite3.connect(f"file:{run_dir.db_path}?mode=ro", uri=True) as database:
+            console.print(episodes_table(database))
+            _print_rollouts(console, database, options.rollouts)
+
+
+def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
+    """At most `num_rows` steps, evenly spaced, always with the first and the last."""
+    table = Table(title=f"{len(steps)} steps")
+    shown = [column for column in COLUMNS if any(column.key in step for step in steps)]
+    table.add_column("step", justify="right")
+    for column in shown:
+        table.add_column(column.title, justify="right")
+    count = max(2, min(num_rows, len(steps)))
+    chosen = sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})
+    for index in chosen:
+        values = [steps[index].get(column.key) for column in shown]
+        cells = [
+            column.format.format(value) if value is not None else "–"
+            for column, value in zip(shown, values, strict=True)
+        ]
+        table.add_row(str(steps[index]["step"] + 1), *cells)
+    return table
+
+
+def time_table(steps: list[dict[str, Any]]) -> Table:
+    """Seconds and share of each phase over the whole run."""
+    total_s = sum(step.get("time/step") or 0.0 for step in steps)
+    names = sorted({k for step in steps for k in step if k.startswith("time/")} - {"time/step"})
+    seconds = {name: sum(step.get(name) or 0.0 for step in steps) for name in names}
+    table = Table(title=f"where {clock(total_s)} went")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
+        share = spent_s / total_s if total_s else 0.0
+        table.add_row(name.removeprefix("time/"), f"{spent_s:.1f}", f"{share:.0%}")
+    return table
+
+
+def episodes_table(database: sqlite3.Connection) -> Table:
+    """What became of the episodes, from the ledger."""
+    table = Table(title="episodes")
+    table.add_column("became")
+    table.add_column("reason")
+    table.add_column("number", justify="right")
+    query = "SELECT state, COALESCE(reason, ''), COUNT(*) FROM episodes GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
+    for state, reason, count in database.execute(query):
+        table.add_row(state, escape(reason[:_MAX_TEXT]), str(count))
+    return table
+
+
+def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) -> None:
+    """The newest rollouts, one per prompt. Text of a model is printed as it is, never as markup."""
+    query = (
+        "SELECT step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
+        "GROUP BY episode ORDER BY step DESC, episode DESC LIMIT ?"
+    )
+    for step, reward, oldest, newest, tokens, prompt, completion in database.execute(
+        query, (count,)
+    ):
+        console.rule(
+            f"step {step + 1}, reward {reward:g}, {tokens} tokens, versions {oldest}–{newest}"
+        )
+        console.print(_cut(prompt), markup=False, highlight=False, style="dim")
+        console.print(_cut(completion), markup=False, highlight=False)
+
+
+def _cut(text: str) -> str:
+    printable = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    return printable if len(printable) <= _MAX_TEXT else f"{printable[:_MAX_TEXT]} …"
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,76 @@
+import dataclasses
+import typing
+
+import pytest
+
+from arealite.api import cli_args
+from arealite.api.errors import ConfigError
+
+CLASSES = [
+    c for c in vars(cli_args).values() if isinstance(c, type) and dataclasses.is_dataclass(c)
+]
+
+
+def test_every_field_has_one_line_of_help():
+    for cls in CLASSES:
+        for field in dataclasses.fields(cls):
+            text = field.metadata.get("help", "")
+            assert text and "\n" not in text, f"{cls.__name__}.{field.name} has no line of help"
+
+
+def test_the_tree_stays_small():
+    own = sum(len(c.__annotations__) for c in CLASSES)
+    assert own <= 200, f"{own} fields: pass a backend's own flags through a dict instead"
+
+
+def test_types_resolve():
+    for cls in CLASSES:
+        assert typing.get_type_hints(cls)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (cli_args.GenerationHyperparameters(n_samples=0), "n_samples"),
+        (cli_args.GenerationHyperparameters(temperature=-1), "temperature"),
+        (cli_args.OptimizerConfig(lr_scheduler_type="step"), "use one of"),
+        (cli_args.OptimizerConfig(lr=0), "positive"),
+        (cli_args.TrainEngineConfig(path="m", dtype="int8"), "dtype"),
+        (cli_args.TrainEngineConfig(path="m", device="tpu"), "device"),
+        (cli_args.NormConfig(mean_level="batch", leave_one_out=True), "leave_one_out needs mean_level=group"),
+        (cli_args.PPOActorConfig(path="m", c_clip=0.5), "c_clip"),
+        (cli_args.InferenceEngineConfig(max_head_offpolicyness=-1), "use 0 or more"),
+        (cli_args.InferenceEngineConfig(pause_mode="stop"), "pause_mode"),
+        (cli_args.ServerConfig(host="0.0.0.0"), "set server.api_key"),
+        (cli_args.ServerConfig(mem_fraction=2), "mem_fraction"),
+        (cli_args.DatasetConfig(path="d", batch_size=0), "batch_size"),
+        (cli_args.RecoverConfig(mode="maybe"), "recover.mode"),
+        (cli_args.ClusterConfig(n_nodes=0), "n_nodes"),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_refused_with_what_to_do(part, expected):
+    with pytest.raises(ConfigError, match=expected.replace("[", r"\[")):
+        part.check()
+
+
+def grpo(**kwargs) -> cli_args.GRPOConfig:
+    return cli_args.GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=cli_args.DatasetConfig(path="d"),
+        **{
+            "actor": cli_args.PPOActorConfig(path="m"),
+            "gconfig": cli_args.GenerationHyperparameters(n_samples=4),
+            **kwargs,
+        },
+    )
+
+
+def test_impossible_combinations_are_refused():
+    grpo().check()
+    with pytest.raises(ConfigError, match=r"set ref.path"):
+        grpo(actor=cli_args.PPOActorConfig(path="m", kl_ctl=0.1)).check()
+    with pytest.raises(ConfigError, match="makes every group advantage zero"):
+        grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=1)).check()
+    with pytest.raises(ConfigError, match="same distribution"):
+        grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=4, temperature=0.7)).check()

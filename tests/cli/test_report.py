@@ -1,0 +1,54 @@
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from arealite.api.errors import ConfigError
+from arealite.cli.report import main
+from arealite.core.ledger import EpisodeRow, Ledger, RolloutRow
+from arealite.utils.rundir import RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> RunDir:
+    made = RunDir(tmp_path / "e" / "t").create()
+    lines = [
+        f'{{"step": {i}, "time": 1, "reward": {i / 100}, "loss": null, "time/step": 2.0, "time/rollout": 1.5, "time/update": 0.5}}'
+        for i in range(100)
+    ]
+    made.stats_path.write_text("\n".join(lines) + "\n")
+    ledger = Ledger(made.db_path)
+    ledger.note(EpisodeRow(0, "trained"))
+    ledger.note(EpisodeRow(1, "failed", "reward [raised] ZeroDivisionError"))
+    ledger.commit(
+        lambda: [RolloutRow(0, 0, 4, 1.0, 3, 4, 5, "abcde>", "[bold]edcba\x1b[31m" + "x" * 999)]
+    )
+    ledger.close()
+    return made
+
+
+def test_the_report_shows_steps_times_episodes_and_rollouts(run_dir, capsys):
+    main([str(run_dir.path), "--steps", "5"])
+    out = capsys.readouterr().out
+    rows = [line.split()[1] for line in out.splitlines() if line.startswith("│") and "0." in line]
+    assert rows[:5] == ["1", "26", "51", "75", "100"]
+    assert "75%" in out and "25%" in out, "shares of rollout and update"
+    assert "reward [raised] ZeroDivisionError" in out and "trained" in out
+    assert "[bold]edcba·[31m" in out and "x" * 999 not in out, "text of a model is data"
+
+
+def test_a_run_that_has_just_begun(tmp_path, capsys):
+    main([str(RunDir(tmp_path).create().path)])
+    assert "no step is finished yet" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="there is no run directory"):
+        main([str(tmp_path / "none")])
+
+
+def test_it_only_reads(run_dir):
+    with sqlite3.connect(run_dir.db_path) as database:
+        before = database.execute("SELECT COUNT(*) FROM episodes").fetchone()
+    command = [sys.executable, "-m", "arealite.cli.report", str(run_dir.path)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    with sqlite3.connect(run_dir.db_path) as database:
+        assert database.execute("SELECT COUNT(*) FROM episodes").fetchone() == before

@@ -1,0 +1,53 @@
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import DatasetError
+from arealite.dataset import StatefulDataLoader
+
+
+def make(rows=10, size=3, shuffle=True, **kwargs) -> StatefulDataLoader:
+    config = DatasetConfig(path="d", batch_size=size, shuffle=shuffle)
+    return StatefulDataLoader([{"i": i} for i in range(rows)], config, **kwargs)
+
+
+def take(batches, count):
+    return [[row["i"] for row in next(batches)] for _ in range(count)]
+
+
+def test_an_epoch_gives_each_row_at_most_once_and_drops_the_rest():
+    loader = make()
+    assert len(loader) == 3
+    seen = [row["i"] for batch in loader for row in batch]
+    assert len(seen) == 9 and len(set(seen)) == 9
+    assert [[r["i"] for r in b] for b in make(shuffle=False)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    assert take(make(seed=3).cycle(), 12) == take(make(seed=3).cycle(), 12)
+    assert take(make(seed=3).cycle(), 3) != take(make(seed=4).cycle(), 3)
+    two_epochs = take(make(seed=3).cycle(), 6)
+    assert two_epochs[:3] != two_epochs[3:]
+
+
+@pytest.mark.parametrize("done", range(8))
+def test_resume_is_exact_at_every_place(done):
+    straight = take(make(seed=5).cycle(), 12)
+    first = make(seed=5)
+    before = take(first.cycle(), done)
+    second = make(seed=5)
+    second.load_state_dict(first.state_dict())
+    assert before + take(second.cycle(), 12 - done) == straight
+
+
+def test_impossible_sizes_are_named():
+    with pytest.raises(DatasetError, match="has no rows"):
+        make(rows=0)
+    with pytest.raises(DatasetError, match="has 2 rows, fewer than one batch: lower batch_size=3"):
+        make(rows=2)
+    with pytest.raises(DatasetError, match="batch_size=3 is not divisible by 2 trainer ranks"):
+        make(num_ranks=2)
+
+
+def test_a_changed_dataset_is_not_resumed():
+    with pytest.raises(DatasetError, match="num_rows was 10 and is 11"):
+        make(rows=11).load_state_dict(make().state_dict())

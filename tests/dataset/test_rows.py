@@ -1,0 +1,79 @@
+import gzip
+import json
+
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import DatasetError
+from arealite.dataset import load_dataset, require_columns
+
+ROWS = [{"q": "1+1", "a": 2}, {"q": "é", "a": None}]
+
+
+def load(path, **kwargs):
+    return load_dataset(DatasetConfig(path=str(path), **kwargs))
+
+
+def test_json_files_and_folders(tmp_path):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.jsonl").write_text(lines + "\n")
+    (tmp_path / "train" / "b.json").write_text(json.dumps(ROWS))
+    with gzip.open(tmp_path / "test.jsonl.gz", "wt") as file:
+        file.write(lines)
+    assert load(tmp_path / "train" / "a.jsonl") == ROWS
+    assert load(tmp_path, split="train") == ROWS * 2
+    assert load(tmp_path, split="test") == ROWS
+    assert len(load(tmp_path)) == 6
+    with pytest.raises(
+        DatasetError, match=r"split 'valid'; there are: test.jsonl.gz, train/a.jsonl"
+    ):
+        load(tmp_path, split="valid")
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(
+        pytest.importorskip("pyarrow").Table.from_pylist(ROWS), tmp_path / "a.parquet"
+    )
+    assert load(tmp_path / "a.parquet") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 is not valid JSON"),
+        ("a.jsonl", "[1, 2]\n", "row 1 is list, not an object"),
+        ("a.json", '{"a": 1}', "holds one object; a list of rows is needed"),
+        ("a.json", "[1", "is not valid JSON"),
+    ],
+)
+def test_bad_files(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DatasetError, match=expected):
+        load(tmp_path / name)
+
+
+def test_missing_paths(tmp_path):
+    with pytest.raises(DatasetError, match="there is no dataset at"):
+        load(tmp_path / "none")
+    with pytest.raises(DatasetError, match="there is no dataset at"):
+        load("none.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match=r"holds no \.jsonl"):
+        load(tmp_path / "empty")
+
+
+def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(DatasetError, match=r"pip install 'arealite\[hub\]'"):
+        load("openai/gsm8k")
+
+
+def test_required_columns():
+    require_columns(ROWS, ["q", "a"])
+    with pytest.raises(
+        DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"
+    ):
+        require_columns(ROWS, ["question", "a"])

@@ -1,0 +1,86 @@
+"""Small real processes for launcher tests: a server that answers /health, and a script whose behaviour its configuration chooses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SERVER = """
+import http.server, os, subprocess, sys, time
+print("the fake server starts", flush=True)
+if os.environ.get("FAKE_SERVER") == "dies":
+    sys.exit("cannot load the model: no such file")
+if os.environ.get("FAKE_SERVER") == "hangs":
+    time.sleep(600)
+subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in a session of its own, as real servers have
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *args): pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+SCRIPT = """
+import os, pathlib, signal, subprocess, sys, time
+from arealite.api.cli_args import GRPOConfig
+from arealite.utils.config import load_config, run_main
+
+def main(argv):
+    config = load_config(argv, GRPOConfig)
+    rank, behaviour = os.environ["RANK"], config.tokenizer_path
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']}", flush=True)
+    if behaviour == "raise" and rank == "1":
+        raise RuntimeError("rank one has a problem")
+    if behaviour == "once" and os.environ["AREALITE_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "wait" or behaviour == "raise":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        pathlib.Path(f"up{rank}").touch()
+        time.sleep(600)
+
+run_main(main)
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with script.py and server.py in it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def arguments() -> Callable[..., list[str]]:
+    """Arguments of a run with fake servers, plus what is given."""
+
+    def make(*more: str, mode: str = "sglang.d2+d2") -> list[str]:
+        return [
+            *("experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m"),
+            *("gconfig.n_samples=2", f"allocation_mode={mode}", "launcher.stop_timeout_s=2"),
+            f"sglang.command={sys.executable} server.py",
+            *more,
+        ]
+
+    return make
+
+
+def carriers(folder: Path) -> list[str]:
+    """Command lines of living processes that work in `folder`: whatever a launcher there left behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "cwd") == str(folder) and (entry / "cmdline").read_bytes():
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+    return [line for line in found if "pytest" not in line]

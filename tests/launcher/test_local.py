@@ -1,0 +1,165 @@
+"""The local launcher with real processes: what it starts, what it says, and that it leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import ConfigError
+from arealite.launcher.local import launch
+from tests.launcher.conftest import carriers
+
+RUN = Path("runs/e/t")
+
+
+@pytest.fixture(autouse=True)
+def no_orphans(work):
+    yield
+    assert carriers(work) == []
+
+
+def start(argv: list[str], **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arealite.launcher.local", "script.py", *argv],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(*paths: Path, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def wait_until_nothing_runs(work: Path, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while carriers(work):
+        assert time.monotonic() < deadline, carriers(work)
+        time.sleep(0.02)
+
+
+def test_a_run_from_start_to_end(work, arguments, capfdbinary):
+    assert launch("script.py", arguments()) == 0
+    out = capfdbinary.readouterr().out.decode()
+    logs = {path.name: path.read_text() for path in (RUN / "logs").iterdir()}
+    assert set(logs) == {"rank0.log", "rank1.log", "server0.log", "server1.log"}
+    assert (
+        "rank 0 of 2 servers 127.0.0.1:" in logs["rank0.log"] and "rank 1 of 2" in logs["rank1.log"]
+    )
+    assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 speaks on the console"
+    assert "2 sglang server(s) ready" in out
+    assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
+
+
+def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
+    process = start(arguments("tokenizer_path=raise"))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank1 exited with code 1" in out and "  | RuntimeError: rank one has a problem" in out
+
+
+def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments):
+    process = start(arguments(), FAKE_SERVER="dies")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert (
+        "died while servers were starting" in out and "cannot load the model: no such file" in out
+    )
+    assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
+
+
+def test_a_server_that_never_answers_meets_a_named_deadline(work, arguments):
+    process = start(arguments("rollout.setup_timeout_s=1"), FAKE_SERVER="hangs")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "waited 1 s (rollout.setup_timeout_s) for 2 of 2 servers" in out
+    assert "the fake server starts" in out
+
+
+def test_a_killed_server_ends_the_run(work, arguments):
+    process = start(arguments("tokenizer_path=wait"))
+    wait_for(work / "up0", work / "up1")
+    victim = next(p for p in Path("/proc").iterdir() if p.name.isdigit() and is_server(p, work))
+    os.kill(int(victim.name), signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "was ended by SIGKILL" in out
+
+
+def is_server(entry: Path, work: Path) -> bool:
+    try:
+        command = (entry / "cmdline").read_bytes().split(b"\0")
+        return command[1:2] == [b"server.py"] and os.readlink(entry / "cwd") == str(work)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_everything(work, arguments, number, code):
+    process = start(arguments("tokenizer_path=wait"))
+    wait_for(work / "up0", work / "up1")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code and f"ended by {number.name}: ending 4 processes" in out
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
+    process = start(arguments("tokenizer_path=wait"))
+    wait_for(work / "up0", work / "up1")
+    assert len(carriers(work)) >= 9, "launcher, warden, servers, ranks and their children"
+    process.kill()
+    process.communicate()
+    wait_until_nothing_runs(work)
+
+
+def test_restart_after_a_crash(work, arguments, capfdbinary):
+    argv = arguments("tokenizer_path=once", "recover.mode=auto", "recover.retries=1")
+    assert launch("script.py", argv) == 0
+    captured = capfdbinary.readouterr()
+    assert b"was ended by SIGKILL" in captured.err
+    assert b"starting again from the recover checkpoint (restart 1 of 1)" in captured.out
+    assert "attempt 1" in (RUN / "logs" / "rank0.log").read_text()
+
+
+def test_retries_run_out(work, arguments):
+    argv = arguments("tokenizer_path=raise", "recover.mode=auto", "recover.retries=1", mode="d2")
+    assert launch("script.py", argv) == 1
+
+
+def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
+    with pytest.raises(ConfigError, match=r"did you mean actor.optimizer.lr\?"):
+        launch("script.py", arguments("actor.optimizer.lrr=1"))
+    with pytest.raises(ConfigError, match="there is no script"):
+        launch("absent.py", arguments())
+    with pytest.raises(ConfigError, match=r"cluster\.n_nodes=2"):
+        launch("script.py", arguments("cluster.n_nodes=2"))
+    assert not Path("runs").exists()
+
+
+def test_dry_run_starts_nothing(work, arguments, capsys):
+    assert launch("script.py", arguments("sglang.mem_fraction_static=0.5"), dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert "server1:" in out and "rank1:" in out and "--mem-fraction-static 0.5" in out
+    assert not Path("runs").exists()
+
+
+def test_a_taken_port_is_named(work, arguments, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert launch("script.py", arguments(f"server.port={port}", mode="sglang.d1+d1")) == 1
+    assert f"port {port} on 127.0.0.1 is taken" in capfd.readouterr().err
+
+
+def test_command_line(work):
+    run = [sys.executable, "-m", "arealite.launcher.local"]
+    assert subprocess.run([*run, "--help"], capture_output=True).returncode == 0
+    bad = subprocess.run([*run, "script.py", "nonsense=1"], capture_output=True, text=True)
+    assert bad.returncode == 2 and bad.stderr.startswith("error: unknown key 'nonsense'")

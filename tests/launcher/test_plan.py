@@ -1,0 +1,120 @@
+import pytest
+
+from arealite.api.cli_args import ClusterConfig, ServerConfig
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.launcher.plan import LaunchConfig, make_plan, read_launch_config, visible_gpus
+from arealite.launcher.servers import server_command, server_env
+
+EIGHT = list(range(8))
+
+
+def config(mode: str, **kwargs) -> LaunchConfig:
+    return LaunchConfig(allocation_mode=mode, model_path="m", **kwargs)
+
+
+def test_devices_are_split_servers_first():
+    plan = make_plan(config("sglang.d2t2+d4"), [EIGHT])
+    assert [s.places for s in plan.servers] == [((0, (0, 1)),), ((0, (2, 3)),)]
+    assert [(r.rank, r.local_rank, r.device) for r in plan.ranks] == [(0, 0, 4), (1, 1, 5), (2, 2, 6), (3, 3, 7)]  # fmt: skip
+
+
+def test_nodes_are_filled_in_order():
+    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4)
+    assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_a_server_may_span_nodes():
+    plan = make_plan(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4)
+    assert plan.servers[0].places == ((0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
+    assert [r.node for r in plan.ranks] == [2] * 4 + [3] * 4
+
+
+def test_too_few_devices_are_refused_with_the_arithmetic():
+    with pytest.raises(AllocationError) as caught:
+        make_plan(config("sglang.d4t2+d8"), [EIGHT])
+    message = str(caught.value)
+    assert (
+        "needs 16 devices (sglang d4p1t2 = 8, training d8p1t1 = 8)" in message
+        and "there are 8" in message
+    )
+
+
+def test_cpu_processes_are_not_limited():
+    plan = make_plan(config("embedded.d4+d8"), [[]])
+    assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
+    assert all(rank.device is None for rank in plan.ranks)
+    spread = make_plan(config("embedded.d2+d4"), [[], []])
+    assert [s.places[0][0] for s in spread.servers] == [0, 1]
+    assert [(r.node, r.local_rank) for r in spread.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_sides_that_ask_for_cpu_need_no_device():
+    on_cpu = config("embedded.d4+d8", server=ServerConfig(device="cpu"), train_device="cpu")
+    assert len(make_plan(on_cpu, [[0]]).ranks) == 8
+
+
+def test_single_sided_modes_run_one_process_of_the_script():
+    assert len(make_plan(config("sglang.d2+eval"), [[]]).ranks) == 1
+    assert make_plan(config("sglang.d2"), [[0, 1]]).ranks[0].device is None
+    assert make_plan(config("d2"), [[]]).servers == ()
+
+
+def test_servers_need_a_model():
+    with pytest.raises(ConfigError, match=r"set actor\.path or server\.model_path"):
+        make_plan(LaunchConfig(allocation_mode="sglang.d1+d1"), [[]])
+
+
+def test_visible_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert visible_gpus() == [2, 5]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_server_commands():
+    embedded = config("embedded.d1+d1", server=ServerConfig(dtype="float32", api_key="secret"))
+    command = server_command(embedded, "embedded", "127.0.0.1", 1234)
+    assert command[1:] == ["-m", "arealite.cli.serve", "model_path=m", "dtype=float32", "port=1234", "api_key=${oc.env:AREALITE_API_KEY}"]  # fmt: skip
+    assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
+    sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
+    assert server_command(sglang, "sglang", "h", 1) == ["sg", "--now", "--model-path", "m", "--host", "h", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
+    vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
+    assert server_command(vllm, "vllm", "h", 1) == ["vllm", "serve", "m", "--host", "h", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--lora-modules", "a", "b"]  # fmt: skip
+    assert server_env(vllm, "vllm") == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
+
+
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "gconfig.n_samples=2"]
+
+
+def test_a_script_with_its_own_class_is_asked(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from dataclasses import dataclass\n"
+        "from arealite.api.cli_args import GRPOConfig\n"
+        "from arealite.utils.config import load_config, run_main\n"
+        "@dataclass\nclass Mine(GRPOConfig):\n    horizon: int = 3\n"
+        "def main(argv):\n    load_config(argv, Mine)\n    raise SystemExit('went on')\n"
+        "run_main(main)\n"
+    )
+    found = read_launch_config(str(script), [*BASE, "actor.path=m", "horizon=5", "server.port=77"])
+    assert (
+        found.model_path == "m" and found.server.port == 77 and "horizon: 5" in found.resolved_yaml
+    )
+    with pytest.raises(ConfigError, match="did you mean horizon"):
+        read_launch_config(str(script), [*BASE, "actor.path=m", "horizn=5"])
+
+
+def test_a_script_without_load_config_is_read_loosely(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello')\n")
+    found = read_launch_config(str(script), ["anything=1", "cluster.n_nodes=2"])
+    assert found.cluster == ClusterConfig(n_nodes=2)
+    script.write_text("def broken(:\n")
+    with pytest.raises(ConfigError, match="not valid Python: line 1"):
+        read_launch_config(str(script), [])

@@ -1,0 +1,137 @@
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.utils.config import help_text, load_config, load_plain, run_main, to_yaml
+
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m", "gconfig.n_samples=4"]  # fmt: skip
+
+
+def load(*overrides: str) -> GRPOConfig:
+    return load_config([*BASE, *overrides], GRPOConfig)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return str(caught.value)
+
+
+def test_overrides_come_after_files_and_later_files_after_earlier(tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 2\nactor: {path: a, optimizer: {lr: 3e-4}}\n")
+    (tmp_path / "b.yaml").write_text("actor: {path: b}\ntrial_name: from_file\n")
+    config = load("--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}")
+    assert (config.seed, config.trial_name, config.actor.path) == (2, "t", "m")
+    assert config.actor.optimizer is not None and config.actor.optimizer.lr == 3e-4
+    assert type(config) is GRPOConfig and type(config.sglang) is dict
+
+
+def test_null_sections_are_made_when_a_key_in_them_is_set():
+    config = load("ref.path=r", "valid_dataset.path=v", "valid_dataset.batch_size=2")
+    assert config.ref is not None and config.ref.path == "r" and config.ref.dtype == "bfloat16"
+    assert config.valid_dataset is not None and config.valid_dataset.batch_size == 2
+    assert load("actor.optimizer=null").actor.optimizer is None
+
+
+def test_free_form_sections_take_any_key():
+    config = load("sglang.mem_fraction_static=0.5", "sglang.attention_backend=fa3", "vllm.x=[1,2]")
+    assert config.sglang == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
+    assert config.vllm == {"x": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.optimizr.lr=1", "unknown key 'actor.optimizr' in override 'actor.optimizr.lr=1': did you mean actor.optimizer?"),
+        ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
+        ("max_new_tokens=5", "did you mean gconfig.max_new_tokens?"),
+        ("nonsense=5", "known here: experiment_name"),
+        ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float)"),
+        ("gconfig.n_samples=1.5", "(expected int)"),
+        ("gconfig=3", "is a section, not one value"),
+        ("actor=null", "actor in override 'actor=null'"),
+        ("seed=${nope}", "Interpolation key 'nope' not found"),
+        ("--wrong", "cannot read the argument '--wrong'"),
+        ("gconfig.top_p=7", "gconfig.top_p must be in (0, 1], got 7"),
+        ("recover.retries=2", "set recover.mode=auto"),
+        ("seed=[1", "cannot read the override"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(override, expected):
+    assert expected in refusal(override)
+
+
+def test_unknown_key_names_its_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("rollout: {max_head_ofpolicyness: 2}\n")
+    message = refusal("--config", str(tmp_path / "a.yaml"))
+    assert "a.yaml" in message and "rollout.max_head_offpolicyness" in message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n"])
+def test_files_that_are_no_configuration(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text)
+    assert "a.yaml" in refusal("--config", str(tmp_path / "a.yaml"))
+    assert "cannot read the config file" in refusal("--config", str(tmp_path / "none.yaml"))
+    assert "--config needs a file" in refusal("--config")
+
+
+def test_missing_values_are_listed_with_their_help():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["seed=1"], SFTConfig)
+    for key in ("experiment_name", "trial_name", "train_dataset.path", "model.path"):
+        assert f"{key}=…" in str(caught.value)
+
+
+def test_yaml_round_trip(tmp_path):
+    config = load("ref.path=r", "actor.kl_ctl=0.1", "gconfig.stop=['\\n\\n','a: b']", "sglang.x=1")
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert load_config(["--config", str(tmp_path / "c.yaml")], GRPOConfig) == config
+
+
+def test_a_script_may_extend_the_class():
+    @dataclass
+    class Mine(GRPOConfig):
+        """My run."""
+
+        horizon: int = 3
+
+    assert load_config([*BASE, "horizon=5"], Mine).horizon == 5
+    assert "horizon" in help_text(Mine) and "My run." in help_text(Mine)
+
+
+def test_help_lists_every_field_in_order(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"], GRPOConfig)
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    positions = [text.index(f"\n  {f.name}") for f in fields(GRPOConfig)]
+    assert len(positions) == len(fields(GRPOConfig))
+    assert (
+        "actor.optimizer.lr" in text and "float = 1e-05" in text and "Peak learning rate." in text
+    )
+    assert "(required)" in text and "bool = true" in text
+
+
+def test_load_plain_knows_no_keys():
+    assert load_plain(["a.b=1", "c=x"]) == {"a": {"b": 1}, "c": "x"}
+
+
+def test_run_main_exit_codes(capsys):
+    def fails(argv):
+        raise ConfigError("no such thing")
+
+    for main, code in ((fails, 2), (lambda argv: 7, 7), (lambda argv: None, 0)):
+        with pytest.raises(SystemExit) as caught:
+            run_main(main, [])
+        assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert captured.err == "error: no such thing\n"
+
+
+def test_reading_a_configuration_does_not_import_torch():
+    code = "import sys, arealite.utils.config, arealite.launcher.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,84 @@
+import os
+import pty
+import subprocess
+import sys
+
+from arealite.utils.console import ProgressTable, clock, print_summary, save_curve
+
+STATS = {
+    "reward": 0.5,
+    "loss": 0.01,
+    "staleness/max": 2,
+    "tokens_per_s": 1234.5,
+    "idle/trainer": 0.25,
+}
+
+
+def test_plain_lines_when_there_is_no_terminal(capsys):
+    with ProgressTable(25, plain_every=10) as table:
+        for step in range(25):
+            table.update(step, STATS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 10/25", "step 20/25", "step 25/25"]
+    assert (
+        "reward 0.500" in lines[0]
+        and "tokens/s 1,234" in lines[0]
+        and "trainer idle 25%" in lines[0]
+    )
+    assert "server idle –" in lines[0] and lines[-1].endswith("left 0:00")
+
+
+def test_nothing_on_other_ranks_or_when_turned_off(capsys, monkeypatch):
+    with ProgressTable(1, enabled=False) as table:
+        table.update(0, STATS)
+    monkeypatch.setenv("RANK", "1")
+    with ProgressTable(1) as table:
+        table.update(0, STATS)
+    assert capsys.readouterr().out == ""
+
+
+LIVE = """
+import os, sys
+from arealite.utils.console import ProgressTable
+print("before")
+with ProgressTable(3, log_path=sys.argv[1]) as table:
+    for step in range(3):
+        table.update(step, {"reward": step / 10})
+        print("chatter of the script")
+        os.write(2, b"chatter of a library\\n")
+print("after")
+"""
+
+
+def test_the_live_table_keeps_other_output_in_the_log(tmp_path):
+    master, slave = pty.openpty()
+    log = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE, str(log)], stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"}
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:  # how Linux reports that the other end of a terminal closed
+        pass
+    os.close(master)
+    text = shown.decode()
+    assert process.wait() == 0, text
+    assert "before" in text and "after" in text and "0.200" in text and "3/3" in text
+    assert "chatter" not in text
+    assert log.read_text().count("chatter of the script") == 3
+    assert log.read_text().count("chatter of a library") == 3
+
+
+def test_summary_and_curve(tmp_path, capsys):
+    print_summary({"reward": "0.3 -> 0.9", "command": "python -m arealite.cli.report " + "x" * 100})
+    out = capsys.readouterr().out
+    assert "0.3 -> 0.9" in out and "x" * 100 in out
+    path = save_curve(tmp_path / "a" / "reward.png", [0.1, 0.5, 0.9])
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_clock():
+    assert (clock(5), clock(65), clock(7384)) == ("0:05", "1:05", "2:03:04")

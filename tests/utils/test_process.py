@@ -1,0 +1,78 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from arealite.utils.process import MARK_ENV, end_families, family, process_table, tail
+
+DAEMON = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"],
+                         start_new_session=True, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+if sys.argv[1] == "stay":
+    time.sleep(600)
+"""
+
+
+def start(mode: str, mark: str | None = None) -> tuple[subprocess.Popen, int]:
+    env = {**os.environ, **({MARK_ENV: mark} if mark else {})}
+    command = [sys.executable, "-c", DAEMON, mode]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def alive(pid: int) -> bool:
+    return pid in process_table() and not process_table()[pid].zombie
+
+
+def test_a_family_includes_children_that_made_their_own_session():
+    process, daemon = start("stay")
+    assert {info.pid for info in family(process.pid)} == {process.pid, daemon}
+    assert end_families([process.pid], grace_s=0.5) == 2
+    assert process.wait() == -signal.SIGTERM and not alive(daemon)
+
+
+def test_a_daemon_whose_parent_is_gone_is_found_by_its_mark():
+    process, daemon = start("leave", mark="mark-of-this-test")
+    process.wait()
+    assert alive(daemon)
+    end_families([], grace_s=0.2, marks=["mark-of-this-test"])
+    assert not alive(daemon)
+
+
+def test_what_ends_when_asked_is_not_waited_for():
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    began = time.monotonic()
+    end_families([process.pid], grace_s=30)
+    assert process.wait() == -signal.SIGTERM and time.monotonic() - began < 5
+
+
+def test_die_with_parent():
+    inner = (
+        "import os, time; from arealite.utils.process import die_with_parent; die_with_parent(os.getppid());"
+        "print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    outer = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == ""  # end of output: the child, which held the pipe, is gone
+    assert not alive(child)
+
+
+def test_tail(tmp_path):
+    log = tmp_path / "a.log"
+    assert tail(log) == "(no log)"
+    log.write_text("old\n")
+    size = log.stat().st_size
+    assert tail(log, since=size) == "(the log is empty)"
+    log.write_text("old\n" + "".join(f"{i}\n" for i in range(100)))
+    assert tail(log, 3, since=size).split() == ["97", "98", "99"]

@@ -1,0 +1,138 @@
+import json
+
+import pytest
+
+from arealite.api.cli_args import FreqConfig, RecoverConfig
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import SaveLoadMeta, StepInfo
+from arealite.utils.evaluator import Evaluator
+from arealite.utils.recover import Recover, newest
+from arealite.utils.rundir import RunDir
+from arealite.utils.saver import Frequency, Saver
+
+
+def info(step: int, per_epoch: int = 4) -> StepInfo:
+    return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
+
+
+class Engine:
+    """As much of a TrainEngine as checkpoints touch: one number in one file."""
+
+    def __init__(self, value=0, fail=None):
+        self.value, self.fail = value, fail
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        if self.fail:
+            raise self.fail
+        from pathlib import Path
+
+        Path(meta.path).mkdir(parents=True)
+        (Path(meta.path) / "weights").write_text(str(self.value))
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        from pathlib import Path
+
+        self.value = int((Path(meta.path) / "weights").read_text())
+
+
+class Counter:
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (FreqConfig(), []),
+        (FreqConfig(freq_steps=3), [2, 5, 8, 11]),
+        (FreqConfig(freq_epochs=2), [7]),
+        (FreqConfig(freq_steps=5, freq_epochs=1), [3, 4, 7, 9, 11]),
+    ],
+)
+def test_frequency_by_steps_and_epochs(config, expected):
+    frequency = Frequency(config)
+    assert [step for step in range(12) if frequency.is_due(info(step))] == expected
+
+
+def test_frequency_by_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("arealite.utils.saver.time.monotonic", lambda: now[0])
+    frequency = Frequency(FreqConfig(freq_secs=10))
+    due = []
+    for step in range(8):
+        now[0] += 4
+        due.append(frequency.is_due(info(step)))
+    assert due == [False, False, True, False, False, True, False, False]
+
+
+def test_saver_writes_a_whole_model_folder(tmp_path, tokenizer):
+    saver = Saver(FreqConfig(freq_steps=2), RunDir(tmp_path), Engine(7), tokenizer)
+    assert saver.maybe_save(info(0)) is None
+    path = saver.maybe_save(info(1))
+    assert path == tmp_path / "checkpoints" / "step000002"
+    assert (path / "weights").read_text() == "7" and (path / "tokenizer.json").exists()
+
+
+def test_full_disk_is_named(tmp_path):
+    engine = Engine(fail=OSError(28, "No space left on device"))
+    with pytest.raises(CheckpointError, match=r"No space left.*earlier ones are untouched"):
+        Saver(FreqConfig(), RunDir(tmp_path), engine).save(info(0))
+
+
+def test_evaluator_runs_when_due():
+    evaluator = Evaluator(FreqConfig(freq_steps=2), lambda: {"eval/reward": 1.0})
+    assert evaluator.maybe_evaluate(info(0)) == {}
+    assert evaluator.maybe_evaluate(info(1)) == {"eval/reward": 1.0}
+
+
+def make(tmp_path, mode="auto", value=0, at=0, **kwargs) -> Recover:
+    config = RecoverConfig(mode=mode, freq_steps=1)
+    return Recover(
+        config, RunDir(tmp_path), {"actor": Engine(value, **kwargs)}, {"loader": Counter(at)}
+    )
+
+
+def test_recover_round_trip_keeps_only_the_newest(tmp_path):
+    recover = make(tmp_path, value=5, at=9)
+    assert recover.load() is None
+    assert recover.maybe_save(info(3)) and recover.maybe_save(info(4))
+    assert [p.name for p in (tmp_path / "recover").iterdir()] == ["step000005"]
+    again = make(tmp_path, "resume")
+    assert again.load() == info(4)
+    assert again.engines["actor"].value == 5 and again.parts["loader"].at == 9
+
+
+def test_a_failed_save_leaves_the_previous_one(tmp_path):
+    make(tmp_path, value=1).save(info(0))
+    with pytest.raises(CheckpointError, match="the previous one is untouched"):
+        make(tmp_path, fail=OSError(28, "No space left on device")).save(info(1))
+    (tmp_path / "recover" / "writing" / "actor").mkdir(parents=True)  # and a crash in the middle
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.engines["actor"].value == 1
+    again.save(info(1))
+    assert newest(tmp_path / "recover").name == "step000002"
+
+
+def test_what_cannot_be_resumed_is_an_error(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"recover.mode=resume, but there is no complete checkpoint"
+    ):
+        make(tmp_path, "resume").load()
+    make(tmp_path).save(info(0))
+    other = Recover(RecoverConfig(mode="auto"), RunDir(tmp_path), {"critic": Engine()}, {})
+    with pytest.raises(CheckpointError, match="lacks the engines critic"):
+        other.load()
+
+
+def test_disabled_neither_saves_nor_loads(tmp_path):
+    make(tmp_path).save(info(0))
+    recover = make(tmp_path, "disabled")
+    assert recover.load() is None and not recover.maybe_save(info(5))
+    state = json.loads((tmp_path / "recover" / "step000001" / "state.json").read_text())
+    assert state["parts"] == {"loader": {"at": 0}}
