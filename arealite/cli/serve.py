@@ -1,0 +1,39 @@
+"""`python -m arealite.cli.serve model_path=... port=...`: the embedded engine behind HTTP.
+
+Keys are the fields of `ServerConfig` (`--help` lists them). Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+
+from arealite.api.cli_args import ServerConfig
+from arealite.inference.engine import Engine
+from arealite.inference.server import bind, serve
+from arealite.utils.config import load_config, run_main
+from arealite.utils.process import die_with_parent
+
+
+def main(argv: list[str]) -> int:
+    config = load_config(argv, ServerConfig)
+    if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
+        die_with_parent()
+    sock = bind(config)
+    engine = Engine(config).start()
+    asyncio.run(_serve(engine, config, sock))
+    return 0
+
+
+async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(engine, config, sock, stop)
+
+
+if __name__ == "__main__":
+    run_main(main)

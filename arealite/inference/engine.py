@@ -1,0 +1,341 @@
+"""The embedded inference engine: a thread that repeats schedule → run → postprocess, and thread-safe calls to feed it.
+
+Used by the HTTP server and, in process, by the embedded rollout engine. Everything that changes state runs on the engine's thread, between
+two steps; calls hand it over and return futures. An idle or paused engine sleeps on a condition. If the loop
+fails, every waiting request gets the cause, later calls are refused, and `failure` stays set: nothing hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import RequestError, ServerError
+from arealite.inference.kv_cache import BlockPool
+from arealite.inference.loading import load_model, load_tokenizer, prepare_model, shape_of
+from arealite.inference.model_runner import ModelRunner, Step
+from arealite.inference.postprocess import Postprocessor
+from arealite.inference.scheduler import Scheduler
+from arealite.inference.sequence import Request, SampleOutput, Sequence
+from arealite.inference.slots import SlotTable
+from arealite.inference.weights import (
+    SharedReader,
+    copy_weights,
+    fingerprint,
+    match_weights,
+    read_folder,
+)
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class Engine:
+    """Generates. `start` it, `submit` requests, `close` it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: PreTrainedModel | None = None,
+        tokenizer: Any | None = None,
+    ):
+        config.check()
+        self.config = config
+        self.tokenizer = tokenizer
+        if model is None:
+            model = load_model(config)
+            self.tokenizer = tokenizer or load_tokenizer(config.model_path)
+        self.model = prepare_model(model)
+        self.shape = shape_of(model, config.context_length)
+        self.runner = ModelRunner(model, self.shape, config)
+        pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
+        slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
+        self.runner.attach(slots)
+        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
+        self.scheduler.settle = self._settle
+        self.post = Postprocessor(slots, self.shape, self.tokenizer)
+        self.version = 0
+        self.failure: BaseException | None = None
+        self.paused = False
+        self.busy_s = 0.0
+        self._started_s = time.monotonic()
+        self._shared = SharedReader()
+        self._requests: dict[str, Request] = {}
+        self._next_seed = config.seed
+        self._in_flight: deque[Step] = deque()
+        self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="inference-engine", daemon=True)
+
+    # ------------------------------------------------------------------------------ calls from other threads
+
+    def start(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the loop; unfinished requests fail. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._fail_requests(ServerError("it was closed"))
+
+    def submit(self, request: Request) -> Future[list[SampleOutput]]:
+        """Queue a request; an invalid one raises `RequestError` at once and touches nothing."""
+        self._check(request)
+        self._send(lambda: self._accept(request), request.future)
+        return request.future
+
+    def abort(self, rid: str | None = None) -> Future[int]:
+        """End the request `rid` (all, if None); it returns what it has. Gives the number of requests ended."""
+        return self._call(lambda: self._abort(rid))
+
+    def pause(self, mode: str = "abort") -> Future[int]:
+        """Stop between two steps. `abort`: running requests return what they have; `retract`: they stay, and their KV is
+        computed anew after `resume`; `in_place`: they stay with their KV. Requests that come meanwhile wait.
+        """
+        if mode not in PAUSE_MODES:
+            raise RequestError(f"pause mode is {mode!r}; use one of {', '.join(PAUSE_MODES)}")
+        return self._call(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        return self._call(lambda: setattr(self, "paused", False))
+
+    def flush_cache(self) -> Future[bool]:
+        """Forget all prefixes; False (and nothing done) while requests are running."""
+        return self._call(self._flush)
+
+    def update_weights_from_disk(
+        self, path: str, version: int, flush_cache: bool = True
+    ) -> Future[int]:
+        """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
+        pairs = match_weights(self.model, read_folder(path), path)
+        return self._call(lambda: self._update(pairs, version, flush_cache))
+
+    def update_weights_from_shm(
+        self, path: str, version: int, flush_cache: bool = True
+    ) -> Future[int]:
+        """Copy weights a trainer on this machine has put into shared memory."""
+        pairs = match_weights(self.model, self._shared.read(path), path)
+        return self._call(lambda: self._update(pairs, version, flush_cache))
+
+    def set_version(self, version: int) -> Future[None]:
+        return self._call(lambda: self._set_version(version))
+
+    def fingerprint(self) -> Future[str]:
+        return self._call(lambda: fingerprint(self.model))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for people and routers; read without stopping the loop."""
+        scheduler = self.scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "free_blocks": scheduler.pool.num_free,
+            "total_blocks": scheduler.pool.num_usable,
+            "preemptions": scheduler.num_preemptions,
+            "prompt_tokens": scheduler.prompt_tokens,
+            "cached_tokens": scheduler.cached_tokens,
+            "generated_tokens": self.post.generated_tokens,
+            "busy_s": self.busy_s,
+            "uptime_s": time.monotonic() - self._started_s,
+            "paused": self.paused,
+            "weight_version": str(self.version),
+        }
+
+    # ------------------------------------------------------------------------------------------- the loop
+
+    def _loop(self) -> None:
+        try:
+            while self._wait_for_work():
+                begin = time.perf_counter()
+                if not self.paused:
+                    self._step()
+                self.busy_s += time.perf_counter() - begin
+        except BaseException as error:
+            self.failure = error
+            self._fail_requests(error)
+            raise
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do, then run what was handed over. False: the engine is closing."""
+        with self._wake:
+            while not (self._inbox or self._closing or (not self.paused and self._has_work)):
+                self._wake.wait()
+        while self._inbox:
+            self._inbox[0][0]()
+            self._inbox.popleft()
+        return not self._closing
+
+    @property
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan:
+            self._in_flight.append(self.runner.launch(plan))
+            self.scheduler.slots.length[plan.slots] += 1
+        elif not self._in_flight and self.scheduler.has_work:
+            raise RuntimeError("requests are waiting, but none can be admitted into an idle engine")
+        while self._in_flight and (not plan or len(self._in_flight) >= self.runner.max_in_flight):
+            self._collect()
+
+    def _collect(self) -> None:
+        result = self._in_flight.popleft().collect()
+        if result is None:
+            return
+        for seq in self.post.append(result):
+            self._finish(seq)
+
+    def _settle(self) -> None:
+        """Wait for the steps in flight, so that the host knows every token."""
+        while self._in_flight:
+            self._collect()
+
+    def _finish(self, seq: Sequence) -> None:
+        """Take a sequence out of the engine; answer its request when it was the last one."""
+        request = seq.request
+        seq.output = self.post.output(seq)
+        if seq.slot >= 0:
+            if "status_code" in seq.finish_reason:
+                self.runner.clear_blocks(seq.blocks)
+            self.scheduler.release(seq)
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            del self._requests[request.rid]
+            _answer(request.future, [s.output for s in request.sequences])
+
+    # --------------------------------------------------------------------------- actions on the engine's thread
+
+    def _accept(self, request: Request) -> None:
+        if request.rid in self._requests:
+            error = RequestError(f"request id {request.rid!r} is in use: choose another")
+            request.future.set_exception(error)
+            return
+        seed = request.params.sampling_seed
+        if seed is None:
+            seed, self._next_seed = self._next_seed << 20, self._next_seed + 1
+        for seq in request.sequences:
+            seq.seed = seed + seq.index
+            seq.mark_version(self.version, 0)
+        self._requests[request.rid] = request
+        self.scheduler.add(request)
+
+    def _abort(self, rid: str | None, message: str = "aborted") -> int:
+        self._settle()
+        if rid is None:
+            requests = list(self._requests.values())
+        else:
+            requests = [self._requests[rid]] if rid in self._requests else []
+        for request in requests:
+            self._abort_request(request, message)
+        return len(requests)
+
+    def _abort_request(self, request: Request, message: str) -> None:
+        self.scheduler.remove_waiting(request)
+        for seq in request.sequences:
+            if seq.output is None:
+                seq.finish_reason = {"type": "abort", "message": message}
+                self._finish(seq)
+
+    def _pause(self, mode: str) -> int:
+        self._settle()
+        self.paused = True
+        running = [seq for seq in self.scheduler.slots.sequence if seq is not None]
+        requests = {seq.request.rid: seq.request for seq in (*running, *self.scheduler.preempted)}
+        if mode == "abort":
+            for request in requests.values():
+                self._abort_request(request, "paused for a weight update")
+        elif mode == "retract":
+            for seq in sorted(running, key=lambda s: -self.scheduler.slots.ticket[s.slot]):
+                self.scheduler.preempt(seq)
+        return len(requests)
+
+    def _flush(self) -> bool:
+        if self.scheduler.has_work:
+            return False
+        self.scheduler.pool.flush()
+        return True
+
+    def _update(self, pairs: list, version: int, flush_cache: bool) -> int:
+        self._settle()
+        copy_weights(pairs)
+        if flush_cache:
+            self.scheduler.pool.flush()
+        self._set_version(version)
+        return self.scheduler.num_running
+
+    def _set_version(self, version: int) -> None:
+        self._settle()
+        self.version = version
+        for request in self._requests.values():
+            for seq in request.sequences:
+                if seq.output is None:
+                    seq.mark_version(version, self.post.num_sampled(seq))
+
+    # ---------------------------------------------------------------------------------------------- helpers
+
+    def _check(self, request: Request) -> None:
+        prompt, vocab = request.prompt, self.shape.vocab_size
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab:
+            bad = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}")
+        if len(prompt) >= self.max_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, prompt and continuation together may have {self.max_len}: "
+                "shorten it, or raise context_length or max_total_tokens"
+            )
+        request.params.check(vocab)
+        if request.want_text and self.tokenizer is None:
+            raise RequestError("text or stop strings need a tokenizer, and the model has none")
+
+    def _send(self, action: Callable[[], None], future: Future) -> None:
+        with self._wake:
+            if self.failure is not None:
+                raise ServerError(f"the inference engine has failed: {self.failure!r}")
+            if self._closing:
+                raise ServerError("the inference engine is closed")
+            self._inbox.append((action, future))
+            self._wake.notify()
+
+    def _call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` on the engine's thread between two steps."""
+        future: Future[Any] = Future()
+
+        self._send(lambda: future.set_result(function()), future)
+        return future
+
+    def _fail_requests(self, error: BaseException) -> None:
+        """Tell everyone who waits for an answer why none will come."""
+        cause = ServerError(f"the inference engine has failed: {error!r}")
+        with self._wake:
+            waiting = [future for _, future in self._inbox]
+            self._inbox.clear()
+        waiting += [request.future for request in self._requests.values()]
+        self._requests.clear()
+        for future in waiting:
+            _answer(future, cause)
+
+
+def _answer(future: Future, value: Any) -> None:
+    """Resolve a future that its owner may have cancelled."""
+    try:
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+    except InvalidStateError:
+        pass

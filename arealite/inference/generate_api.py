@@ -1,0 +1,129 @@
+"""`POST /generate`: SGLang's native endpoint, token ids (or text) in, token ids with log-probs and weight versions out.
+
+Differences from SGLang, on purpose: log-probs are always returned; `text` is only made when the prompt was text, or `stop`, `stream` or
+`return_text` ask for it (decoding costs more than sampling on small models); `return_raw_logprob` adds the log-probs at temperature 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from arealite.api.errors import RequestError
+from arealite.inference.engine import Engine
+from arealite.inference.http import (
+    ENGINE,
+    event_stream,
+    finish,
+    json_response,
+    progress,
+    read_object,
+    token_ids,
+)
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+
+_KNOWN = {
+    "text",
+    "input_ids",
+    "sampling_params",
+    "rid",
+    "stream",
+    "return_text",
+    "return_raw_logprob",
+    "return_logprob",
+    "logprob_start_len",
+    "priority",
+}
+_UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_experts")
+
+
+async def generate(http_request: web.Request) -> web.StreamResponse:
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    request = parse(engine, body)
+    if body.get("stream"):
+        return await event_stream(http_request, _stream(engine, request))
+    outputs = await finish(engine, request)
+    for output in outputs:
+        if output.finish_reason.get("status_code") == 500:
+            raise web.HTTPInternalServerError(reason=output.finish_reason["message"])
+    results = [describe(engine, request, i, output) for i, output in enumerate(outputs)]
+    return json_response(results if request.params.n > 1 else results[0])
+
+
+def parse(engine: Engine, body: dict[str, Any]) -> Request:
+    for name in _UNSUPPORTED:
+        if body.pop(name, None):
+            raise RequestError(f"{name} is not supported by the embedded engine")
+    unknown = sorted(set(body) - _KNOWN)
+    if unknown:
+        raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(_KNOWN))}")
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("give either text or input_ids")
+    if ids is None:
+        ids = encode(engine, text)
+    rid = body.get("rid")
+    if rid is not None and not isinstance(rid, str):
+        raise RequestError(f"rid must be a string, got {rid!r}")
+    return Request(
+        token_ids(ids, "input_ids"),
+        SamplingParams.from_json(body.get("sampling_params") or {}),
+        rid,
+        want_text=text is not None or bool(body.get("return_text")),
+        want_raw_logprobs=bool(body.get("return_raw_logprob")),
+    )
+
+
+def encode(engine: Engine, text: Any) -> list[int]:
+    if not isinstance(text, str):
+        raise RequestError(f"text must be a string, got {type(text).__name__}")
+    if engine.tokenizer is None:
+        raise RequestError("the model has no tokenizer: send input_ids")
+    return engine.tokenizer.encode(text)
+
+
+def describe(engine: Engine, request: Request, index: int, output: SampleOutput) -> dict[str, Any]:
+    """One output as SGLang words it."""
+    spans = output.version_spans
+    version = spans[-1][0] if spans else engine.version
+    meta = {
+        "id": request.rid if request.params.n == 1 else f"{request.rid}_{index}",
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(output.token_ids),
+        "cached_tokens": output.cached_tokens,
+        "output_token_logprobs": [
+            [logprob, token, None]
+            for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
+        ],
+        "weight_version": str(version),
+        "weight_versions": [
+            {"version": str(version), "start": start, "end": end} for version, start, end in spans
+        ],
+        "e2e_latency": time.monotonic() - request.arrived_s,
+        "finish_reason": output.finish_reason,
+    }
+    if output.raw_logprobs is not None:
+        meta["output_token_raw_logprobs"] = output.raw_logprobs
+    return {"text": output.text or "", "output_ids": output.token_ids, "meta_info": meta}
+
+
+async def _stream(engine: Engine, request: Request) -> AsyncIterator[dict[str, Any]]:
+    """Cumulative chunks, as SGLang sends them; the last one of each sample carries its finish_reason."""
+    texts = [""] * request.params.n
+    tokens: list[list[int]] = [[] for _ in texts]
+    logprobs: list[list[float]] = [[] for _ in texts]
+    async for event in progress(engine, request):
+        if isinstance(event, list):
+            for i, output in enumerate(event):
+                output.text = texts[i] if output.text is None else output.text
+                yield {**describe(engine, request, i, output), "index": i}
+            return
+        index, token, logprob, text = event
+        texts[index] += text
+        tokens[index].append(token)
+        logprobs[index].append(logprob)
+        partial = SampleOutput(tokens[index], logprobs[index], None, [], None, 0, text=texts[index])
+        yield {**describe(engine, request, index, partial), "index": index}

@@ -1,0 +1,139 @@
+"""What all HTTP endpoints of the server share: reading JSON, answering errors, the bearer token, awaiting the engine.
+
+Guarantees that a bad request gets a status and a message that says what was wrong, and never a stack trace or a dead server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
+
+from aiohttp import web
+
+from arealite.api.errors import RequestError, ServerError, WeightUpdateError
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SampleOutput
+from arealite.utils.http import dumps
+
+ENGINE = web.AppKey("engine", Engine)
+API_KEY = web.AppKey("api_key", str)
+OPEN_PATHS = ("/health",)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        check_token(request)
+        return await handler(request)
+    except (RequestError, WeightUpdateError) as error:
+        return error_response(400, str(error))
+    except ServerError as error:
+        return error_response(503, str(error))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return error_response(error.status, error.reason or error.text or "")
+
+
+def check_token(request: web.Request) -> None:
+    expected = request.app[API_KEY]
+    if not expected or request.path in OPEN_PATHS:
+        return
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), expected.encode()):
+        raise web.HTTPUnauthorized(reason="missing or wrong bearer token")
+
+
+def error_response(status: int, message: str) -> web.Response:
+    body = {"error": {"message": message, "code": status}, "success": False, "message": message}
+    return json_response(body, status)
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=dumps(body),
+        status=status,
+        content_type="application/json",
+    )
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object."""
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise RequestError(f"{name} must be a list of token ids")
+    if any(not -(2**31) <= token < 2**31 for token in value):
+        raise RequestError(f"{name} holds a token id that no vocabulary has")
+    return value
+
+
+async def answer(future: Future[Any]) -> Any:
+    """Wait for the engine without blocking the event loop."""
+    return await asyncio.wrap_future(future)
+
+
+async def finish(engine: Engine, request: Request) -> list[SampleOutput]:
+    """Submit a request and await its outputs. If the client goes away, the request ends too."""
+    future = engine.submit(request)
+    try:
+        return await answer(future)
+    except asyncio.CancelledError:
+        engine.abort(request.rid)
+        raise
+
+
+async def progress(
+    engine: Engine, request: Request
+) -> AsyncIterator[tuple[int, int, float, str] | list[SampleOutput]]:
+    """Submit a request and yield (sample, token, log-prob, text) as they come, then the outputs."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(event: Any) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    request.on_progress = lambda *event: send(event)
+    future = engine.submit(request)
+    future.add_done_callback(send)
+    ended = False
+    try:
+        while not ended:
+            event = await events.get()
+            ended = isinstance(event, Future)
+            yield event.result() if ended else event
+    finally:
+        if not ended:
+            engine.abort(request.rid)
+
+
+async def event_stream(request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
+    """Server-sent events, closed by `[DONE]`. The first chunk is made before the status is sent."""
+    first = await anext(chunks)
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    try:
+        await response.write(f"data: {json.dumps(first)}\n\n".encode())
+        async for chunk in chunks:
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+    except ConnectionResetError:
+        await chunks.aclose()
+    return response

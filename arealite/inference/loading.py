@@ -1,0 +1,120 @@
+"""Loads a Hugging Face decoder for inference: config, weights, tokenizer, and what the engine must know about them.
+
+Called once per engine. Everything a user can get wrong (no such folder, a model without the attention interface, an unknown
+dtype) is a `ConfigError` before any memory is taken for the KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.attention import ATTENTION_NAME, register_paged_attention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers the KV cache and the checks on requests need."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    eos_ids: tuple[int, ...]
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU here: use device=cpu or device=auto")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; use auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(config: ServerConfig) -> PreTrainedModel:
+    """The model with its weights on the chosen device, attending through the paged KV cache."""
+    if not config.model_path:
+        raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
+    looks_local = config.model_path.startswith(("/", ".", "~"))
+    if looks_local and not Path(config.model_path).is_dir():
+        raise ConfigError(f"model_path={config.model_path} is not a folder")
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    try:
+        model_config = AutoConfig.from_pretrained(config.model_path)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model_path, config=model_config, dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
+    return prepare_model(model.to(device))
+
+
+def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Route a model's attention through the paged KV cache."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{type(model).__name__} does not use transformers' attention interface, which the embedded engine needs: "
+            "serve it with sglang or vllm"
+        )
+    register_paged_attention()
+    model.config._attn_implementation = ATTENTION_NAME
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    return model.eval().requires_grad_(False)
+
+
+def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    own = int(text.max_position_embeddings)
+    if context_length is not None and not 2 <= context_length <= own:
+        raise ConfigError(
+            f"context_length={context_length} must be between 2 and the model's {own}"
+        )
+    return ModelShape(
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        context_length=context_length or own,
+        eos_ids=_eos_ids(model),
+    )
+
+
+def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """The tokenizer beside the model, or None where there is none: then only token ids can be asked for."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,122 @@
+"""What happens to sampled tokens: they are appended to their sequences, ends are found, outputs are made.
+
+Called by the engine after every step. Whole batches are handled with array operations; only sequences that end, or whose
+text is watched, cost Python work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from arealite.inference.detokenizer import IncrementalText
+from arealite.inference.loading import ModelShape
+from arealite.inference.model_runner import StepResult
+from arealite.inference.sequence import SampleOutput, Sequence
+from arealite.inference.slots import SlotTable
+
+
+class Postprocessor:
+    """Appends results to the slot table and decides who has finished, and why."""
+
+    def __init__(self, slots: SlotTable, shape: ModelShape, tokenizer: Any | None):
+        self.slots = slots
+        self.tokenizer = tokenizer
+        self.generated_tokens = 0
+        self._is_eos = np.zeros(shape.vocab_size, bool)
+        self._is_eos[[token for token in shape.eos_ids if token < shape.vocab_size]] = True
+
+    def append(self, result: StepResult) -> list[Sequence]:
+        """Store the tokens of one step; returns the sequences that end with it, their `finish_reason` set."""
+        slots = self.slots
+        alive = slots.ticket[result.slots] == result.tickets
+        # A token past the end: the sequence had stopped when this step was already under way.
+        rows, at = result.slots[alive], result.positions[alive]
+        tokens, logprobs = result.tokens[alive], result.logprobs[alive]
+        slots.tokens[rows, at] = tokens
+        slots.logprobs[rows, at] = logprobs
+        if result.raw_logprobs is not None:
+            slots.raw_logprobs[rows, at] = result.raw_logprobs[alive]
+        self.generated_tokens += len(rows)
+
+        stopped = self._is_eos[tokens] & ~slots.ignore_eos[rows]
+        most = slots.num_stop_ids[rows].max(initial=0)
+        if most:
+            stopped |= (slots.stop_ids[rows, :most] == tokens[:, None]).any(1)
+        full = at + 1 >= slots.limit[rows]
+        broken = ~np.isfinite(logprobs)
+        ended = []
+        for i in np.flatnonzero(stopped | full | broken | slots.watched[rows]):
+            seq = slots.sequence[rows[i]]
+            token = int(tokens[i])
+            if slots.watched[rows[i]]:
+                self._watch(seq, token, float(logprobs[i]), is_stop=bool(stopped[i]))
+            if broken[i]:
+                message = "the model's output is not finite: its weights are broken"
+                seq.finish_reason = {"type": "abort", "message": message, "status_code": 500}
+            elif stopped[i]:
+                seq.finish_reason = {"type": "stop", "matched": token}
+            elif seq.detokenizer is not None and seq.detokenizer.matched is not None:
+                seq.finish_reason = {"type": "stop", "matched": seq.detokenizer.matched}
+            elif full[i]:
+                length = int(at[i] + 1 - slots.prompt_len[rows[i]])
+                seq.finish_reason = {"type": "length", "length": length}
+            else:
+                continue
+            slots.length[rows[i]] = at[i] + 1
+            ended.append(seq)
+        return ended
+
+    def _watch(self, seq: Sequence, token: int, logprob: float, is_stop: bool) -> None:
+        """Follow the text of a sequence token by token, and tell whoever streams it."""
+        request = seq.request
+        if seq.detokenizer is None and self.tokenizer is not None:
+            params = request.params
+            seq.detokenizer = IncrementalText(
+                self.tokenizer, params.stop, params.skip_special_tokens
+            )
+        text = ""
+        if seq.detokenizer is not None and not is_stop:
+            text = seq.detokenizer.add(token)
+            if self.num_sampled(seq) < request.params.min_new_tokens:
+                seq.detokenizer.matched = None
+        if request.on_progress is not None:
+            request.on_progress(seq.index, token, logprob, text)
+
+    def num_sampled(self, seq: Sequence) -> int:
+        """Tokens sampled so far (steps in flight must be settled)."""
+        if seq.slot >= 0:
+            return int(self.slots.length[seq.slot] - self.slots.prompt_len[seq.slot])
+        return 0 if seq.saved_tokens is None else len(seq.saved_tokens)
+
+    def output(self, seq: Sequence) -> SampleOutput:
+        """The continuation of a sequence whose `finish_reason` is set."""
+        slots, request = self.slots, seq.request
+        if seq.slot >= 0:
+            part = slice(int(slots.prompt_len[seq.slot]), int(slots.length[seq.slot]))
+            rows = (slots.tokens, slots.logprobs, slots.raw_logprobs)
+            tokens, logprobs, raw = (array[seq.slot, part].tolist() for array in rows)
+        elif seq.saved_tokens is not None:
+            saved = (seq.saved_tokens, seq.saved_logprobs, seq.saved_raw)
+            tokens, logprobs, raw = (array.tolist() for array in saved)
+        else:
+            tokens, logprobs, raw = [], [], []
+        return SampleOutput(
+            token_ids=tokens,
+            logprobs=logprobs,
+            raw_logprobs=raw if request.want_raw_logprobs else None,
+            version_spans=seq.version_spans(len(tokens)),
+            finish_reason=seq.finish_reason,
+            cached_tokens=seq.cached_tokens,
+            text=self._text(seq, tokens) if request.want_text else None,
+        )
+
+    def _text(self, seq: Sequence, tokens: list[int]) -> str:
+        matched = seq.finish_reason.get("matched")
+        if isinstance(matched, str):
+            return seq.detokenizer.text
+        if matched is not None:  # the stop token itself is not part of the text
+            tokens = tokens[:-1]
+        skip = seq.request.params.skip_special_tokens
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip)

@@ -1,0 +1,274 @@
+"""Decides what the next step computes: who is admitted, which prompt chunks are prefilled, who decodes, who is preempted.
+
+Called by the engine's loop. A prefill computes the KV of all tokens but the last; the last one is the input of the first decode
+step, which samples. So prefilling never samples, a prompt shared by a group is computed once, and a preempted or
+continued sequence starts like any other. Samples of one request fork from the first: they share its full blocks and copy
+its last, partial one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from arealite.inference.kv_cache import BlockPool
+from arealite.inference.sequence import Request, Sequence
+from arealite.inference.slots import SlotTable
+
+
+@dataclass
+class Chunk:
+    """Tokens `start .. end` of a sequence, to be computed in this step."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass
+class Plan:
+    """One step: prefill `chunks`, then copy blocks (source, target), then decode `slots`."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or len(self.slots) > 0
+
+
+class Scheduler:
+    """Waiting requests in order of arrival, running sequences in slots, blocks in the pool."""
+
+    def __init__(
+        self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int
+    ) -> None:
+        self.slots = slots
+        self.pool = pool
+        self.max_prefill_tokens = max_prefill_tokens
+        self.max_len = max_len
+        self.waiting: deque[Request] = deque()  # requests with samples that were never admitted
+        self.preempted: deque[Sequence] = deque()  # they come before `waiting`
+        self.prefilling: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        # Called before a sequence is preempted: results of steps in flight must be known first.
+        self.settle: Callable[[], None] = lambda: None
+
+    @property
+    def num_running(self) -> int:
+        return self.slots.num_slots - self.slots.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.preempted) + sum(request.num_unstarted for request in self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.num_running or self.waiting or self.preempted)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        self._grow_decoding()
+        budget = self._continue_prefills(plan, self.max_prefill_tokens)
+        self._admit(plan, budget)
+        slots = self.slots
+        # A sequence whose length has reached its limit has its last token in flight.
+        plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
+        return plan
+
+    # ------------------------------------------------------------------------------------- blocks for decoding
+
+    def _grow_decoding(self) -> None:
+        """Give every decoding sequence a block for the token it computes next; preempt the youngest if there is none."""
+        slots, size = self.slots, self.pool.block_size
+        needy = np.flatnonzero(
+            slots.decoding
+            & (slots.length < slots.limit)
+            & ((slots.length - 1) // size >= slots.num_blocks)
+        )
+        for ticket, slot in sorted(zip(slots.ticket[needy], needy, strict=True)):
+            while self.pool.num_free == 0 and slots.ticket[slot] == ticket:
+                self._preempt_youngest()
+            if slots.ticket[slot] == ticket:
+                block = self.pool.allocate()
+                slots.sequence[slot].blocks.append(block)
+                slots.add_block(slot, block)
+
+    def _preempt_youngest(self) -> None:
+        self.settle()
+        if self.pool.num_free:  # what was in flight has ended a sequence
+            return
+        self.preempt(self.slots.sequence[int(self.slots.ticket.argmax())])
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the sequence's blocks away; it will be prefilled again with the tokens it has."""
+        slot, slots = seq.slot, self.slots
+        start, end = slots.prompt_len[slot], slots.length[slot]
+        seq.saved_tokens = slots.tokens[slot, start:end].copy()
+        seq.saved_logprobs = slots.logprobs[slot, start:end].copy()
+        seq.saved_raw = slots.raw_logprobs[slot, start:end].copy()
+        self.release(seq)
+        self.preempted.appendleft(seq)
+        self.num_preemptions += 1
+
+    # ------------------------------------------------------------------------------------- prefill and admission
+
+    def _continue_prefills(self, plan: Plan, budget: int) -> int:
+        for seq in list(self.prefilling):
+            budget -= self._prefill(plan, seq, budget)
+        return budget
+
+    def _prefill(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        """Plan as many of the sequence's uncomputed tokens as the budget allows; start decoding after the last."""
+        slot = seq.slot
+        target = int(self.slots.length[slot]) - 1
+        end = min(target, seq.num_computed + budget)
+        count = end - seq.num_computed
+        if count > 0:
+            plan.chunks.append(Chunk(slot, seq.num_computed, end))
+            seq.num_computed = end
+        if end == target:
+            if seq in self.prefilling:
+                self.prefilling.remove(seq)
+            self.slots.decoding[slot] = True
+            self._remember(seq, target)
+        elif seq not in self.prefilling:
+            self.prefilling.append(seq)
+        return count
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while self.slots.num_free:
+            if self.preempted:
+                used = self._start(plan, self.preempted[0], budget)
+                if used is None:
+                    return
+                self.preempted.popleft()
+            elif self.waiting:
+                request = self.waiting[0]
+                source = self._fork_source(request)
+                seq = request.sequences[-request.num_unstarted]
+                if source is not None:
+                    used = self._fork(plan, source, seq)
+                elif any(other.request is request for other in self.prefilling):
+                    return  # its samples wait for the prompt they share
+                else:
+                    used = self._start(plan, seq, budget)
+                if used is None:
+                    return
+                request.num_unstarted -= 1
+                if request.num_unstarted == 0:
+                    self.waiting.popleft()
+            else:
+                return
+            budget -= used
+
+    def _fork_source(self, request: Request) -> Sequence | None:
+        """A running sample of the request whose prompt is computed."""
+        for seq in request.sequences:
+            if (
+                seq.slot >= 0
+                and self.slots.decoding[seq.slot]
+                and seq.pool_epoch == self.pool.epoch
+            ):
+                return seq
+        return None
+
+    def _start(self, plan: Plan, seq: Sequence, budget: int) -> int | None:
+        """Admit a sequence on its own; None when budget or blocks do not suffice now."""
+        if budget <= 0:
+            return None
+        request, pool = seq.request, self.pool
+        tokens = request.prompt
+        if seq.saved_tokens is not None:
+            tokens = np.concatenate([tokens, seq.saved_tokens])
+        shared, parent = pool.match(tokens[:-1])
+        missing = -(-len(tokens) // pool.block_size) - len(shared)
+        # The reserve keeps the newcomer from being preempted at once; an idle engine needs none.
+        if missing + self._reserve() > pool.num_free:
+            pool.release(shared)
+            return None
+        seq.blocks = shared + [pool.allocate() for _ in range(missing)]
+        seq.num_registered, seq.cache_parent, seq.pool_epoch = len(shared), parent, pool.epoch
+        seq.num_computed = len(shared) * pool.block_size
+        self._take_slot(seq)
+        if seq.saved_tokens is None:
+            seq.cached_tokens = seq.num_computed
+            self._count_prompt(seq)
+        return self._prefill(plan, seq, budget)
+
+    def _fork(self, plan: Plan, source: Sequence, seq: Sequence) -> int | None:
+        """Admit another sample of a prompt that is computed: share its full blocks, copy the partial one."""
+        pool = self.pool
+        if 1 + self._reserve() > pool.num_free:
+            return None
+        prompt_len = len(seq.request.prompt)
+        num_full, rest = divmod(prompt_len - 1, pool.block_size)
+        shared = source.blocks[:num_full]
+        pool.share(shared)
+        block = pool.allocate()
+        if rest:
+            plan.copies.append((source.blocks[num_full], block))
+        seq.blocks = [*shared, block]
+        seq.num_computed = seq.cached_tokens = prompt_len - 1
+        seq.num_registered = min(source.num_registered, num_full)
+        seq.cache_parent, seq.pool_epoch = source.cache_parent, pool.epoch
+        if source.num_registered > num_full:  # the source has gone on: find the prompt's own node
+            seq.num_registered, seq.cache_parent = 0, 0
+        self._take_slot(seq)
+        self._count_prompt(seq)
+        self.slots.decoding[seq.slot] = True
+        return 0
+
+    def _reserve(self) -> int:
+        return min(self.num_running, self.pool.num_usable // 16)
+
+    def _take_slot(self, seq: Sequence) -> None:
+        limit = len(seq.request.prompt) + seq.request.params.max_new_tokens
+        slot = self.slots.take(seq, min(limit, self.max_len))
+        self.slots.set_blocks(slot, seq.blocks)
+
+    def _count_prompt(self, seq: Sequence) -> None:
+        self.prompt_tokens += len(seq.request.prompt)
+        self.cached_tokens += seq.cached_tokens
+
+    # ------------------------------------------------------------------------------------------- leaving
+
+    def release(self, seq: Sequence) -> None:
+        """Give back slot and blocks of a sequence that ends or is preempted; its full blocks stay findable."""
+        slot = seq.slot
+        if self.slots.decoding[slot]:
+            self._remember(seq, int(self.slots.length[slot]) - 1)
+        elif seq in self.prefilling:
+            self.prefilling.remove(seq)
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.num_computed = 0
+        self.slots.free(slot)
+
+    def remove_waiting(self, request: Request) -> None:
+        """Forget those of a request's sequences that are not running."""
+        if request.num_unstarted:
+            self.waiting.remove(request)
+            request.num_unstarted = 0
+        if any(seq.request is request for seq in self.preempted):
+            self.preempted = deque(seq for seq in self.preempted if seq.request is not request)
+
+    def _remember(self, seq: Sequence, num_computed: int) -> None:
+        """Make the sequence's full blocks findable by others, unless weights have changed under it."""
+        if seq.pool_epoch != self.pool.epoch:
+            return
+        num_full = num_computed // self.pool.block_size
+        if num_full > seq.num_registered:
+            tokens = self.slots.tokens[seq.slot]
+            seq.cache_parent = self.pool.register(
+                seq.blocks[:num_full], tokens, seq.num_registered, seq.cache_parent
+            )
+            seq.num_registered = num_full

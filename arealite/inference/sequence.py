@@ -1,0 +1,243 @@
+"""What the engine is asked for and what it keeps of it: sampling parameters, requests, sequences, outputs.
+
+A request asks for `n` continuations of one prompt; each continuation is a sequence that is scheduled on its own. The
+engine's thread alone changes requests and sequences after they were submitted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from arealite.api.errors import RequestError
+
+MAX_SAMPLES = 4096
+MAX_STOP_IDS = 64
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How one request is sampled. Names and meaning are SGLang's; `temperature=0` is greedy, `top_k` 0 or -1 keeps all."""
+
+    n: int = 1
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    sampling_seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SamplingParams:
+        """Parse what a client sent; an unknown name or a wrong type is a `RequestError`."""
+        if not isinstance(values, dict):
+            raise RequestError(f"sampling_params must be an object, got {type(values).__name__}")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise RequestError(
+                f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}"
+            )
+        given = {name: value for name, value in values.items() if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
+        if isinstance(given.get("logit_bias"), dict):
+            given["logit_bias"] = _int_keys(given["logit_bias"])
+        return cls(**{name: _typed(name, value) for name, value in given.items()})
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse values that no sampler can honour."""
+        limits = (
+            ("n", 1, MAX_SAMPLES),
+            ("max_new_tokens", 1, 2**31 - 1),
+            ("min_new_tokens", 0, self.max_new_tokens),
+            ("temperature", 0.0, 1e4),
+            ("top_p", 1e-9, 1.0),
+            ("top_k", -1, 2**31 - 1),
+            ("min_p", 0.0, 1.0),
+            ("frequency_penalty", -1e3, 1e3),
+            ("presence_penalty", -1e3, 1e3),
+            ("repetition_penalty", 1e-3, 1e3),
+        )
+        for name, low, high in limits:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name} must be between {low} and {high}, got {value}")
+        if self.sampling_seed is not None and not -(2**63) <= self.sampling_seed < 2**64:
+            raise RequestError(f"sampling_seed must fit in 64 bits, got {self.sampling_seed}")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"at most {MAX_STOP_IDS} stop_token_ids, got {len(self.stop_token_ids)}"
+            )
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(
+                        f"{name} holds token {token}, outside the vocabulary of {vocab_size}"
+                    )
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise RequestError(f"logit_bias of token {token} is {bias}; use a finite number")
+        if any(not text for text in self.stop):
+            raise RequestError("stop strings must not be empty")
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+
+_TYPES = {
+    int: ("n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"),
+    float: (
+        "temperature",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    ),
+    bool: ("ignore_eos", "skip_special_tokens"),
+}
+_TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
+_ITEM_OF = {"stop": str, "stop_token_ids": int}
+
+
+def _typed(name: str, value: Any) -> Any:
+    kind, item = _TYPE_OF.get(name), _ITEM_OF.get(name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is not None and type(value) is not kind:
+        raise RequestError(f"{name} must be {kind.__name__}, got {value!r}")
+    if item is not None and not (
+        isinstance(value, list) and all(type(entry) is item for entry in value)
+    ):
+        raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}")
+    if name == "logit_bias" and not isinstance(value, dict):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {value!r}")
+    return value
+
+
+def _int_keys(bias: dict[Any, Any]) -> dict[int, float]:
+    try:
+        return {int(token): float(value) for token, value in bias.items()}
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"logit_bias must map token ids to numbers: {error}") from error
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """One finished continuation. `version_spans` are `(version, start, end)` over the sampled tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float] | None
+    version_spans: list[tuple[int, int, int]]
+    finish_reason: dict[str, Any]
+    cached_tokens: int
+    text: str | None = None
+
+
+class Request:
+    """One submitted prompt and its `n` sequences. `future` gets the list of outputs when the last one ends."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        rid: str | None = None,
+        *,
+        want_text: bool = False,
+        want_raw_logprobs: bool = False,
+        on_progress: Callable[[Sequence], None] | None = None,
+    ):
+        self.rid = rid or uuid.uuid4().hex
+        self.prompt = np.asarray(prompt_ids, dtype=np.int32)
+        self.params = params
+        self.want_text = want_text or bool(params.stop)
+        self.want_raw_logprobs = want_raw_logprobs
+        self.on_progress = on_progress
+        self.future: Future[list[SampleOutput]] = Future()
+        self.arrived_s = time.monotonic()
+        self.sequences = [Sequence(self, index) for index in range(params.n)]
+        self.num_unfinished = params.n
+        self.num_unstarted = params.n  # sequences[-num_unstarted:] were never admitted
+
+    @property
+    def watched(self) -> bool:
+        """Whether the host must look at every single token (streaming, stop strings)."""
+        return self.on_progress is not None or bool(self.params.stop)
+
+
+class Sequence:
+    """One continuation. `slot` is its row in the slot table while it runs, -1 otherwise."""
+
+    __slots__ = (
+        "blocks",
+        "cache_parent",
+        "cached_tokens",
+        "detokenizer",
+        "finish_reason",
+        "index",
+        "num_computed",
+        "num_registered",
+        "output",
+        "pool_epoch",
+        "request",
+        "saved_logprobs",
+        "saved_raw",
+        "saved_tokens",
+        "seed",
+        "slot",
+        "version_starts",
+    )
+
+    def __init__(self, request: Request, index: int):
+        self.request = request
+        self.index = index
+        self.seed = 0
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.num_computed = 0  # leading tokens whose KV is in `blocks`
+        self.cached_tokens = 0
+        self.num_registered = 0  # leading blocks known to the prefix cache
+        self.cache_parent = 0
+        self.pool_epoch = -1
+        self.saved_tokens: np.ndarray | None = None  # what a preempted sequence had
+        self.saved_logprobs: np.ndarray | None = None
+        self.saved_raw: np.ndarray | None = None
+        self.version_starts: list[tuple[int, int]] = []  # (first sampled token, version)
+        self.finish_reason: dict[str, Any] | None = None
+        self.output: SampleOutput | None = None
+        self.detokenizer: Any = None
+
+    def mark_version(self, version: int, num_sampled: int) -> None:
+        """Tokens from `num_sampled` on are sampled under `version`."""
+        if self.version_starts and self.version_starts[-1][0] == num_sampled:
+            self.version_starts.pop()
+        if not self.version_starts or self.version_starts[-1][1] != version:
+            self.version_starts.append((num_sampled, version))
+
+    def version_spans(self, num_sampled: int) -> list[tuple[int, int, int]]:
+        ends = [start for start, _ in self.version_starts[1:]] + [num_sampled]
+        spans = zip(self.version_starts, ends, strict=True)
+        return [(version, start, end) for (start, version), end in spans if end > start]

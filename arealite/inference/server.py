@@ -1,0 +1,206 @@
+"""The HTTP server of the embedded engine: SGLang's native endpoints and OpenAI's, on aiohttp.
+
+Started by `python -m arealite.cli.serve`. The engine runs in its own thread; handlers hand it requests and await futures. `/health`
+answers 200 while the engine can serve and 503 with the cause once it has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from aiohttp import web
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError, RequestError, ServerError
+from arealite.inference.engine import Engine
+from arealite.inference.generate_api import generate
+from arealite.inference.http import (
+    API_KEY,
+    ENGINE,
+    answer,
+    errors_as_json,
+    finish,
+    json_response,
+    read_object,
+)
+from arealite.inference.openai_api import chat_completions, completions, models
+from arealite.inference.sequence import Request, SamplingParams
+
+_MAX_BODY_BYTES = 256 << 20
+
+
+def make_app(engine: Engine, config: ServerConfig) -> web.Application:
+    app = web.Application(middlewares=[errors_as_json], client_max_size=_MAX_BODY_BYTES)
+    app[ENGINE] = engine
+    app[API_KEY] = config.api_key or ""
+    app.add_routes(
+        [
+            web.get("/health", health),
+            web.get("/health_generate", health_generate),
+            web.get("/model_info", model_info),
+            web.get("/get_model_info", model_info),
+            web.get("/server_info", server_info),
+            web.get("/weights_checker", weights_checker),
+            web.post("/generate", generate),
+            web.post("/abort_request", abort_request),
+            web.post("/pause_generation", pause_generation),
+            web.post("/continue_generation", continue_generation),
+            web.post("/flush_cache", flush_cache),
+            web.post("/update_weights_from_disk", update_weights_from_disk),
+            web.post("/update_weights_from_shm", update_weights_from_shm),
+            web.post("/update_weight_version", update_weight_version),
+            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions),
+            web.get("/v1/models", models),
+        ]
+    )
+    return app
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the port before the model is loaded, so that a taken one is known at once. Nobody can connect yet."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another port, or port=0 for a free one"
+        ) from error
+    return sock
+
+
+async def serve(
+    engine: Engine, config: ServerConfig, sock: socket.socket, stop: asyncio.Event
+) -> None:
+    """Serve until `stop` is set or the engine fails."""
+    runner = web.AppRunner(
+        make_app(engine, config), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
+    )
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=4096).start()
+    host, port = sock.getsockname()[:2]
+    print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
+    try:
+        await stop.wait()
+    finally:
+        engine.close()
+        await runner.cleanup()
+
+
+# ------------------------------------------------------------------------------------------------ handlers
+
+
+async def health(http_request: web.Request) -> web.Response:
+    failure = http_request.app[ENGINE].failure
+    if failure is not None:
+        raise ServerError(f"the inference engine has failed: {failure!r}")
+    return json_response({"status": "ok"})
+
+
+async def health_generate(http_request: web.Request) -> web.Response:
+    """Make one token; fails if that takes more than 30 s (a paused engine makes none)."""
+    request = Request([0], SamplingParams(max_new_tokens=1, temperature=0.0))
+    try:
+        await asyncio.wait_for(finish(http_request.app[ENGINE], request), timeout=30)
+    except TimeoutError as error:
+        raise ServerError("no token within 30 s: the engine is paused or overloaded") from error
+    return json_response({"status": "ok"})
+
+
+async def model_info(http_request: web.Request) -> web.Response:
+    engine = http_request.app[ENGINE]
+    return json_response(
+        {
+            "engine": "arealite",
+            "model_path": engine.config.model_path,
+            "weight_version": str(engine.version),
+            "context_length": engine.max_len,
+            "vocab_size": engine.shape.vocab_size,
+            "is_generation": True,
+        }
+    )
+
+
+async def server_info(http_request: web.Request) -> web.Response:
+    return json_response(http_request.app[ENGINE].stats())
+
+
+async def weights_checker(http_request: web.Request) -> web.Response:
+    engine = http_request.app[ENGINE]
+    digest = await answer(engine.fingerprint())
+    return json_response({"fingerprint": digest, "weight_version": str(engine.version)})
+
+
+async def abort_request(http_request: web.Request) -> web.Response:
+    body = await read_object(http_request)
+    if not body.get("abort_all") and not body.get("rid"):
+        raise RequestError("give rid, or abort_all: true")
+    rid = None if body.get("abort_all") else body["rid"]
+    count = await answer(http_request.app[ENGINE].abort(rid))
+    return json_response({"success": True, "num_aborted": count})
+
+
+async def pause_generation(http_request: web.Request) -> web.Response:
+    body = await read_object(http_request)
+    count = await answer(http_request.app[ENGINE].pause(body.get("mode") or "abort"))
+    return json_response({"success": True, "num_paused_requests": count})
+
+
+async def continue_generation(http_request: web.Request) -> web.Response:
+    await answer(http_request.app[ENGINE].resume())
+    return json_response({"success": True})
+
+
+async def flush_cache(http_request: web.Request) -> web.Response:
+    if not await answer(http_request.app[ENGINE].flush_cache()):
+        raise RequestError("the cache cannot be flushed while requests are running or waiting")
+    return json_response({"success": True})
+
+
+async def update_weights_from_disk(http_request: web.Request) -> web.Response:
+    body = await read_object(http_request)
+    return await _update(http_request, body, "model_path", Engine.update_weights_from_disk)
+
+
+async def update_weights_from_shm(http_request: web.Request) -> web.Response:
+    body = await read_object(http_request)
+    return await _update(http_request, body, "path", Engine.update_weights_from_shm)
+
+
+async def update_weight_version(http_request: web.Request) -> web.Response:
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    await answer(engine.set_version(_version(engine, body)))
+    return json_response({"success": True, "weight_version": str(engine.version)})
+
+
+async def _update(
+    http_request: web.Request, body: dict[str, Any], key: str, update: Any
+) -> web.Response:
+    engine, path = http_request.app[ENGINE], body.get(key)
+    if not isinstance(path, str) or not path:
+        raise RequestError(f"{key} must name the new weights, got {path!r}")
+    version = _version(engine, body)
+    if body.get("abort_all_requests"):
+        await answer(engine.abort())
+    flush = bool(body.get("flush_cache", True))
+    # Reading and checking happen on a thread, so that neither the server nor the engine waits for the disk.
+    loop = asyncio.get_running_loop()
+    future = await loop.run_in_executor(None, update, engine, path, version, flush)
+    count = await answer(future)
+    message = f"weights of version {version} are in use"
+    return json_response({"success": True, "message": message, "num_paused_requests": count})
+
+
+def _version(engine: Engine, body: dict[str, Any]) -> int:
+    given = body.get("weight_version")
+    if given is None:
+        return engine.version + 1
+    try:
+        return int(given)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"weight_version must be a whole number, got {given!r}") from error

@@ -1,0 +1,127 @@
+"""The state of running sequences as arrays, one row ("slot") per sequence, so that a step touches no Python object
+per token. The scheduler fills rows, the runner reads them, the engine's postprocessing appends tokens to them.
+
+Legend: S slots, M longest sequence, K extra stop ids.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from arealite.inference.sequence import MAX_STOP_IDS, Sequence
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+class SlotTable:
+    """Arrays over slots. `np.zeros` pages are only committed when touched, so M may be large."""
+
+    def __init__(self, num_slots: int, max_len: int, block_size: int):
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.tokens = np.zeros((num_slots, max_len), np.int32)  # [S, M]
+        self.logprobs = np.zeros((num_slots, max_len), np.float32)
+        self.raw_logprobs = np.zeros((num_slots, max_len), np.float32)
+        self.length = np.zeros(num_slots, np.int64)  # tokens, those being sampled included
+        self.limit = np.zeros(num_slots, np.int64)  # the sequence ends at this length
+        self.min_len = np.zeros(num_slots, np.int64)  # no stop token before this length
+        self.block_table = np.zeros((num_slots, -(-max_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.ticket = np.zeros(num_slots, np.int64)  # who holds the slot; 0 is nobody
+        self.decoding = np.zeros(num_slots, bool)
+        self.temperature = np.ones(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.frequency = np.zeros(num_slots, np.float32)
+        self.presence = np.zeros(num_slots, np.float32)
+        self.repetition = np.ones(num_slots, np.float32)
+        self.prompt_len = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros((num_slots, 2), np.int64)  # two 32-bit halves
+        self.ignore_eos = np.zeros(num_slots, bool)
+        self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)  # [S, K]
+        self.num_stop_ids = np.zeros(num_slots, np.int64)
+        self.truncates = np.zeros(num_slots, bool)
+        self.penalizes = np.zeros(num_slots, bool)
+        self.biased = np.zeros(num_slots, bool)
+        self.wants_raw = np.zeros(num_slots, bool)
+        self.watched = np.zeros(num_slots, bool)
+        self.sequence: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._next_ticket = 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, seq: Sequence, limit: int) -> int:
+        """Give `seq` a row filled with its tokens and sampling parameters."""
+        slot = self._free.pop()
+        seq.slot = slot
+        self.sequence[slot] = seq
+        self.ticket[slot] = self._next_ticket
+        self._next_ticket += 1
+        prompt, params = seq.request.prompt, seq.request.params
+        length = len(prompt)
+        self.tokens[slot, :length] = prompt
+        self.prompt_len[slot] = length
+        if seq.saved_tokens is not None:
+            end = length + len(seq.saved_tokens)
+            self.tokens[slot, length:end] = seq.saved_tokens
+            self.logprobs[slot, length:end] = seq.saved_logprobs
+            self.raw_logprobs[slot, length:end] = seq.saved_raw
+            length = end
+        self.length[slot] = length
+        self.limit[slot] = limit
+        self.num_blocks[slot] = 0
+        self.decoding[slot] = False
+        self.seed[slot] = split_seed(seq.seed)
+        self.temperature[slot] = params.temperature
+        self.ignore_eos[slot] = params.ignore_eos
+        self.min_len[slot] = self.prompt_len[slot] + params.min_new_tokens
+        self.truncates[slot] = params.truncates
+        self.penalizes[slot] = params.penalizes
+        self.biased[slot] = bool(params.logit_bias)
+        self.wants_raw[slot] = seq.request.want_raw_logprobs
+        self.watched[slot] = seq.request.watched
+        if params.truncates:
+            self.top_p[slot] = params.top_p
+            self.top_k[slot] = max(params.top_k, 0)
+            self.min_p[slot] = params.min_p
+        else:
+            self.top_p[slot], self.top_k[slot], self.min_p[slot] = 1.0, 0, 0.0
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.repetition[slot] = params.repetition_penalty
+        count = len(params.stop_token_ids)
+        if count or self.num_stop_ids[slot]:
+            self.stop_ids[slot] = -1
+            self.stop_ids[slot, :count] = params.stop_token_ids
+            self.num_stop_ids[slot] = count
+        return slot
+
+    def set_blocks(self, slot: int, blocks: list[int]) -> None:
+        self.block_table[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+
+    def add_block(self, slot: int, block: int) -> None:
+        self.block_table[slot, self.num_blocks[slot]] = block
+        self.num_blocks[slot] += 1
+
+    def free(self, slot: int) -> None:
+        seq = self.sequence[slot]
+        assert seq is not None
+        seq.slot = -1
+        self.sequence[slot] = None
+        self.ticket[slot] = 0
+        self.decoding[slot] = False
+        self._free.append(slot)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """Two well mixed 32-bit halves of a seed (splitmix64), so that neighbouring seeds share nothing."""
+    x = (seed + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x ^= x >> 31
+    return x & 0xFFFFFFFF, x >> 32

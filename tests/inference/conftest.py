@@ -1,0 +1,122 @@
+"""Tiny random models of the families the engine must serve, and engines around them that always end."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from arealite.api.cli_args import ServerConfig
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 96,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,  # random weights large enough for distributions that differ
+}
+# SmolLM2 is Llama with three KV heads of nine and tied embeddings.
+SMOL = SMALL | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+FAMILIES = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "smollm2": lambda: LlamaForCausalLM(LlamaConfig(**SMOL, tie_word_embeddings=True)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=11)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    ),
+}
+
+
+def make_model(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return FAMILIES[family]().eval()
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Engines over a copy of a model (whose own attention stays as it is); closed at the end of the test."""
+    engines: list[Engine] = []
+
+    def make(model: PreTrainedModel, tokenizer=None, **settings) -> Engine:
+        settings = {"max_total_tokens": 4096, "block_size": 4, "device": "cpu"} | settings
+        engine = Engine(ServerConfig(**settings), model=copy.deepcopy(model), tokenizer=tokenizer)
+        engines.append(engine)
+        return engine.start()
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def run(engine: Engine, prompt: list[int], **params) -> list[SampleOutput]:
+    """Generate and wait."""
+    return submit(engine, prompt, **params).result(30)
+
+
+def submit(engine: Engine, prompt: list[int], rid: str | None = None, **params):
+    return engine.submit(Request(prompt, SamplingParams(**params), rid))
+
+
+def submit_and_see_start(engine: Engine, prompt: list[int], **params):
+    """Submit, and return once the first token has been sampled."""
+    seen = threading.Event()
+    request = Request(prompt, SamplingParams(**params), on_progress=lambda *event: seen.set())
+    future = engine.submit(request)
+    assert seen.wait(30)
+    return future
+
+
+def forward_logprobs(
+    model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of `output` after `prompt` by one ordinary forward pass."""
+    ids = torch.tensor([prompt + output])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    table = (logits / temperature).log_softmax(-1)
+    return table.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def generate(model: PreTrainedModel, prompt: list[int], count: int, eos: int | None) -> list[int]:
+    """What Hugging Face's own greedy generation gives."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=eos,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [torch.randint(0, 96, (n,), generator=generator).tolist() for n in sizes]

@@ -1,0 +1,275 @@
+"""The engine against Hugging Face itself, and what happens to requests in flight."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from arealite.api.errors import RequestError, ServerError
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SamplingParams
+from tests.inference.conftest import (
+    FAMILIES,
+    forward_logprobs,
+    generate,
+    make_model,
+    prompts,
+    run,
+    submit,
+    submit_and_see_start,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate_and_logprobs_equal_a_forward_pass(family, make_engine):
+    model = make_model(family)
+    engine = make_engine(model, max_prefill_tokens=16)
+    asked = prompts(12)
+    futures = [
+        submit(engine, p, temperature=0.0, max_new_tokens=20, ignore_eos=i % 2 == 0)
+        for i, p in enumerate(asked)
+    ]
+    for i, (prompt, future) in enumerate(zip(asked, futures, strict=True)):
+        (output,) = future.result(30)
+        assert output.token_ids == generate(model, prompt, 20, None if i % 2 == 0 else 96)
+        logprobs = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-window"])
+def test_sampled_logprobs_are_those_of_the_tempered_distribution(family, make_engine):
+    model = make_model(family)
+    engine = make_engine(model)
+    for prompt in prompts(4, low=3):
+        for output in run(engine, prompt, n=3, temperature=0.7, top_p=0.9, max_new_tokens=30):
+            expected = forward_logprobs(model, prompt, output.token_ids, 0.7)
+            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_raw_logprobs_on_request(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    params = SamplingParams(temperature=0.5, repetition_penalty=1.3, max_new_tokens=10)
+    (output,) = engine.submit(Request([1, 2, 3], params, want_raw_logprobs=True)).result(30)
+    expected = forward_logprobs(model, [1, 2, 3], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.raw_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_group_computes_its_prompt_once(make_engine):
+    engine = make_engine(make_model())
+    prompt = prompts(1, low=22, high=23)[0]
+    outputs = run(engine, prompt, n=8, max_new_tokens=6, ignore_eos=True)
+    assert len({tuple(output.token_ids) for output in outputs}) > 1
+    assert [output.cached_tokens for output in outputs] == [0] + [21] * 7
+    for output in outputs:
+        expected = forward_logprobs(engine_free(engine), prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def engine_free(engine: Engine):
+    """A plain model with the weights the engine holds."""
+    model = make_model()
+    model.load_state_dict(engine.model.state_dict())
+    return model
+
+
+def test_a_next_turn_reuses_the_blocks_of_the_turn_before(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    prompt = prompts(1, low=10, high=11)[0]
+    (first,) = run(engine, prompt, temperature=0.0, max_new_tokens=15, ignore_eos=True)
+    longer = prompt + first.token_ids + [5, 6, 7]
+    (second,) = run(engine, longer, temperature=0.0, max_new_tokens=5, ignore_eos=True)
+    assert second.cached_tokens == 24  # of 10 + 15 tokens 24 have KV, six full blocks of 4
+    assert second.token_ids == generate(model, longer, 5, None)
+
+
+def test_preemption_changes_nothing_but_time(make_engine):
+    model = make_model()
+    asked = prompts(10, low=4, high=12)
+    roomy = make_engine(model)
+    tight = make_engine(model, max_total_tokens=100)
+    results = []
+    for engine in (roomy, tight):
+        futures = [
+            submit(engine, p, max_new_tokens=40, ignore_eos=True, sampling_seed=i, n=2)
+            for i, p in enumerate(asked)
+        ]
+        results.append([[o.token_ids for o in f.result(60)] for f in futures])
+    assert tight.stats()["preemptions"] > 0
+    assert results[0] == results[1]
+    assert tight.stats()["free_blocks"] == tight.stats()["total_blocks"]
+
+
+def test_seed_and_position_alone_decide_the_draw(make_engine):
+    engine = make_engine(make_model())
+    prompt = prompts(1, low=9, high=10)[0]
+    alone = run(engine, prompt, max_new_tokens=20, sampling_seed=7, ignore_eos=True)[0].token_ids
+    crowd = [submit(engine, p, max_new_tokens=30) for p in prompts(20, seed=3)]
+    again = run(engine, prompt, max_new_tokens=20, sampling_seed=7, ignore_eos=True)[0].token_ids
+    continued = run(
+        engine, prompt + alone[:8], max_new_tokens=12, sampling_seed=7, ignore_eos=True
+    )[0].token_ids
+    grouped = run(engine, prompt, max_new_tokens=20, sampling_seed=6, n=2, ignore_eos=True)
+    other = run(engine, prompt, max_new_tokens=20, sampling_seed=8, ignore_eos=True)[0].token_ids
+    [future.result(30) for future in crowd]
+    assert alone == again == alone[:8] + continued == grouped[1].token_ids
+    assert other != alone
+
+
+def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
+    model = make_model()
+    results = []
+    for company in (0, 9):
+        engine = make_engine(model, deterministic=True, max_total_tokens=160)
+        others = [submit(engine, p, max_new_tokens=25) for p in prompts(company, seed=5)]
+        (output,) = run(
+            engine, [3, 1, 4, 1, 5], max_new_tokens=25, sampling_seed=1, ignore_eos=True
+        )
+        [future.result(60) for future in others]
+        results.append((output.token_ids, output.logprobs))
+    assert results[0] == results[1]
+
+
+def test_stop_token_stop_string_length_and_minimum(make_engine, tokenizer):
+    model = make_model()
+    engine = make_engine(model, tokenizer)
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    (whole,) = run(engine, [9, 8], max_new_tokens=12, **greedy)
+    assert whole.finish_reason == {"type": "length", "length": 12}
+    stop_id = whole.token_ids[4]
+    first = whole.token_ids.index(stop_id)
+    (stopped,) = run(engine, [9, 8], max_new_tokens=12, stop_token_ids=[stop_id], **greedy)
+    assert stopped.finish_reason == {"type": "stop", "matched": stop_id}
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    (late,) = run(
+        engine, [9, 8], max_new_tokens=12, min_new_tokens=12, stop_token_ids=[stop_id], **greedy
+    )
+    assert len(late.token_ids) == 12 and stop_id not in late.token_ids
+    text = tokenizer.decode(whole.token_ids)
+    word = text[3:5]
+    (by_text,) = run(engine, [9, 8], max_new_tokens=12, stop=[word], **greedy)
+    assert by_text.finish_reason == {"type": "stop", "matched": word}
+    assert by_text.text == text[: text.index(word)]
+
+
+def test_abort_returns_what_there_is_and_frees_everything(make_engine):
+    engine = make_engine(make_model(), context_length=250)
+    endless = {"max_new_tokens": 200, "ignore_eos": True}
+    kept = submit(engine, [1, 2], rid="kept", **endless)
+    ended = submit(engine, [1, 2, 3], rid="ended", n=2, **endless)
+    assert engine.abort("ended").result(10) == 1
+    for output in ended.result(10):
+        assert output.finish_reason["type"] == "abort"
+        assert len(output.token_ids) == len(output.logprobs) < 200
+    assert engine.abort("unknown").result(10) == 0
+    assert len(kept.result(30)[0].token_ids) == 200
+    assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_in_place_is_invisible_in_the_result(mode, make_engine):
+    engine = make_engine(make_model())
+    expected = run(engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True)
+    future = submit_and_see_start(
+        engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True
+    )
+    assert engine.pause(mode).result(10) == 1
+    late = submit(engine, [1], max_new_tokens=2)
+    assert not future.done() and not late.done()
+    engine.resume().result(10)
+    assert future.result(30)[0].token_ids == expected[0].token_ids
+    assert late.result(30)[0].token_ids
+
+
+def test_a_pause_by_abort_answers_running_requests_and_keeps_new_ones_waiting(make_engine):
+    engine = make_engine(make_model())
+    future = submit_and_see_start(
+        engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True
+    )
+    engine.pause("abort").result(10)
+    (part,) = future.result(10)
+    assert part.finish_reason["type"] == "abort"
+    late = submit(engine, [1], max_new_tokens=2)
+    assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+    assert not late.done()
+    engine.resume().result(10)
+    assert late.result(10)
+
+
+def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
+    engine = make_engine(make_model())
+    bad = [
+        ([], {}),
+        ([97], {}),
+        ([-1], {}),
+        ([1] * 256, {}),
+        ([1], {"temperature": -1.0}),
+        ([1], {"temperature": float("nan")}),
+        ([1], {"top_p": 0.0}),
+        ([1], {"n": 0}),
+        ([1], {"n": 10**6}),
+        ([1], {"max_new_tokens": 0}),
+        ([1], {"logit_bias": {500: 1.0}}),
+        ([1], {"stop_token_ids": [97]}),
+        ([1], {"stop": ["x"]}),  # no tokenizer
+        ([1], {"sampling_seed": 2**70}),
+    ]
+    for prompt, params in bad:
+        with pytest.raises(RequestError):
+            submit(engine, prompt, **params)
+    future = submit(engine, [1], rid="same", max_new_tokens=100)
+    with pytest.raises(RequestError, match="in use"):
+        submit(engine, [1], rid="same").result(10)
+    future.result(10)
+    assert len(run(engine, [1] * 255, max_new_tokens=50)[0].token_ids) == 1  # cut at the context
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
+    engine = make_engine(make_model())
+
+    def explode(plan):
+        raise MemoryError("no room")
+
+    engine.runner.launch = explode
+    futures = [submit(engine, [1, 2], max_new_tokens=50) for _ in range(3)]
+    for future in futures:
+        with pytest.raises(ServerError, match="no room"):
+            future.result(10)
+    assert isinstance(engine.failure, MemoryError)
+    with pytest.raises(ServerError, match="no room"):
+        submit(engine, [1])
+
+
+def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engine):
+    engine = make_engine(make_model(), max_total_tokens=400, max_running_requests=12)
+    random = torch.Generator().manual_seed(1)
+    futures = []
+    for i, prompt in enumerate(prompts(150, seed=9)):
+        draw = torch.randint(0, 20, (3,), generator=random).tolist()
+        futures.append(
+            submit(engine, prompt, rid=str(i), n=1 + draw[0] % 3, max_new_tokens=1 + draw[1])
+        )
+        if draw[2] == 0:
+            engine.abort(str(i - draw[1]))
+        if draw[2] == 1:
+            engine.pause("retract" if draw[1] % 2 else "in_place")
+            engine.set_version(i)
+            engine.resume()
+        if draw[2] == 2:
+            engine.pause("abort")
+            engine.resume()
+    for future in futures:
+        for output in future.result(60):
+            spans = output.version_spans
+            assert output.finish_reason["type"] in ("stop", "length", "abort")
+            ends = [0] + [end for _, _, end in spans]
+            assert [start for _, start, _ in spans] == ends[:-1]
+            assert ends[-1] == len(output.token_ids)
+            assert all(a[0] < b[0] for a, b in itertools.pairwise(spans))
+    stats = engine.stats()
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["free_blocks"] == stats["total_blocks"]

@@ -1,0 +1,277 @@
+"""The server as a real process: both protocols, weight updates, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from arealite.api.errors import ConfigError
+from arealite.cli import serve
+from arealite.utils.shared_weights import SharedWeights
+
+TIMEOUT_S = 60
+
+
+class Client:
+    """Blocking JSON calls to a server process."""
+
+    def __init__(self, url: str, process: subprocess.Popen, token: str | None = None):
+        self.url, self.process, self.token = url, process, token
+
+    def request(self, path: str, body=None, raw: bytes | None = None, token: str | None = None):
+        data = raw if raw is not None else (None if body is None else json.dumps(body).encode())
+        call = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        if token or self.token:
+            call.add_header("Authorization", f"Bearer {token or self.token}")
+        try:
+            with urllib.request.urlopen(call, timeout=TIMEOUT_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def __call__(self, path: str, body=None, expect: int = 200):
+        status, raw = self.request(path, body)
+        assert status == expect, raw
+        return json.loads(raw)
+
+    def generate(self, ids: list[int], **params):
+        return self("/generate", {"input_ids": ids, "sampling_params": params})
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arealite.cli.serve", "device=cpu", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def stop(process: subprocess.Popen) -> int:
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(20)
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path) -> Iterator[Client]:
+    process = start(f"model_path={model_path}", "max_total_tokens=4096", "block_size=4")
+    line = process.stdout.readline()
+    assert "http://" in line, process.stderr.read()
+    yield Client(line.split()[-1], process)
+    assert stop(process) == 0
+
+
+def test_generate_answers_in_sglangs_words(server):
+    output = server.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True, sampling_seed=1)
+    meta = output["meta_info"]
+    assert len(output["output_ids"]) == meta["completion_tokens"] == 4
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == output["output_ids"]
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert meta["prompt_tokens"] == 3
+    version = server("/model_info")["weight_version"]
+    assert meta["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
+    group = server.generate([5, 6, 7], max_new_tokens=4, n=3, ignore_eos=True, sampling_seed=1)
+    assert group[0]["output_ids"] == output["output_ids"] and len(group) == 3
+    info = server("/server_info")
+    assert info["running"] == 0 and info["free_blocks"] == info["total_blocks"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def test_text_and_streaming(server, tokenizer):
+    params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    whole = server("/generate", {"text": "abc", "sampling_params": params})
+    assert whole["text"] == tokenizer.decode(whole["output_ids"])
+    body = {"text": "abc", "sampling_params": params, "stream": True}
+    status, raw = server.request("/generate", body)
+    events = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
+    assert status == 200 and events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert [len(chunk["output_ids"]) for chunk in chunks] == [1, 2, 3, 4, 5, 6, 6]
+    assert chunks[-1]["output_ids"] == whole["output_ids"] and chunks[-1]["text"] == whole["text"]
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_openai_endpoints(server, tokenizer):
+    assert server("/v1/models")["data"][0]["max_model_len"] == 512
+    body = {"prompt": "abc", "max_tokens": 5, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    choice = server("/v1/completions", {**body, "return_token_ids": True})["choices"][0]
+    assert choice["text"] == tokenizer.decode(choice["token_ids"])
+    assert len(choice["logprobs"]["token_logprobs"]) == 5
+    several = server("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 2, "n": 2})
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = server("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "logprobs": True})
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert chat["usage"]["prompt_tokens"] == len("<user>hi\n<assistant>")
+    stream = {"messages": messages, "max_tokens": 3, "stream": True, "temperature": 0}
+    status, raw = server.request("/v1/chat/completions", stream)
+    assert status == 200 and raw.decode().rstrip().endswith("data: [DONE]")
+
+
+BAD = [
+    ("/generate", b"{not json", "valid JSON"),
+    ("/generate", b"[1]", "object"),
+    ("/generate", b"{}", "text or input_ids"),
+    ("/generate", b'{"input_ids": [1], "text": "a"}', "text or input_ids"),
+    ("/generate", b'{"input_ids": "abc"}', "token ids"),
+    ("/generate", b'{"input_ids": [999999]}', "vocabulary"),
+    ("/generate", b'{"input_ids": [99999999999999]}', "vocabulary"),
+    ("/generate", b'{"input_ids": []}', "empty"),
+    ("/generate", json.dumps({"input_ids": [1] * 600}).encode(), "600 tokens"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"temperature": "hot"}}', "temperature"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"top_p": 7}}', "top_p"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"temperature": NaN}}', "temperature"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"tempreature": 1}}', "tempreature"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": 3}', "sampling_params"),
+    ("/generate", b'{"input_ids": [1], "image_data": "x"}', "image_data"),
+    ("/generate", b'{"input_ids": [1], "stream": true, "sampling_params": {"n": -1}}', "n must"),
+    ("/pause_generation", b'{"mode": "sideways"}', "sideways"),
+    ("/abort_request", b"{}", "rid"),
+    ("/update_weights_from_disk", b"{}", "model_path"),
+    ("/update_weights_from_disk", b'{"model_path": "/nowhere"}', "not a folder"),
+    ("/update_weights_from_shm", b'{"path": "/nowhere"}', "/nowhere"),
+    ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": "x"}', "weight_version"),
+    ("/v1/completions", b'{"prompt": 3}', "prompt"),
+    ("/v1/chat/completions", b'{"messages": []}', "messages"),
+    ("/v1/chat/completions", b'{"messages": [3]}', "role"),
+]
+
+
+@pytest.mark.parametrize(("path", "raw", "message"), BAD)
+def test_bad_input_gets_a_status_and_a_message(path, raw, message, server):
+    status, answer = server.request(path, raw=raw)
+    assert status == 400 and message in json.loads(answer)["error"]["message"]
+    assert server("/health") == {"status": "ok"}
+
+
+def test_unknown_paths_and_methods(server):
+    assert server.request("/nope")[0] == 404
+    assert server.request("/generate")[0] == 405
+
+
+def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path):
+    weights = load_file(model_path / "model.safetensors")
+    before = server.generate([1, 2, 3], max_new_tokens=8, temperature=0, ignore_eos=True)
+    old = server("/weights_checker")["fingerprint"]
+    changed = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in weights.items()}
+
+    for spoilt, message in (
+        ({k: v for k, v in changed.items() if "layers.1.mlp.up" not in k}, "lacks"),
+        (changed | {"surplus": torch.zeros(1)}, "unknown"),
+        (changed | {"model.norm.weight": torch.zeros(3)}, "shape"),
+    ):
+        folder = tmp_path / message
+        folder.mkdir()
+        save_file(spoilt, folder / "model.safetensors")
+        body = {"model_path": str(folder), "weight_version": "9"}
+        assert message in server("/update_weights_from_disk", body, expect=400)["message"]
+    assert server("/weights_checker")["fingerprint"] == old
+
+    save_file(changed, tmp_path / "model.safetensors")
+    body = {"model_path": str(tmp_path), "weight_version": "7"}
+    assert server("/update_weights_from_disk", body)["success"]
+    assert server("/model_info")["weight_version"] == "7"
+    after = server.generate([1, 2, 3], max_new_tokens=8, temperature=0, ignore_eos=True)
+    assert after["output_ids"] != before["output_ids"]
+    assert after["meta_info"]["weight_version"] == "7"
+
+    shared = SharedWeights.create(tmp_path / "shm", weights)
+    for name, tensor in weights.items():
+        shared.tensors[name].copy_(tensor)
+    body = {"path": str(shared.path), "weight_version": "8"}
+    assert server("/update_weights_from_shm", body)["success"]
+    again = server.generate([1, 2, 3], max_new_tokens=8, temperature=0, ignore_eos=True)
+    assert again["output_ids"] == before["output_ids"]
+    assert server("/weights_checker") == {"fingerprint": old, "weight_version": "8"}
+
+
+def test_versions_of_tokens_across_an_update_in_place(server, model_path):
+    results = []
+    body = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: results.append(server("/generate", body)))
+    thread.start()
+    while server("/server_info")["running"] == 0:
+        pass
+    assert server("/pause_generation", {"mode": "in_place"})["num_paused_requests"] == 1
+    update = {"model_path": str(model_path), "weight_version": "21", "flush_cache": True}
+    server("/update_weights_from_disk", update)
+    server("/continue_generation", {})
+    thread.join(TIMEOUT_S)
+    spans = results[0]["meta_info"]["weight_versions"]
+    assert spans[-1]["version"] == "21" and spans[-1]["end"] == 500 and len(spans) == 2
+    assert spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"]
+
+
+def test_a_client_that_goes_away_takes_its_request_with_it(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 510, "n": 64}})
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        while server("/server_info")["running"] == 0:
+            pass
+        made = server("/server_info")["generated_tokens"]
+    while server("/server_info")["running"]:
+        pass
+    assert server("/server_info")["generated_tokens"] - made < 64 * 510
+    assert server("/health_generate") == {"status": "ok"}
+
+
+def test_startup_errors_say_what_to_change(model_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        model = f"model_path={model_path}"
+        cases = [
+            ([model, f"port={port}"], str(port)),
+            (["model_path=/nowhere"], "/nowhere"),
+            (["model_pth=x"], "model_path"),
+            ([model, "host=0.0.0.0"], "api_key"),
+            ([model, "context_length=99999"], "context_length"),
+            ([model, "max_total_tokens=3"], "max_total_tokens"),
+        ]
+        for arguments, message in cases:
+            with pytest.raises(ConfigError, match=message):
+                serve.main(arguments)
+
+
+def test_a_startup_error_is_one_line_and_exit_code_2():
+    process = start("model_path=/nowhere")
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert errors.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in errors
+
+
+def test_bearer_token(model_path):
+    process = start(f"model_path={model_path}", "max_total_tokens=256", "api_key=secret")
+    client = Client(process.stdout.readline().split()[-1], process)
+    try:
+        assert client.request("/health")[0] == 200
+        assert client.request("/model_info")[0] == 401
+        assert client.request("/model_info", token="wrong")[0] == 401
+        assert client.request("/model_info", token="secret")[0] == 200
+    finally:
+        assert stop(process) == 0
