@@ -124,7 +124,7 @@ def test_openai_endpoints(server, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     chat = server("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "logprobs": True})
     assert chat["choices"][0]["message"]["role"] == "assistant"
-    assert chat["usage"]["prompt_tokens"] == len("<user>hi\n<assistant>")
+    assert chat["usage"]["prompt_tokens"] == len(tokenizer.encode("<user>hi\n<assistant>"))
     stream = {"messages": messages, "max_tokens": 3, "stream": True, "temperature": 0}
     status, raw = server.request("/v1/chat/completions", stream)
     assert status == 200 and raw.decode().rstrip().endswith("data: [DONE]")
