@@ -1,0 +1,158 @@
+"""The name service: who is where, for processes on any number of machines. Entries are leases: what is not renewed expires.
+
+`FileNames` keeps one small file per name on a folder that all machines share (the run directory). Ages are taken from the file server's
+clock, so the machines' own clocks need not agree. Anything else with these methods (etcd, Redis, Ray) can take its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from arealite.api.errors import AReaLiteError, WaitTimeout
+
+DEFAULT_TTL_S = 30.0
+# A shared folder cannot call back: this is how long news may take to be noticed.
+_LOOK_INTERVAL_S = 0.2
+
+
+class NameService(Protocol):
+    """Names like `servers/3`; values are short strings such as an address."""
+
+    def publish(self, name: str, value: str) -> None: ...
+
+    def withdraw(self, name: str) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def get(self, name: str) -> str | None: ...
+
+    def list(self, prefix: str) -> dict[str, str]: ...
+
+    def claim(self, name: str, value: str) -> bool: ...
+
+
+class FileNames:
+    """Names as files. Published ones live until withdrawn, or `ttl_s` after their owner last called `renew`."""
+
+    def __init__(self, folder: str | Path, ttl_s: float = DEFAULT_TTL_S):
+        self.folder = Path(folder)
+        self.ttl_s = ttl_s
+        self._own: set[str] = set()
+        self._renewed = 0.0
+        self._probe = f".now-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AReaLiteError(
+                f"the name service needs the folder {self.folder}: {error.strerror}"
+            ) from error
+
+    def publish(self, name: str, value: str) -> None:
+        """Set or replace a name; seen whole or not at all."""
+        self._write(self._path(name), value)
+        self._own.add(name)
+
+    def claim(self, name: str, value: str) -> bool:
+        """Set a name if nobody holds it; False if somebody does. At most one of many callers gets True."""
+        path = self._path(name)
+        if self.get(name) is None:
+            path.unlink(missing_ok=True)  # expired
+        aside = self._write(path.with_name(f".{path.name}.{uuid.uuid4().hex}"), value)
+        try:
+            os.link(
+                aside, path
+            )  # fails if it exists: the one atomic test-and-set of a shared folder
+        except FileExistsError:
+            return False
+        finally:
+            aside.unlink()
+        self._own.add(name)
+        return True
+
+    def withdraw(self, name: str) -> None:
+        self._own.discard(name)
+        self._path(name).unlink(missing_ok=True)
+
+    def renew(self) -> None:
+        """Keep what this process published; cheap, to be called often."""
+        if time.monotonic() - self._renewed < self.ttl_s / 4:
+            return
+        self._renewed = time.monotonic()
+        for name in self._own:
+            try:
+                os.utime(self._path(name))
+            except FileNotFoundError:
+                continue  # withdrawn by somebody else, such as a launcher cleaning up
+
+    def get(self, name: str) -> str | None:
+        """The value, or None if it was never published, withdrawn, or has expired."""
+        return self._read(self._path(name), self._now())
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """All living names that start with `prefix`, sorted."""
+        now = self._now()
+        found = {}
+        for path in sorted(self.folder.glob(f"{_encode(prefix)}*")):
+            value = None if path.name.startswith(".") else self._read(path, now)
+            if value is not None:
+                found[_decode(path.name)] = value
+        return found
+
+    def close(self) -> None:
+        """Withdraw everything this process published."""
+        for name in list(self._own):
+            self.withdraw(name)
+        (self.folder / self._probe).unlink(missing_ok=True)
+
+    def _now(self) -> float:
+        probe = self.folder / self._probe
+        probe.touch()
+        return probe.stat().st_mtime
+
+    def _read(self, path: Path, now: float) -> str | None:
+        try:
+            age_s = now - path.stat().st_mtime
+            entry = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        return entry["value"] if age_s <= entry["ttl_s"] else None
+
+    def _write(self, path: Path, value: str) -> Path:
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        aside.write_text(json.dumps({"value": value, "ttl_s": self.ttl_s}))
+        return aside.replace(path)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / _encode(name)
+
+
+def wait_for_names(
+    names: NameService, prefix: str, count: int, timeout_s: float, who: str
+) -> dict[str, str]:
+    """Wait until `count` names with this prefix live; raises `WaitTimeout` that says which are there."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while True:
+        found = names.list(prefix)
+        if len(found) >= count:
+            return found
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                f"{who} waited {timeout_s:.0f} s for {count} names {prefix}*; there are {len(found)}: {', '.join(found) or 'none'}"
+            )
+        names.renew()
+        pause.wait(_LOOK_INTERVAL_S)
+
+
+def _encode(name: str) -> str:
+    return name.replace("/", "@")
+
+
+def _decode(name: str) -> str:
+    return name.replace("@", "/")

@@ -1,0 +1,24 @@
+"""Stands in for SGLang's compiled kernels where there are none (a CPU without AMX): SGLang imports names from here at start-up and calls two
+operators that set up threads. Names exist; calling any of them says what is missing.
+"""
+
+import torch
+
+__version__ = "0.4.10"
+
+
+def __getattr__(name: str):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} does not exist on this CPU")
+
+    return missing
+
+
+_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
+_ops.define("init_cpu_threads_env(str cpuids) -> str")
+_ops.impl("init_cpu_threads_env", lambda cpuids: "", "CompositeExplicitAutograd")
+_ops.define("initialize(int size, int rank) -> ()")
+_ops.impl("initialize", lambda size, rank: None, "CompositeExplicitAutograd")

@@ -1,0 +1,62 @@
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from arealite.api.errors import WaitTimeout
+from arealite.utils.names import FileNames, wait_for_names
+
+
+def test_publish_list_withdraw(tmp_path):
+    names, other = FileNames(tmp_path), FileNames(tmp_path)
+    names.publish("servers/0", "a:1")
+    names.publish("servers/1", "b:2")
+    names.publish("master", "c:3")
+    names.publish("servers/1", "b:9")
+    assert other.list("servers/") == {"servers/0": "a:1", "servers/1": "b:9"}
+    assert other.get("master") == "c:3" and other.get("nobody") is None
+    names.withdraw("master")
+    assert other.get("master") is None
+    names.close()
+    assert other.list("") == {}
+
+
+def test_a_lease_that_is_not_renewed_expires(tmp_path):
+    names, other = FileNames(tmp_path, ttl_s=10), FileNames(tmp_path)
+    names.publish("a", "1")
+    names.publish("b", "2")
+    for name in ("a", "b"):
+        os.utime(tmp_path / name, (time.time() - 60, time.time() - 60))
+    assert other.list("") == {}, "its owner was not heard of for a minute"
+    names.renew()
+    assert other.list("") == {"a": "1", "b": "2"}
+    os.utime(tmp_path / "a", (time.time() - 60, time.time() - 60))
+    assert other.claim("a", "3") and other.get("a") == "3", "an expired name may be claimed"
+
+
+def test_one_claim_of_many_wins(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda i: FileNames(tmp_path).claim("node/0", str(i)), range(64)))
+    assert won.count(True) == 1
+    assert FileNames(tmp_path).get("node/0") == str(won.index(True))
+
+
+def test_waiting_across_processes(tmp_path):
+    code = f"from arealite.utils.names import FileNames; FileNames({str(tmp_path)!r}).publish('servers/1', 'x:1')"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    names = FileNames(tmp_path)
+    names.publish("servers/0", "y:1")
+    assert wait_for_names(names, "servers/", 2, 60, "the test") == {"servers/0": "y:1", "servers/1": "x:1"}  # fmt: skip
+    process.wait()
+
+
+def test_a_wait_that_is_over_says_what_is_there(tmp_path):
+    names = FileNames(tmp_path)
+    names.publish("servers/0", "y:1")
+    with pytest.raises(
+        WaitTimeout, match=r"node 1 waited 0 s for 2 names servers/\*; there are 1: servers/0"
+    ):
+        wait_for_names(names, "servers/", 2, 0, "node 1")
