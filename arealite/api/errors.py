@@ -29,6 +29,10 @@ class RequestError(AReaLiteError, ValueError):
     """One generation request is invalid (too long, unknown token, absurd sampling value)."""
 
 
+class RewardError(AReaLiteError, RuntimeError):
+    """A reward function raised, returned no finite number, ran past its deadline, or killed its worker."""
+
+
 class WeightUpdateError(AReaLiteError, RuntimeError):
     """New weights do not fit the model; the old ones are still in use."""
 

@@ -1,0 +1,98 @@
+"""How many episodes may start, and what became of those that did.
+
+Owned by `WorkflowExecutor`, which guards it with its lock. Admission follows the AReaL paper (arXiv 2505.24298): with B
+episodes per batch, at weight version v no more than (η + v + 1)·B episodes may ever have been started that are still of use,
+so that data consumed in order is never more than η versions old. Rejected, failed and stale episodes free their place at once.
+The counts are conserved: admitted = running + accepted + rejected + failed + stale, accepted = buffered + trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+UNLIMITED = 1 << 30
+
+
+@dataclass
+class Counts:
+    """Episodes by what became of them. `accepted` are the buffered and the trained ones."""
+
+    admitted: int = 0
+    running: int = 0
+    accepted: int = 0
+    trained: int = 0
+    rejected: int = 0
+    failed: int = 0
+    stale: int = 0
+
+    @property
+    def buffered(self) -> int:
+        return self.accepted - self.trained
+
+    def check(self) -> None:
+        """Nothing lost, nothing counted twice."""
+        ended = self.accepted + self.rejected + self.failed + self.stale
+        assert self.admitted == self.running + ended, f"episode counts do not add up: {self}"
+        assert 0 <= self.trained <= self.accepted and self.running >= 0, (
+            f"impossible counts: {self}"
+        )
+
+
+class StalenessManager:
+    """Admission control and accounting. Not thread-safe: its owner holds a lock."""
+
+    def __init__(
+        self, batch_size: int | None, max_staleness: int = 0, max_concurrent: int | None = None
+    ):
+        self.batch_size = batch_size  # None until the first batch tells
+        self.max_staleness = max_staleness
+        self.max_concurrent = max_concurrent
+        self.version = 0
+        self.counts = Counts()
+
+    def capacity(self) -> int:
+        """Episodes that may start now; negative when fewer are allowed than already run."""
+        counts = self.counts
+        if self.batch_size is None:
+            by_version = concurrent = UNLIMITED
+        else:
+            allowed = (self.max_staleness + self.version + 1) * self.batch_size
+            by_version = allowed - (counts.accepted + counts.running)
+            concurrent = (self.max_staleness + 1) * self.batch_size
+        if self.max_concurrent is not None:
+            concurrent = self.max_concurrent
+        return min(concurrent - counts.running, by_version)
+
+    def lag(self, oldest_version: int) -> int:
+        """Versions between a sample's oldest generated token and the weights that would train on it."""
+        return self.version - oldest_version
+
+    def is_stale(self, oldest_version: int) -> bool:
+        return self.lag(oldest_version) > self.max_staleness
+
+    def admit(self, count: int = 1) -> None:
+        self.counts.admitted += count
+        self.counts.running += count
+
+    def accept(self) -> None:
+        self.counts.running -= 1
+        self.counts.accepted += 1
+
+    def reject(self) -> None:
+        self.counts.running -= 1
+        self.counts.rejected += 1
+
+    def fail(self) -> None:
+        self.counts.running -= 1
+        self.counts.failed += 1
+
+    def drop_stale(self) -> None:
+        """A buffered episode became too old."""
+        self.counts.accepted -= 1
+        self.counts.stale += 1
+
+    def train(self, count: int) -> None:
+        self.counts.trained += count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"version": self.version, **asdict(self.counts)}

@@ -1,0 +1,41 @@
+"""Waits with a name and a deadline.
+
+Whoever blocks makes a `NamedWait` and waits in slices of what it has left; when it expires, the error says what waits for what, since
+when, and the likely cause. Used by the executor, the clients and everything else in `core`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from arealite.api.errors import WaitTimeout
+
+
+class NamedWait:
+    """`who` waits for `what` until the deadline, which the option named `option` sets."""
+
+    def __init__(self, who: str, what: str, timeout_s: float | None, option: str = ""):
+        self.who = who
+        self.what = what
+        self.timeout_s = timeout_s
+        self.option = option
+        self.began = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline (not below 0); None without one."""
+        return None if self.timeout_s is None else max(0.0, self.timeout_s - self.waited_s)
+
+    @property
+    def expired(self) -> bool:
+        return self.timeout_s is not None and self.waited_s >= self.timeout_s
+
+    def error(self, state: str, cause: str) -> WaitTimeout:
+        limit = f" (the deadline set by {self.option})" if self.option else ""
+        return WaitTimeout(
+            f"{self.who} has waited {self.waited_s:.1f} s{limit} for {self.what}.\n  Now: {state}\n  Likely cause: {cause}"
+        )

@@ -1,0 +1,499 @@
+"""Runs episodes: thousands at once on one event-loop thread, handing finished ones to the trainer as batches.
+
+The trainer's thread calls `submit`, `wait`, `prepare_batch` and `rollout_batch`; the loop's thread admits queued episodes whenever the
+staleness rule allows (`StalenessManager`), runs them and wakes the trainer when it has what it waits for. Guarantees: nothing polls; results
+come oldest first; no sample older than η versions is handed out; an episode that raises costs itself only, and when all fail the
+trainer gets the first cause; every wait has a deadline. With η = 0 a batch is that of a plain loop over the same rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import importlib
+import importlib.util
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ServerError, TrainingError
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.diagnosis import describe_wait, diagnose, stuck
+from arealite.core.episode import (
+    DirectCall,
+    Episode,
+    Trajectories,
+    check_trajectories,
+    episode_seed,
+)
+from arealite.core.ledger import EpisodeRow, Ledger
+from arealite.core.row_stream import RowStream
+from arealite.core.staleness_manager import StalenessManager
+from arealite.core.transcripts import transcripts
+from arealite.core.waits import NamedWait
+from arealite.utils.data import concat_padded
+
+logger = logging.getLogger("arealite.executor")
+T = TypeVar("T")
+
+_EAGER = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+
+
+class WorkflowExecutor:
+    """One per job, on rank 0. `engine` is what workflows generate with."""
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        engine: InferenceEngine,
+        batch_size: int | None = None,
+        seed: int = 1,
+        ledger: Ledger | None = None,
+    ):
+        self.config = config
+        self.engine = engine
+        self.seed = seed
+        self.ledger = ledger
+        self.staleness = StalenessManager(
+            batch_size, config.max_head_offpolicyness, config.max_concurrent_rollouts
+        )
+        self._lock = threading.Condition()  # guards staleness, _finished, _running, _calls
+        self._pending: deque[Episode] = deque()
+        self._direct: deque[Episode] = deque()
+        self._running: dict[Episode, None] = {}  # in order of start
+        self._finished: list[tuple[int, Episode]] = []  # heap, oldest first
+        self._next_id = 0
+        self._next_direct_id = 0
+        self._stream: RowStream | None = None
+        self._needed = 0  # finished episodes the trainer waits for; 0 when it does not wait
+        self._low_water = -1  # with fewer queued, the trainer wants to queue more
+        self._paused = False
+        self._stopping = False
+        self._wake_pending = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._failures_in_row = 0
+        self._first_failure: BaseException | None = None
+        self._fatal: BaseException | None = None
+        self._last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
+        self._loop = _new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
+
+    # ------------------------------------------------------------------------------- the trainer's side
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel all episodes, end the loop, write the ledger; idempotent."""
+        self._stopping = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, T], wait: NamedWait) -> T:
+        """Run `coroutine` on the loop's thread and return its result; for the engine's own calls."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(wait.left_s)
+        except TimeoutError:
+            if future.done():
+                raise  # the coroutine's own error
+            future.cancel()
+            raise wait.error(
+                "no answer yet", "a server hangs or is very slow: see its log"
+            ) from None
+
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        """Queue one episode; it starts as soon as the staleness rule allows."""
+        self._raise_fatal()
+        self._pending.append(Episode(self._next_id, data, workflow))
+        self._next_id += 1
+        self._wake()
+
+    def wait(self, count: int, timeout_s: float | None = None) -> Batch:
+        """The oldest `count` finished episodes as one batch."""
+        limit = self.config.batch_timeout_s if timeout_s is None else timeout_s
+        wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
+        return self._collect(count, wait, lambda: None)
+
+    def prepare_batch(
+        self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
+    ) -> Batch:
+        """The next training batch, while further episodes keep running up to the staleness limit."""
+        if self._stream is None or self._stream.dataloader is not dataloader:
+            self._stream = RowStream(dataloader)
+        stream = self._stream
+        if self.staleness.batch_size is None:
+            self.staleness.batch_size = stream.batch_size()
+        count = self.staleness.batch_size
+        stream.require(count)
+
+        def top_up() -> None:
+            # rows beyond what may start now, so that generation never waits for the trainer's thread
+            with self._lock:
+                wanted = max(0, self.staleness.capacity()) + 2 * count
+            while len(self._pending) < wanted:
+                self.submit(stream.next_row(), workflow)
+
+        self._low_water = count
+        wait = NamedWait(
+            "prepare_batch",
+            f"{count} episodes",
+            self.config.batch_timeout_s,
+            "rollout.batch_timeout_s",
+        )
+        return self._collect(count, wait, top_up)
+
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
+        """Run these rows now, whatever the staleness rule says, and return them in their order.
+
+        Rejected and failed rows are left out; if none is left, the first error is raised.
+        """
+        self._raise_fatal()
+        call = DirectCall(remaining=len(data))
+        first = self._next_direct_id
+        self._direct.extend(Episode(first + i, row, workflow, call) for i, row in enumerate(data))
+        self._next_direct_id += len(data)
+        self._wake()
+        option = "rollout.batch_timeout_s"
+        wait = NamedWait(
+            "rollout_batch", f"{len(data)} episodes", self.config.batch_timeout_s, option
+        )
+        with self._lock:
+            while call.remaining and self._fatal is None:
+                if wait.expired:
+                    raise wait.error(*self._diagnosis())
+                self._lock.wait(wait.left_s)
+        self._raise_fatal()
+        if not call.results:
+            cause = call.errors[0] if call.errors else None
+            raise TrainingError(
+                f"none of {len(data)} episodes gave a result; first cause: {cause or 'all were rejected'}"
+            ) from cause
+        done = sorted(call.results.items())
+        return _join([episode_id for episode_id, _ in done], [result for _, result in done])
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake()
+
+    def set_version(self, version: int) -> None:
+        with self._lock:
+            self.staleness.version = version
+        self._wake()
+
+    def stats(self) -> dict[str, float]:
+        """Counts over the run, and lag, waiting time and reward of the last batch."""
+        with self._lock:
+            counts = self.staleness.counts
+            now = {"queued": len(self._pending), "buffered": counts.buffered, **asdict(counts)}
+        return {**now, **self._last_batch, "version": self.staleness.version}
+
+    # --------------------------------------------------------------------------------------- collecting
+
+    def _collect(self, count: int, wait: NamedWait, top_up: Callable[[], None]) -> Batch:
+        while True:
+            top_up()
+            with self._lock:
+                dropped = self._drop_stale()
+                if len(self._finished) >= count:
+                    episodes = [heapq.heappop(self._finished)[1] for _ in range(count)]
+                    self.staleness.train(count)
+                    break
+                if not dropped:
+                    self._wait_for_progress(count, wait)
+            self._raise_fatal()
+            if dropped:
+                self._wake()
+        return self._hand_over(episodes, wait)
+
+    def _wait_for_progress(self, count: int, wait: NamedWait) -> None:
+        """Sleep (lock held) until there are `count` results, too few queued rows, an error, or the deadline."""
+        if self._fatal is not None:
+            return
+        if wait.expired:
+            raise wait.error(*self._diagnosis())
+        none_runs = self.staleness.counts.running == 0 and not self._paused
+        if none_runs and (not self._pending or self.staleness.capacity() <= 0):
+            raise TrainingError(
+                stuck(self.staleness, len(self._finished), len(self._pending), count, wait.who)
+            )
+        self._needed = count
+        try:
+            self._lock.wait(wait.left_s)
+        finally:
+            self._needed = 0
+
+    def _drop_stale(self) -> int:
+        """Remove finished episodes that became too old (lock held); they are replaced by new ones."""
+        fresh = []
+        for item in self._finished:
+            episode = item[1]
+            assert episode.result is not None
+            if self.staleness.is_stale(episode.result.oldest_version):
+                self.staleness.drop_stale()
+                self._note(episode, "stale")
+            else:
+                fresh.append(item)
+        dropped = len(self._finished) - len(fresh)
+        if dropped:
+            heapq.heapify(fresh)
+            self._finished = fresh
+        return dropped
+
+    def _hand_over(self, episodes: list[Episode], wait: NamedWait) -> Batch:
+        results = [e.result for e in episodes if e.result is not None]
+        lags = [self.staleness.lag(min(r.oldest_version, self.staleness.version)) for r in results]
+        self._last_batch = {
+            "lag_mean": sum(lags) / len(lags),
+            "lag_max": max(lags),
+            "wait_s": wait.waited_s,
+            "reward_mean": sum(r.mean_reward for r in results) / len(results),
+        }
+        if self.ledger is not None:
+            for episode in episodes:
+                self._note(episode, "trained", step=self.staleness.version)
+            dump = (
+                transcripts(episodes, self.staleness.version) if self.config.dump_rollouts else None
+            )
+            self.ledger.commit(dump)
+        return _join([e.id for e in episodes], results)
+
+    # ---------------------------------------------------------------------------------- the loop's side
+
+    def _wake(self) -> None:
+        """Have the loop look at its queues; one call per burst crosses the threads."""
+        if not self._wake_pending:
+            self._wake_pending = True
+            self._loop.call_soon_threadsafe(self._admit)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except (
+            BaseException
+        ) as error:  # whatever ends the loop must reach the trainer, or it waits for nothing
+            self._fail_all(error)
+            raise
+        finally:
+            self._cancel_all()
+            self._loop.close()
+
+    def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+
+    def _admit(self) -> None:
+        self._wake_pending = False
+        while self._direct and self._fatal is None:
+            self._start(self._direct.popleft())
+        if self._paused or self._fatal is not None or not self._pending:
+            return
+        with self._lock:
+            count = max(0, min(self.staleness.capacity(), len(self._pending)))
+            self.staleness.admit(count)
+        for _ in range(count):
+            self._start(self._pending.popleft())
+
+    def _start(self, episode: Episode) -> None:
+        episode.start_version = self.staleness.version
+        episode.started_at = time.monotonic()
+        with self._lock:
+            self._running[episode] = None
+            if episode.call is None:
+                self._note(episode, "running")
+        if self._deadline_timer is None:
+            self._arm_deadline(episode)
+        name = f"episode-{episode.id}" if episode.call is None else f"direct-{episode.id}"
+        coroutine = self._run(episode)
+        episode.task = asyncio.Task(coroutine, loop=self._loop, name=name, **_EAGER)
+        if episode not in self._running:
+            episode.task = None  # ended eagerly
+
+    async def _run(self, episode: Episode) -> None:
+        data = episode.data
+        if "seed" not in data:
+            data = {**data, "seed": episode_seed(self.seed, episode.id)}
+        try:
+            result = await episode.workflow.arun_episode(self.engine, data)
+            if result is not None:
+                episode.result = check_trajectories(result)
+                self._check_weights(episode, episode.result)
+        except asyncio.CancelledError:
+            if not self._stopping:  # its own deadline
+                limit = self.config.episode_timeout_s
+                self._ended(
+                    episode, TimeoutError(f"no result within rollout.episode_timeout_s={limit}")
+                )
+            raise
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a user's workflow may raise anything; it costs its episode
+            self._ended(episode, error)
+        else:
+            self._ended(episode, None)
+
+    def _check_weights(self, episode: Episode, result: Trajectories) -> None:
+        """Tokens far older than the weights an episode started under mean that a server missed an update."""
+        behind = episode.start_version - result.oldest_version
+        if behind > self.staleness.max_staleness:
+            raise ServerError(
+                f"episode {episode.id} started under version {episode.start_version} but has tokens of version "
+                f"{result.oldest_version}: a server missed a weight update, or the workflow fills in wrong versions"
+            )
+
+    def _ended(self, episode: Episode, error: BaseException | None) -> None:
+        episode.task = None
+        with self._lock:
+            self._running.pop(episode, None)
+            if episode.call is not None:
+                self._ended_directly(episode, episode.call, error)
+                return
+            if error is not None:
+                self._failed(episode, error)
+            elif episode.result is None:
+                self.staleness.reject()
+                self._note(episode, "rejected", reason="the workflow returned None")
+            else:
+                self.staleness.accept()
+                heapq.heappush(self._finished, (episode.id, episode))
+                self._note(episode, "buffered")
+            if error is None:
+                self._failures_in_row = 0
+            self._notify_if_due()
+        if self._pending and not self._wake_pending:
+            self._wake_pending = True
+            self._loop.call_soon(self._admit)
+
+    def _ended_directly(
+        self, episode: Episode, call: DirectCall, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            logger.error("episode direct-%d failed", episode.id, exc_info=error)
+            call.errors.append(error)
+        elif episode.result is not None:
+            call.results[episode.id] = episode.result
+        call.remaining -= 1
+        if call.remaining == 0:
+            self._lock.notify_all()
+
+    def _failed(self, episode: Episode, error: BaseException) -> None:
+        logger.error("episode %d failed: %s", episode.id, error, exc_info=error)
+        self.staleness.fail()
+        self._note(episode, "failed", reason=f"{type(error).__name__}: {error}")
+        if self._failures_in_row == 0:
+            self._first_failure = error
+        self._failures_in_row += 1
+        if self._failures_in_row >= self.config.max_failed_episodes and self._fatal is None:
+            first = self._first_failure
+            self._fatal = TrainingError(
+                f"{self._failures_in_row} episodes in a row failed (rollout.max_failed_episodes). The first cause was "
+                f"{type(first).__name__}: {first}\nThe log has its traceback."
+            )
+            self._fatal.__cause__ = first
+            self._lock.notify_all()
+
+    def _notify_if_due(self) -> None:
+        if not self._needed:
+            return
+        # also when nothing runs any more: then the trainer looks why
+        if (
+            len(self._finished) >= self._needed
+            or len(self._pending) < self._low_water
+            or self.staleness.counts.running == 0
+        ):
+            self._lock.notify_all()
+
+    def _arm_deadline(self, oldest: Episode) -> None:
+        """All episodes have the same time-out, so one timer for the oldest serves them all."""
+        when = oldest.started_at + self.config.episode_timeout_s
+        delay = max(0.0, when - time.monotonic())
+        self._deadline_timer = self._loop.call_later(delay, self._check_deadlines)
+
+    def _check_deadlines(self) -> None:
+        self._deadline_timer = None
+        now = time.monotonic()
+        with self._lock:
+            running = list(self._running)
+        for episode in running:
+            if now < episode.started_at + self.config.episode_timeout_s:
+                self._arm_deadline(episode)
+                return
+            if episode.task is not None:
+                logger.error("%s: past its deadline", describe_wait(episode))
+                episode.task.cancel()
+
+    # -------------------------------------------------------------------------------------- accounting
+
+    def _note(
+        self, episode: Episode, state: str, reason: str | None = None, step: int | None = None
+    ) -> None:
+        if self.ledger is None:
+            return
+        result: Trajectories | None = episode.result
+        now = time.time()
+        self.ledger.note(
+            EpisodeRow(
+                episode.id,
+                state,
+                reason,
+                episode.start_version,
+                result.oldest_version if result else None,
+                step,
+                result.num_samples if result else None,
+                result.num_tokens if result else None,
+                result.mean_reward if result else None,
+                now - (time.monotonic() - episode.started_at),
+                now,
+            )
+        )
+
+    def _diagnosis(self) -> tuple[str, str]:
+        oldest = next(iter(self._running), None)
+        queued = len(self._pending)
+        return diagnose(self.staleness, len(self._finished), queued, oldest, self._paused)
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            self._fatal = TrainingError(
+                f"the rollout thread ended: {type(error).__name__}: {error}"
+            )
+            self._fatal.__cause__ = error
+            self._lock.notify_all()
+
+    def _raise_fatal(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
+
+def _join(ids: list[int], results: list[Trajectories]) -> Batch:
+    batch = concat_padded([result.batch for result in results])
+    sizes = torch.tensor([result.num_samples for result in results])
+    batch["group_ids"] = torch.tensor(ids).repeat_interleave(sizes)
+    return batch
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    return importlib.import_module("uvloop").new_event_loop()

@@ -1,0 +1,114 @@
+"""The collecting half of every inference engine: one executor on rank 0, batches shared out over the ranks.
+
+Every rank makes the engine and calls the same methods. Rank 0 owns the executor; `prepare_batch` and `rollout_batch` give each rank
+whole groups (their statistics need all samples of a prompt), balanced by tokens. With one rank a batch keeps the order of its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.ledger import Ledger
+from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.utils import distributed
+from arealite.utils.data import partition_balanced, select_rows, seq_lengths
+
+
+class CollectingEngine(InferenceEngine):
+    """Subclasses add generation and weight updates. `ledger_path` (rank 0) keeps the book of episodes."""
+
+    def __init__(
+        self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
+    ):
+        self.config = config
+        self.seed = seed
+        self.ledger_path = ledger_path
+        self._executor: WorkflowExecutor | None = None
+        self._version = 0
+
+    def start_executor(self, train_batch_size: int | None) -> None:
+        ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
+        self._executor = WorkflowExecutor(self.config, self, train_batch_size, self.seed, ledger)
+        self._executor.start()
+
+    def destroy(self) -> None:
+        if self._executor is not None:
+            self._executor.stop()
+            self._executor = None
+
+    @property
+    def executor(self) -> WorkflowExecutor:
+        if self._executor is None:
+            what = (
+                f"{type(self).__name__}.initialize() first"
+                if distributed.rank() == 0
+                else "this on rank 0"
+            )
+            raise ConfigError(f"there is no executor here: call {what}")
+        return self._executor
+
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        self.executor.submit(data, workflow)
+
+    def wait(self, count: int, timeout_s: float | None = None) -> Batch:
+        return self.executor.wait(count, timeout_s)
+
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
+        if distributed.rank() == 0:
+            return self._share(self.executor.rollout_batch(data, workflow))
+        return distributed.scatter_batches(None)
+
+    def prepare_batch(
+        self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
+    ) -> Batch:
+        if distributed.rank() == 0:
+            return self._share(self.executor.prepare_batch(dataloader, workflow))
+        return distributed.scatter_batches(None)
+
+    def pause(self) -> None:
+        if distributed.rank() == 0:
+            self.executor.pause()
+
+    def resume(self) -> None:
+        if distributed.rank() == 0:
+            self.executor.resume()
+
+    def get_version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        if self._executor is not None:
+            self._executor.set_version(version)
+
+    def stats(self) -> dict[str, float]:
+        """Counts of episodes and numbers of the last batch (rank 0; empty elsewhere)."""
+        return self._executor.stats() if self._executor is not None else {}
+
+    def _share(self, batch: Batch) -> Batch:
+        parts = distributed.world_size()
+        if parts == 1:
+            return batch
+        return distributed.scatter_batches(split_groups(batch, parts))
+
+
+def split_groups(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch into `parts` with nearly equal tokens, never through a group."""
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_ids"].tolist()):
+        rows_of.setdefault(group, []).append(row)
+    if len(rows_of) < parts:
+        raise ConfigError(
+            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: raise train_dataset.batch_size to at least {parts}"
+        )
+    lengths = seq_lengths(batch).tolist()
+    groups = list(rows_of.values())
+    shares = partition_balanced([sum(lengths[r] for r in rows) for rows in groups], parts)
+    return [select_rows(batch, [r for g in share for r in groups[g]]) for share in shares]

@@ -1,0 +1,288 @@
+"""Generation by servers of the job: choice of server, retries, interruption, weight updates. The wire format is the subclass's.
+
+Runs on the executor's event loop on rank 0. A request that a weight update interrupts keeps its tokens and goes on under the new weights; one
+whose server dies goes on elsewhere. Each token comes with its log-prob and weight version, exactly once. A server that misses a
+weight update gets no requests until it has one.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError, RequestError, ServerError, WeightUpdateError
+from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, WeightUpdateMeta
+from arealite.core.router import Router, Server
+from arealite.core.waits import NamedWait
+from arealite.engine.collecting import CollectingEngine
+from arealite.utils import distributed
+from arealite.utils.http import HttpClient, HttpError
+
+logger = logging.getLogger("arealite.remote")
+
+ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
+_INFO_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Piece:
+    """A run of generated tokens as one answer brings it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: StopReason
+
+
+@dataclass(slots=True)
+class Progress:
+    """One sample under way: what it has so far, over any number of interruptions."""
+
+    request: ModelRequest
+    seed: int | None
+    sample: int = 0
+    num_sends: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason = "abort"
+    num_interruptions: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.versions += piece.versions
+        self.stop_reason = piece.stop_reason
+        if piece.stop_reason == "abort":
+            self.num_interruptions += 1
+            if self.left <= 0:
+                self.stop_reason = "length"
+
+    def next_rid(self) -> str:
+        """A name of its own for each attempt: a server may not have let go of the last one yet."""
+        self.num_sends += 1
+        return f"{self.request.rid}-{self.sample}-{self.num_sends}"
+
+    @property
+    def left(self) -> int:
+        return self.request.gconfig.max_new_tokens - len(self.tokens)
+
+
+class RemoteEngine(CollectingEngine):
+    """A client of inference servers. `initialize` on every rank; only rank 0 connects."""
+
+    def __init__(
+        self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
+    ):
+        super().__init__(config, seed, ledger_path)
+        self.router = Router()
+        self._http: HttpClient | None = None
+
+    # ----------------------------------------------------------------------------------- the wire format
+
+    @abc.abstractmethod
+    async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+        """Ask for `num_samples` continuations of the prompt and the tokens so far."""
+
+    @abc.abstractmethod
+    async def pause_server(self, server: Server) -> None:
+        """Stop decoding as `config.pause_mode` says."""
+
+    @abc.abstractmethod
+    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
+
+    @abc.abstractmethod
+    async def continue_server(self, server: Server) -> None: ...
+
+    @abc.abstractmethod
+    async def probe(self, server: Server) -> None:
+        """Return when the server can generate, and learn what it is; raises `ServerError` when it cannot."""
+
+    # --------------------------------------------------------------------------------------- life cycle
+
+    @property
+    def http(self) -> HttpClient:
+        if self._http is None:
+            raise ConfigError(f"call {type(self).__name__}.initialize() first")
+        return self._http
+
+    def initialize(
+        self, addrs: list[str] | None = None, train_batch_size: int | None = None
+    ) -> None:
+        if distributed.rank() != 0:
+            return
+        addresses = addrs or [a for a in os.environ.get(ADDRESSES_ENV, "").split(",") if a]
+        if not addresses:
+            raise ConfigError(
+                f"no inference server is known: start the script with a launcher, set {ADDRESSES_ENV}=host:port,… or pass addrs"
+            )
+        self.start_executor(train_batch_size)
+        wait = NamedWait(
+            "initialize",
+            f"{len(addresses)} inference servers",
+            self.config.setup_timeout_s,
+            "rollout.setup_timeout_s",
+        )
+        self.executor.run_coroutine(self._connect(addresses, wait), wait)
+
+    async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
+        self._http = HttpClient()
+        await asyncio.gather(*(self._await_health(self.router.add(a), wait) for a in addresses))
+
+    async def _await_health(self, server: Server, wait: NamedWait) -> None:
+        backoff_s = 0.05
+        while True:
+            try:
+                return await self.probe(server)
+            except ServerError as error:
+                if (wait.left_s or 0) <= backoff_s:
+                    raise wait.error(
+                        str(error), "the server died or still loads: see its log"
+                    ) from error
+            await asyncio.sleep(backoff_s)  # a server that is starting cannot call back
+            backoff_s = min(1.0, backoff_s * 1.5)
+
+    def destroy(self) -> None:
+        if self._http is not None and self._executor is not None:
+            wait = NamedWait("destroy", "connections to close", 10.0)
+            self._executor.run_coroutine(self._http.close(), wait)
+            self._http = None
+        super().destroy()
+
+    # --------------------------------------------------------------------------------------- generation
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        began = time.monotonic()
+        return await self._complete(Progress(request, request.seed), began)
+
+    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
+        """All samples in one request; those that are interrupted go on one by one."""
+        count = request.gconfig.n_samples
+        began = time.monotonic()
+        seeds = [None if request.seed is None else request.seed + i for i in range(count)]
+        samples = [Progress(request, seed, i) for i, seed in enumerate(seeds)]
+        for sample, piece in zip(samples, await self._ask(samples[0], began, count), strict=True):
+            sample.add(piece)
+        if all(s.stop_reason != "abort" for s in samples):
+            return [self._response(s, began) for s in samples]
+        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
+
+    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
+        while progress.stop_reason == "abort":
+            num_before = len(progress.tokens)
+            progress.add((await self._ask(progress, began, 1))[0])
+            if progress.stop_reason == "abort" and len(progress.tokens) == num_before:
+                await asyncio.sleep(0.01)  # interrupted before its first token: no busy loop
+        return self._response(progress, began)
+
+    async def _ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
+        """One answer from some server, tried elsewhere when one fails."""
+        rid = progress.request.rid
+        wait = NamedWait(
+            f"request {rid}", "a server", self.config.request_timeout_s, "rollout.request_timeout_s"
+        )
+        wait.began = began
+        errors: list[str] = []
+        last: Server | None = None
+        while len(errors) < self.config.request_retries:
+            server = await self.router.acquire(wait, count, affinity=rid, avoid=last)
+            try:
+                pieces = await self.send(server, progress, count)
+            except HttpError as error:
+                if 400 <= error.status < 500 and error.status not in (408, 425, 429):
+                    raise RequestError(f"request {rid} was refused: {error.text}") from error
+                self.router.failed(server, error)
+                errors.append(str(error))
+                last = server
+            except ServerError as error:
+                self.router.failed(server, error)
+                errors.append(str(error))
+                last = server
+            else:
+                self.router.succeeded(server)
+                return pieces
+            finally:
+                self.router.release(server, count)
+        raise ServerError(
+            f"request {rid} failed {len(errors)} times (rollout.request_retries): {'; '.join(errors)}"
+        )
+
+    def _response(self, progress: Progress, began: float) -> ModelResponse:
+        return ModelResponse(
+            progress.request.input_ids,
+            progress.tokens,
+            progress.logprobs,
+            progress.versions,
+            progress.stop_reason,
+            time.monotonic() - began,
+            progress.num_interruptions,
+        )
+
+    # ------------------------------------------------------------------------------------ weight updates
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        """All servers in parallel: pause, load, continue. Rank 0 acts, the others return at once."""
+        if distributed.rank() == 0:
+            limit = self.config.setup_timeout_s
+            what = f"{len(self.router.servers)} servers to load version {meta.version}"
+            wait = NamedWait("update_weights", what, limit, "rollout.setup_timeout_s")
+            self.executor.run_coroutine(self._update_all(meta), wait)
+        self.set_version(meta.version)
+
+    async def _update_all(self, meta: WeightUpdateMeta) -> None:
+        servers = list(self.router.servers.values())
+        outcomes = await asyncio.gather(
+            *(self._update_one(s, meta) for s in servers), return_exceptions=True
+        )
+        failures = [(s, e) for s, e in zip(servers, outcomes, strict=True) if e is not None]
+        for server, error in failures:
+            if not isinstance(error, ServerError):
+                raise error
+            logger.error("%s did not load version %d: %s", server.address, meta.version, error)
+        if len(failures) == len(servers):
+            raise WeightUpdateError(
+                f"no server took version {meta.version}: {failures[0][1] if failures else 'none is left'}"
+            )
+
+    async def _update_one(self, server: Server, meta: WeightUpdateMeta) -> None:
+        self.router.close(server)
+        try:
+            await self.pause_server(server)
+            try:
+                await self.load_weights(server, meta)
+            finally:
+                await self.continue_server(server)
+        except ServerError as error:
+            # it may hold old weights: it stays closed until an update succeeds
+            self.router.failed(server, error)
+            raise
+        server.version = meta.version
+        self.router.open(server)
+
+    # ----------------------------------------------------------------------------------------- inspection
+
+    def server_info(self) -> list[dict[str, Any]]:
+        """What each server that can be reached says of itself (rank 0; empty elsewhere)."""
+        if distributed.rank() != 0:
+            return []
+        wait = NamedWait("server_info", f"{len(self.router.servers)} servers", _INFO_TIMEOUT_S)
+        return self.executor.run_coroutine(self._server_info(), wait)
+
+    async def _server_info(self) -> list[dict[str, Any]]:
+        asked = [
+            self.http.get(f"{server.url}/server_info", timeout_s=_INFO_TIMEOUT_S)
+            for server in self.router.servers.values()
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
+                raise answer
+        return [answer for answer in answers if isinstance(answer, dict)]

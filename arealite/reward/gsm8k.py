@@ -1,0 +1,24 @@
+"""The reward of GSM8K: the completion's final number equals the one after `####` in the worked answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arealite.api.errors import DatasetError
+from arealite.reward.math import answers_equal, final_answer
+
+
+def gsm8k_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    answer: str = "",
+    **data: Any,
+) -> float:
+    """1.0 if right, else 0.0. `answer` is the dataset's column, with or without the worked steps."""
+    expected = str(answer).rsplit("####", 1)[-1].strip()
+    if not expected:
+        raise DatasetError("gsm8k_reward needs the column `answer`, ending in `#### number`")
+    given = final_answer(completion)
+    return float(given is not None and answers_equal(given, expected))

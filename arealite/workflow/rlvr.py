@@ -1,0 +1,115 @@
+"""`RLVRWorkflow`: one prompt, `n_samples` answers, a verifiable reward for each. The pattern for workflows of your own.
+
+A row has `messages` (made a prompt by the tokenizer's chat template), `prompt` (text) or `input_ids`; its other columns are given to the
+reward function. The executor adds `seed` to rows that have none, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import DatasetError
+from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
+from arealite.api.reward_api import RewardFn
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.reward.pool import RewardPool, check_rewards
+
+_PROMPT_COLUMNS = ("messages", "prompt", "input_ids", "seed")
+_RESERVED = ("completion", "prompt_ids", "completion_ids")
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Reinforcement learning with verifiable rewards.
+
+    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own), or on the event loop with
+    `reward_inline=True`: only for functions that take microseconds.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+        reward_pool: RewardPool | None = None,
+        reward_inline: bool = False,
+        reward_timeout_s: float = 15.0,
+    ):
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.reward_inline = reward_inline
+        self.reward_pool = reward_pool or RewardPool(timeout_s=reward_timeout_s)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        prompt_ids = self.encode_prompt(data)
+        if not prompt_ids:
+            raise DatasetError(f"a row makes an empty prompt: {data}")
+        request = ModelRequest(prompt_ids, self.gconfig, seed=data.get("seed"))
+        responses = await engine.agenerate_group(request)
+        rewards = await self.compute_rewards(prompt_ids, responses, data)
+        return to_batch(responses, rewards)
+
+    def encode_prompt(self, data: dict[str, Any]) -> list[int]:
+        if "input_ids" in data:
+            return list(data["input_ids"])
+        if "messages" in data:
+            return self.tokenizer.apply_chat_template(
+                data["messages"],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                enable_thinking=self.enable_thinking,
+            )
+        if "prompt" in data:
+            return self.tokenizer.encode(data["prompt"])
+        raise DatasetError(
+            f"a row has the columns {sorted(data)}; RLVRWorkflow needs `messages`, `prompt` or `input_ids`"
+        )
+
+    async def compute_rewards(
+        self, prompt_ids: list[int], responses: list[ModelResponse], data: dict[str, Any]
+    ) -> list[float]:
+        columns = {k: v for k, v in data.items() if k not in (*_PROMPT_COLUMNS, *_RESERVED)}
+        prompt = self.tokenizer.decode(prompt_ids)
+        rows = [
+            dict(
+                prompt=prompt,
+                completion=self.tokenizer.decode(r.output_tokens, skip_special_tokens=True),
+                prompt_ids=prompt_ids,
+                completion_ids=r.output_tokens,
+                **columns,
+            )
+            for r in responses
+        ]
+        if self.reward_inline:
+            return check_rewards(self.reward_fn, [self.reward_fn(**row) for row in rows], len(rows))
+        return await self.reward_pool.run(self.reward_fn, rows)
+
+
+def to_batch(responses: list[ModelResponse], rewards: list[float]) -> Batch:
+    """Answers to prompts as one padded batch; what was generated is trained on."""
+    total = max(len(r.input_tokens) + len(r.output_tokens) for r in responses)
+    ids, mask, loss, logprobs, versions = [], [], [], [], []
+    for r in responses:
+        num_in, num_out = len(r.input_tokens), len(r.output_tokens)
+        pad = total - num_in - num_out
+        ids.append(r.input_tokens + r.output_tokens + [0] * pad)
+        mask.append([1] * (num_in + num_out) + [0] * pad)
+        loss.append([0] * num_in + [1] * num_out + [0] * pad)
+        logprobs.append([0.0] * num_in + r.output_logprobs + [0.0] * pad)
+        versions.append([-1] * num_in + r.output_versions + [-1] * pad)
+    return {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(mask),
+        "loss_mask": torch.tensor(loss),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        "versions": torch.tensor(versions),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "truncated": torch.tensor([r.truncated for r in responses]),
+    }

@@ -1,0 +1,77 @@
+"""Trivial workflows and a stub engine: what the executor is tested with."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.workflow_executor import WorkflowExecutor
+
+
+def make_batch(value: int, n: int = 2, length: int = 4, version: int = 0, reward: float = 1.0):
+    """A result that carries `value` in its tokens."""
+    versions = torch.full((n, length), version)
+    versions[:, 0] = -1
+    return {
+        "input_ids": torch.full((n, length), value),
+        "attention_mask": torch.ones(n, length, dtype=torch.long),
+        "loss_mask": (versions >= 0).long(),
+        "logprobs": torch.full((n, length), -0.5),
+        "versions": versions,
+        "rewards": torch.full((n,), reward),
+    }
+
+
+@dataclass
+class StubEngine:
+    """Workflows under test ask it for the version their tokens get."""
+
+    version: int = 0
+    calls: list = field(default_factory=list)
+
+
+class Echo(RolloutWorkflow):
+    """Returns the row's `x`; rows may ask for a version, a delay, a rejection or an error."""
+
+    def __init__(self):
+        self.gates: dict[int, asyncio.Event] = {}
+        self.started: list[int] = []
+
+    async def arun_episode(self, engine, data):
+        self.started.append(data["x"])
+        version = data.get("version", engine.version)
+        for _ in range(data.get("yields", 0)):
+            await asyncio.sleep(0)
+        if "gate" in data:
+            await data["gate"].wait()
+        if data.get("hang"):
+            await asyncio.Event().wait()
+        if data.get("reject"):
+            return None
+        if "raises" in data:
+            raise data["raises"]
+        if "returns" in data:
+            return data["returns"]
+        return make_batch(data["x"], length=data.get("length", 4), version=version)
+
+
+@pytest.fixture
+def executors():
+    """Make executors that are stopped at the end of the test."""
+    made = []
+
+    def make(batch_size=4, ledger=None, **config):
+        config.setdefault("batch_timeout_s", 20.0)
+        executor = WorkflowExecutor(
+            InferenceEngineConfig(**config), StubEngine(), batch_size, ledger=ledger
+        )
+        executor.start()
+        made.append(executor)
+        return executor
+
+    yield make
+    for executor in made:
+        executor.stop()

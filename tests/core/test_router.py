@@ -1,0 +1,62 @@
+"""The router: least load, affinity, back-off, waiting for a server."""
+
+import asyncio
+
+import pytest
+
+from arealite.api.errors import ServerError, WaitTimeout
+from arealite.core.router import AFFINITY_SLACK, FIRST_BACKOFF_S, Router
+from arealite.core.waits import NamedWait
+
+
+def wait(timeout_s=5.0):
+    return NamedWait("a test", "a server", timeout_s)
+
+
+def test_least_load_then_affinity_until_it_costs_too_much():
+    async def main():
+        router = Router(["a", "b"])
+        one = await router.acquire(wait(), weight=8, affinity="x")
+        two = await router.acquire(wait(), weight=8, affinity="y")
+        assert {one.address, two.address} == {"a", "b"}
+        assert await router.acquire(wait(), weight=1, affinity="x") is one
+        one.load = two.load + AFFINITY_SLACK + 1
+        assert await router.acquire(wait(), affinity="x") is two
+        router.release(two)
+
+    asyncio.run(main())
+
+
+def test_a_failed_server_is_avoided_and_comes_back_by_itself():
+    async def main():
+        router = Router(["a", "b"])
+        a = router.servers["a"]
+        router.failed(a, ServerError("gone"))
+        router.failed(a, ServerError("gone"))  # the same moment counts once
+        assert a.failures == 1
+        assert [(await router.acquire(wait())).address for _ in range(4)] == ["b"] * 4
+        router.failed(router.servers["b"], ServerError("gone too"))
+        server = await router.acquire(wait())  # both back off: the first to return
+        assert server is a
+        assert wait().waited_s < FIRST_BACKOFF_S
+
+    asyncio.run(main())
+
+
+def test_waiting_ends_when_a_server_opens_or_joins_and_not_otherwise():
+    async def main():
+        router = Router(["a"])
+        router.close(router.servers["a"])
+        with pytest.raises(WaitTimeout, match=r"a: updating its weights"):
+            await router.acquire(wait(0.05))
+        waiting = asyncio.ensure_future(router.acquire(wait()))
+        await asyncio.sleep(0)
+        router.open(router.servers["a"])
+        assert (await waiting).address == "a"
+        router.remove("a")
+        waiting = asyncio.ensure_future(router.acquire(wait()))
+        await asyncio.sleep(0)
+        router.add("b")
+        assert (await waiting).address == "b"
+
+    asyncio.run(main())

@@ -1,0 +1,307 @@
+"""The executor: order, conservation, staleness, failures, deadlines, equality with a plain loop."""
+
+import asyncio
+import random
+import time
+
+import pytest
+import torch
+
+from arealite.api.errors import DatasetError, TrainingError, WaitTimeout
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.episode import episode_seed
+from arealite.utils.data import concat_padded
+from tests.core.conftest import Echo, StubEngine, make_batch
+
+
+def rows(count, **extra):
+    return [{"x": i, **extra} for i in range(count)]
+
+
+def loader(data, size=4):
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+def xs(batch):
+    return batch["input_ids"][::2, 0].tolist()
+
+
+def check_conserved(executor):
+    executor.staleness.counts.check()
+
+
+def test_results_come_oldest_first_with_their_own_group(executors):
+    executor = executors(max_head_offpolicyness=3)
+    workflow = Echo()
+    for row in rows(4):
+        executor.submit({**row, "yields": 10 - row["x"]}, workflow)
+    batch = executor.wait(4)
+    assert xs(batch) == [0, 1, 2, 3]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    check_conserved(executor)
+
+
+class Random(RolloutWorkflow):
+    """Draws from the row's seed and finishes in a random order."""
+
+    async def arun_episode(self, engine, data):
+        rng = random.Random(data["seed"])
+        n, length = 3, rng.randint(3, 9)
+        for _ in range(rng.randint(0, 20)):
+            await asyncio.sleep(0)
+        batch = make_batch(data["x"], n=n, length=length, version=engine.version)
+        generator = torch.Generator().manual_seed(data["seed"])
+        batch["logprobs"] = torch.randn(n, length, generator=generator)
+        batch["rewards"] = torch.rand(n, generator=generator)
+        return batch
+
+
+def test_no_staleness_equals_a_plain_loop_bit_for_bit(executors):
+    data = rows(20)
+    executor = executors(batch_size=4, max_head_offpolicyness=0)
+    engine, workflow = StubEngine(), Random()
+    for version in range(12):  # over two epochs
+        executor.engine.version = engine.version = version
+        batch = executor.prepare_batch(
+            loader(data) if version == 0 else executor._stream.dataloader, workflow
+        )
+        expected = []
+        for position in range(4 * version, 4 * version + 4):
+            row = {**data[position % 20], "seed": episode_seed(executor.seed, position)}
+            expected.append(asyncio.run(workflow.arun_episode(engine, row)))
+        plain = concat_padded(expected)
+        for key in plain:
+            if key == "versions":  # padding is marked as not generated
+                plain[key] = plain[key].masked_fill(plain["attention_mask"] == 0, -1)
+            assert torch.equal(batch[key], plain[key]), key
+        assert executor.stats()["lag_max"] == 0
+        executor.engine.version = version + 1
+        executor.set_version(version + 1)
+        check_conserved(executor)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_admission_never_exceeds_the_rule(executors, eta):
+    executor = executors(batch_size=4, max_head_offpolicyness=eta, max_concurrent_rollouts=100)
+    workflow, data = Echo(), loader(rows(40))
+    for version in range(8):
+        executor.engine.version = version
+        batch = executor.prepare_batch(data, workflow)
+        allowed = (eta + version + 1) * 4
+        assert len(workflow.started) <= allowed
+        assert batch["group_ids"].unique().numel() == 4
+        executor.engine.version = version + 1
+        executor.set_version(version + 1)
+        check_conserved(executor)
+    stats = executor.stats()
+    assert stats["trained"] == 32 and stats["failed"] == stats["rejected"] == stats["stale"] == 0
+
+
+def test_generation_goes_on_while_the_trainer_trains(executors):
+    executor = executors(batch_size=4, max_head_offpolicyness=1)
+    workflow, data = Echo(), loader(rows(40))
+    executor.prepare_batch(data, workflow)
+    deadline = time.monotonic() + 10
+    while executor.stats()["buffered"] < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert executor.stats()["buffered"] == 4  # made without another call
+
+
+def test_a_server_that_missed_an_update_is_told(executors):
+    executor = executors(batch_size=2, max_head_offpolicyness=1, max_failed_episodes=3)
+    executor.set_version(5)
+    with pytest.raises(
+        TrainingError, match="under version 5 but has tokens of version 3: a server missed"
+    ):
+        executor.prepare_batch(loader(rows(8, version=3)), Echo())
+
+
+def test_a_sample_fresh_when_finished_may_be_stale_when_consumed(executors):
+    executor = executors(batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=64)
+    workflow = Echo()
+    for row in rows(2):
+        executor.submit({**row, "version": 0}, workflow)
+    executor.submit({"x": 9, "hang": True}, workflow)
+    with pytest.raises(WaitTimeout, match="2 finished, 1 running"):
+        executor.wait(3, timeout_s=0.3)
+    executor.set_version(2)
+    executor.engine.version = 2
+    for row in rows(2):
+        executor.submit({"x": 100 + row["x"]}, workflow)
+    assert xs(executor.wait(2)) == [100, 101]
+    assert executor.stats()["stale"] == 2
+    check_conserved(executor)
+
+
+def test_rejected_and_failed_episodes_free_their_place_and_are_replaced(executors):
+    executor = executors(batch_size=4, max_head_offpolicyness=0)
+    data = rows(40)
+    for row in data:
+        if row["x"] % 3 == 1:
+            row["reject"] = True
+        if row["x"] % 3 == 2:
+            row["raises"] = ValueError("bad row")
+    batch = executor.prepare_batch(loader(data), Echo())
+    assert xs(batch) == [0, 3, 6, 9]
+    stats = executor.stats()
+    assert stats["rejected"] == 3 and stats["failed"] >= 2
+    check_conserved(executor)
+
+
+def test_when_everything_fails_the_first_cause_is_told(executors):
+    executor = executors(batch_size=4, max_failed_episodes=10)
+    with pytest.raises(
+        TrainingError, match=r"10 episodes in a row failed.*ZeroDivisionError: first"
+    ) as info:
+        executor.prepare_batch(loader(rows(8, raises=ZeroDivisionError("first"))), Echo())
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TrainingError):
+        executor.submit({"x": 1}, Echo())
+
+
+@pytest.mark.parametrize(
+    "result, words",
+    [
+        (torch.ones(2), "expected a dict of tensors"),
+        ({"input_ids": torch.ones(2, 3)}, "lacks"),
+        (
+            {**make_batch(1), "logprobs": torch.zeros(2, 3)},
+            r"`logprobs` is \[2, 3\], but `input_ids` is \[2, 4\]",
+        ),
+        ({**make_batch(1), "rewards": torch.tensor([1.0, float("nan")])}, "not finite"),
+        ({**make_batch(1), "rewards": torch.ones(3)}, r"shape \[2\]"),
+        ({**make_batch(1), "extra": torch.ones(5)}, "first dimension is 2"),
+        (
+            {**make_batch(1), "logprobs": torch.full((2, 4), float("-inf"))},
+            "`logprobs` are not finite",
+        ),
+    ],
+)
+def test_wrong_results_are_named(executors, result, words):
+    executor = executors(batch_size=1, max_failed_episodes=1)
+    executor.submit({"x": 0, "returns": result}, Echo())
+    with pytest.raises(TrainingError, match=words):
+        executor.wait(1)
+
+
+def test_system_exit_in_a_workflow_costs_its_episode_only(executors):
+    executor = executors(batch_size=1)
+    executor.submit({"x": 0, "raises": SystemExit(3)}, Echo())
+    executor.submit({"x": 1}, Echo())
+    assert xs(executor.wait(1)) == [1]
+
+
+def test_episode_past_its_deadline_fails(executors):
+    executor = executors(batch_size=4, episode_timeout_s=0.2)
+    data = rows(12)
+    data[1]["hang"] = True
+    batch = executor.prepare_batch(loader(data), Echo())
+    assert xs(batch) == [0, 2, 3, 4]
+    assert executor.stats()["failed"] == 1
+    check_conserved(executor)
+
+
+def test_expired_wait_says_what_hangs_where(executors):
+    executor = executors(batch_size=2, batch_timeout_s=0.3)
+    data = rows(4)
+    data[1]["hang"] = True
+    with pytest.raises(WaitTimeout) as info:
+        executor.prepare_batch(loader(data), Echo())
+    text = str(info.value)
+    for words in (
+        "prepare_batch has waited",
+        "rollout.batch_timeout_s",
+        "1 finished, 1 running",
+        "episode 1",
+        "conftest.py",
+    ):
+        assert words in text, text
+
+
+def test_forgotten_version_is_an_error_not_a_hang(executors):
+    executor = executors(batch_size=4)
+    data = loader(rows(16))
+    executor.prepare_batch(data, Echo())
+    with pytest.raises(TrainingError, match="set_version forgotten"):
+        executor.prepare_batch(data, Echo())
+
+
+def test_wait_for_more_than_was_submitted_is_an_error(executors):
+    executor = executors(batch_size=4)
+    executor.submit({"x": 0}, Echo())
+    with pytest.raises(TrainingError, match="can never return: 1 of 2"):
+        executor.wait(2)
+
+
+def test_small_and_empty_datasets_are_told(executors):
+    with pytest.raises(DatasetError, match="3 rows, but a batch needs 4"):
+        executors(batch_size=4).prepare_batch(loader(rows(3)), Echo())
+    with pytest.raises(DatasetError, match="gives no rows"):
+        executors(batch_size=4).prepare_batch([], Echo())
+
+
+def test_batch_size_comes_from_the_dataloader_if_not_given(executors):
+    executor = executors(batch_size=None)
+    assert xs(executor.prepare_batch(loader(rows(9), size=3), Echo())) == [0, 1, 2]
+
+
+def test_rollout_batch_keeps_order_and_ignores_admission(executors):
+    executor = executors(batch_size=2, max_head_offpolicyness=0)
+    data = rows(50)
+    for row in data:
+        row["yields"] = 50 - row["x"]
+    data[7]["reject"] = True
+    data[8]["raises"] = ValueError("no")
+    assert xs(executor.rollout_batch(data, Echo())) == [x for x in range(50) if x not in (7, 8)]
+    assert executor.stats()["admitted"] == 0
+    with pytest.raises(TrainingError, match="first cause: boom"):
+        executor.rollout_batch(rows(3, raises=ValueError("boom")), Echo())
+
+
+def test_pause_admits_nothing_new(executors):
+    executor = executors(batch_size=2)
+    executor.pause()
+    executor.submit({"x": 0}, Echo())
+    with pytest.raises(WaitTimeout, match="paused"):
+        executor.wait(1, timeout_s=0.2)
+    executor.resume()
+    assert xs(executor.wait(1)) == [0]
+
+
+def test_counts_are_conserved_under_random_fates(executors):
+    rng = random.Random(7)
+    executor = executors(batch_size=8, max_head_offpolicyness=2, max_failed_episodes=1000)
+    data = []
+    for x in range(400):
+        fate = rng.choice(["ok"] * 4 + ["reject", "raise", "slow"])
+        row = {"x": x, "yields": rng.randint(0, 5)}
+        row |= {
+            "ok": {},
+            "reject": {"reject": True},
+            "raise": {"raises": KeyError("k")},
+            "slow": {"yields": 200},
+        }[fate]
+        data.append(row)
+    seen = []
+    batches = loader(data, size=8)
+    for version in range(20):
+        executor.engine.version = version
+        batch = executor.prepare_batch(batches, Echo())
+        lag = version - batch["versions"][batch["versions"] >= 0].min().item()
+        assert lag <= 2
+        seen += batch["group_ids"][::2].tolist()
+        check_conserved(executor)
+        executor.engine.version = version + 1
+        executor.set_version(version + 1)
+    assert len(seen) == len(set(seen)) == 160
+
+
+def test_many_waiting_episodes_are_all_returned(executors):
+    count = 5000
+    executor = executors(batch_size=count)
+    gate = asyncio.Event()
+    workflow = Echo()
+    for row in rows(count, gate=gate):
+        executor.submit(row, workflow)
+    executor._loop.call_soon_threadsafe(gate.set)
+    assert xs(executor.wait(count)) == list(range(count))

@@ -1,0 +1,136 @@
+"""The reward pool: whatever a reward does costs its own job, and no process is left behind."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import RewardError
+from arealite.reward.pool import RewardPool
+from tests.reward import sample_rewards
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool():
+    pool = RewardPool(num_workers=2, timeout_s=20.0)
+    yield pool
+    pool.close()
+
+
+def rows(*texts):
+    return [{"completion": text} for text in texts]
+
+
+def test_a_group_is_one_job(pool):
+    assert asyncio.run(pool.run(sample_rewards.length, rows("a", "bb", ""))) == [1.0, 2.0, 0.0]
+    first, second = asyncio.run(pool.run(sample_rewards.own_pid, rows("a", "b")))
+    assert first == second != os.getpid()
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (sample_rewards.raises, "no such column"),
+        (sample_rewards.crashes, "killed its worker process .signal 6"),
+        (sample_rewards.exits, "killed its worker process .exit code 7"),
+        (sample_rewards.returns_text, "must return a number"),
+        (sample_rewards.returns_nan, "must be finite"),
+        (lambda completion: 1.0, "top level"),
+    ],
+)
+def test_a_bad_reward_fails_with_its_reason_and_the_pool_goes_on(pool, fn, words):
+    async def both():
+        with pytest.raises(RewardError, match=words):
+            await pool.run(fn, rows("x"))
+        return await pool.run(sample_rewards.length, rows("xyz"))
+
+    assert asyncio.run(both()) == [3.0]
+
+
+def test_a_reward_that_never_returns_is_killed_and_others_are_not_delayed():
+    async def main():
+        pool = RewardPool(num_workers=2, timeout_s=1.0)
+        await pool.run(sample_rewards.length, rows("warm"))
+        began = time.monotonic()
+        hanging = [asyncio.ensure_future(pool.run(sample_rewards.never_returns, rows("x")))]
+        await asyncio.sleep(0)
+        quick = await asyncio.gather(
+            *(pool.run(sample_rewards.length, rows("a" * i)) for i in range(20))
+        )
+        with pytest.raises(RewardError, match=r"did not return within 1.0 s and was killed"):
+            await hanging[0]
+        assert time.monotonic() - began < 10
+        assert [value for [value] in quick] == [float(i) for i in range(20)]
+        assert pool.num_replaced == 1
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_cancelled_job_frees_its_place():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=30.0)
+        await pool.run(sample_rewards.length, rows("warm"))
+        job = asyncio.ensure_future(pool.run(sample_rewards.never_returns, rows("x")))
+        await asyncio.sleep(0.05)
+        job.cancel()
+        assert await pool.run(sample_rewards.length, rows("ab")) == [2.0]
+        pool.close()
+
+    asyncio.run(main())
+
+
+SCRIPT = """
+import asyncio, os, sys, time
+from arealite.reward.pool import RewardPool
+
+def reward(completion, **data):
+    return float(os.getpid()) if completion == "pid" else 2.0 * len(completion)
+
+def hang(completion, **data):
+    print(os.getpid(), flush=True)
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    pool = RewardPool(num_workers=1, timeout_s=3600)
+    if sys.argv[1] == "ok":
+        print(asyncio.run(pool.run(reward, [{"completion": "abc"}])))
+    else:
+        asyncio.run(pool.run(hang, [{"completion": "abc"}]))
+"""
+
+
+def test_a_reward_of_the_users_own_script_works(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, "ok"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout.strip() == "[6.0]", done.stderr
+
+
+def test_workers_die_with_a_killed_parent(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, script, "hang"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    worker = int(process.stdout.readline())
+    descriptor = os.pidfd_open(worker)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    readable, _, _ = select.select([descriptor], [], [], 10)
+    os.close(descriptor)
+    assert readable, "the worker outlived its parent"

@@ -1,0 +1,84 @@
+"""A real embedded server in a process of its own, for tests that need one to talk to, to stop or to kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+class ServerProcess:
+    """`python -m arealite.cli.serve`, ready when made; `address` is where it listens."""
+
+    def __init__(self, model_path: str | Path, **options: Any):
+        given = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_total_tokens": 8192,
+            "port": 0,
+            **options,
+        }
+        command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={model_path}"]
+        command += [f"{key}={value}" for key, value in given.items()]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "AREALITE_DIE_WITH_PARENT": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
+        )
+        self.lines: list[str] = []
+        self.address = self._read_address()
+        # somebody must empty the pipe, or a talkative server stops
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    def _read_address(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            found = re.search(r"http://([\w.]+:\d+)", line)
+            if found:
+                return found.group(1)
+        raise RuntimeError(f"the server did not start:\n{''.join(self.lines)}")
+
+    def _drain(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    def post(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"http://{self.address}/{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"http://{self.address}/{path}", timeout=30) as response:
+            return json.load(response)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+
+@contextmanager
+def server_process(model_path: str | Path, **options: Any) -> Iterator[ServerProcess]:
+    server = ServerProcess(model_path, **options)
+    try:
+        yield server
+    finally:
+        server.kill()
