@@ -31,7 +31,7 @@ def is_per_token(batch: Batch, value: torch.Tensor) -> bool:
 
 
 def concat_padded(batches: list[Batch]) -> Batch:
-    """Join padded batches row by row, padding each to the longest `T` on the right with zeros.
+    """Join padded batches row by row, padding each to the longest `T` on the right (`versions` with -1, all else with 0).
 
     All must have the same keys: a key that some lack would silently shift the rows of the others.
     """
@@ -46,15 +46,16 @@ def concat_padded(batches: list[Batch]) -> Batch:
     length = max(b["attention_mask"].shape[1] for b in batches)
     joined = {}
     for key in batches[0]:
-        parts = [_pad_to(b[key], length) if is_per_token(b, b[key]) else b[key] for b in batches]
+        fill = -1 if key == "versions" else 0
+        parts = [_pad_to(b[key], length, fill) if is_per_token(b, b[key]) else b[key] for b in batches]
         joined[key] = torch.cat(parts)
     return joined
 
 
-def _pad_to(value: torch.Tensor, length: int) -> torch.Tensor:
+def _pad_to(value: torch.Tensor, length: int, fill: int) -> torch.Tensor:
     if value.shape[1] == length:
         return value
-    padded = value.new_zeros(value.shape[0], length, *value.shape[2:])
+    padded = value.new_full((value.shape[0], length, *value.shape[2:]), fill)
     padded[:, : value.shape[1]] = value
     return padded
 
