@@ -215,7 +215,9 @@ class InferenceEngineConfig:
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
-    episode_timeout_s: float = _help("Deadline of one episode; past it, it counts as failed.", 7200.0)
+    episode_timeout_s: float = _help(
+        "Deadline of one episode; past it, it counts as failed.", 7200.0
+    )
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
@@ -363,6 +365,13 @@ class LauncherConfig:
     )
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
     stop_timeout_s: float = _help("Grace between asking processes to end and killing them.", 10.0)
+    server_restarts: int = _help(
+        "Times that servers which died are started again before the run fails.", 2
+    )
+    slurm: dict[str, Any] = _help(
+        "Flags of sbatch as they are; container_* go to srun, `wrap` stands before the command.",
+        dict,
+    )
 
 
 # ------------------------------------------------------------------------------------------- experiments
