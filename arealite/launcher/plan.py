@@ -66,12 +66,32 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Servers and ranks of one run, placed on nodes. `devices` is empty where a side runs on CPU."""
+    """Servers and ranks of one run, placed on nodes. Devices are indices among those of a node; without `on_gpu` only places."""
 
     mode: AllocationMode
     servers: tuple[ServerPlan, ...]
     ranks: tuple[RankPlan, ...]
     threads: int
+    on_gpu: bool
+
+    def servers_on(self, node: int) -> list[ServerPlan]:
+        return [s for s in self.servers if any(n == node for n, _ in s.places)]
+
+    def ranks_on(self, node: int) -> list[RankPlan]:
+        return [rank for rank in self.ranks if rank.node == node]
+
+    def describe(self) -> str:
+        """What runs where, one process a line."""
+        what = "gpu" if self.on_gpu else "slot"
+        lines = [f"{self.mode}: {len(self.servers)} servers, {len(self.ranks)} trainer ranks"]
+        for server in self.servers:
+            places = [f"node {n} {what} {','.join(map(str, d)) or '-'}" for n, d in server.places]
+            lines.append(f"  server {server.index}: {'; '.join(places)}")
+        for rank in self.ranks:
+            lines.append(
+                f"  rank {rank.rank}: node {rank.node} {what} {'-' if rank.device is None else rank.device}"
+            )
+        return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------ configuration
@@ -169,33 +189,39 @@ def visible_gpus() -> list[int]:
     return list(range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines())))
 
 
-def make_plan(config: LaunchConfig, gpus_per_node: list[list[int]]) -> Plan:
-    """Place servers first, then ranks, filling nodes in order. `gpus_per_node` is empty lists on CPU-only nodes."""
+def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Plan:
+    """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices (on CPU: places for processes) of each."""
     mode = AllocationMode.from_str(config.allocation_mode)
     if mode.gen_backend is not None and not config.model_path:
         raise ConfigError(
             f"allocation_mode={config.allocation_mode} starts servers, but no model is named: set actor.path or server.model_path"
         )
-    on_cpu = not any(gpus_per_node)
-    gen_on_gpu = not on_cpu and not (
-        mode.gen_backend == "embedded" and config.server.device == "cpu"
-    )
-    train_on_gpu = not on_cpu and config.train_device != "cpu"
-    slots = [(node, gpu) for node, gpus in enumerate(gpus_per_node) for gpu in gpus]
-    gen_need = mode.gen_world_size if gen_on_gpu else 0
-    train_need = mode.train_world_size if train_on_gpu else 0
+    # On a machine with accelerators, a side that was told to stay on the CPU takes none of them.
+    gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
+    train_free = on_gpu and config.train_device == "cpu"
+    slots = [(node, device) for node, devices in enumerate(nodes) for device in devices]
+    gen_need = 0 if gen_free else mode.gen_world_size
+    train_need = 0 if train_free else mode.train_world_size
     if gen_need + train_need > len(slots):
-        raise AllocationError(_arithmetic(config, mode, gen_need, train_need, gpus_per_node))
-    nodes = len(gpus_per_node)
+        raise AllocationError(_arithmetic(config, mode, gen_need, train_need, nodes))
     servers = tuple(
-        _place_server(i, mode, slots[:gen_need] if gen_on_gpu else None, nodes)
+        _place_server(i, mode, None if gen_free else slots, len(nodes))
         for i in range(mode.num_servers)
     )
-    ranks = _place_ranks(max(1, mode.train_world_size), slots[gen_need:], train_on_gpu, nodes)
-    processes = -(-(len(servers) + len(ranks)) // nodes)
+    rank_slots = None if train_free or not mode.train else slots[gen_need:]
+    ranks = _place_ranks(max(1, mode.train_world_size), rank_slots, len(nodes))
+    processes = -(-(len(servers) + len(ranks)) // len(nodes))
     cores = len(os.sched_getaffinity(0))
     threads = config.launcher.threads_per_process or max(1, cores // processes)
-    return Plan(mode, servers, tuple(ranks), threads)
+    return Plan(mode, servers, tuple(ranks), threads, on_gpu)
+
+
+def local_slots(config: LaunchConfig) -> tuple[list[int], bool]:
+    """The devices of this machine, numbered from 0; without accelerators, as many places as the plan needs: processes are not limited by cores."""
+    gpus = visible_gpus()
+    if gpus:
+        return list(range(len(gpus))), True
+    return list(range(AllocationMode.from_str(config.allocation_mode).world_size)), False
 
 
 def _place_server(
@@ -210,17 +236,13 @@ def _place_server(
     return ServerPlan(index, tuple((n, tuple(g for node, g in mine if node == n)) for n in used))
 
 
-def _place_ranks(
-    count: int, slots: list[tuple[int, int]], on_gpu: bool, nodes: int
-) -> list[RankPlan]:
-    if on_gpu:
-        places: list[tuple[int, int | None]] = list(slots[:count])
-        places += [(0, None)] * (
-            count - len(places)
-        )  # an evaluation's single process needs no device
-    else:
+def _place_ranks(count: int, slots: list[tuple[int, int]] | None, nodes: int) -> list[RankPlan]:
+    places: list[tuple[int, int | None]]
+    if slots is None:  # no device needed: spread evenly
         per_node = -(-count // nodes)
         places = [(rank // per_node, None) for rank in range(count)]
+    else:
+        places = list(slots[:count])
     ranks, on_node = [], dict.fromkeys(range(nodes), 0)
     for rank, (node, device) in enumerate(places):
         ranks.append(RankPlan(rank, on_node[node], node, device))

@@ -12,59 +12,65 @@ import http.client
 import json
 import shlex
 import sys
-import time
 from typing import Any
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ServerError, WaitTimeout
+from arealite.api.errors import ServerError
 from arealite.launcher.plan import LaunchConfig
-from arealite.launcher.supervisor import Child, Supervisor
 from arealite.utils.network import free_port, is_free
 
-_PROBE_INTERVAL_S = 0.1
 _RESERVED = ("command", "env")
 _KEY_ENV = "AREALITE_API_KEY"
 
 
-def server_ports(config: LaunchConfig, count: int) -> list[int]:
-    """A port for each server: free ones if `server.port` is 0, else consecutive ones, refused if taken."""
-    first, host = config.server.port, config.server.host
-    if first == 0:
-        return [free_port(host) for _ in range(count)]
-    ports = list(range(first, first + count))
-    taken = [port for port in ports if not is_free(port, host)]
-    if taken:
+def server_port(config: LaunchConfig, index: int) -> int:
+    """The port of a server: a free one if `server.port` is 0, else counted up from there and refused if taken."""
+    if config.server.port == 0:
+        return free_port(config.server.host)
+    port = config.server.port + index
+    if not is_free(port, config.server.host):
         raise ServerError(
-            f"port {', '.join(map(str, taken))} on {host} is taken: end what listens there, choose another server.port, "
+            f"port {port} on {config.server.host} is taken: end what listens there, choose another server.port, "
             "or set server.port=0 for a free one"
         )
-    return ports
+    return port
 
 
-def server_command(config: LaunchConfig, backend: str, host: str, port: int) -> list[str]:
-    """The command line of one server (of one node)."""
+def server_address(config: LaunchConfig, node_host: str, port: int) -> str:
+    """Where clients reach a server: the node's address if it listens on all of them."""
+    host = node_host if config.server.host in ("0.0.0.0", "::") else config.server.host
+    return f"{host}:{port}"
+
+
+def server_command(
+    config: LaunchConfig, backend: str, port: int, spread: tuple[int, int, str] | None = None
+) -> list[str]:
+    """The command line of one server. `spread` is (nodes, which of them, address of the first) if it spans nodes."""
+    host = config.server.host
     if backend == "embedded":
-        return [
-            sys.executable,
-            "-m",
-            "arealite.cli.serve",
-            *_embedded_arguments(config, host, port),
-        ]
-    mode = _strategy(config)
+        return [sys.executable, "-m", "arealite.cli.serve", *_embedded_arguments(config, port)]
+    strategy = _strategy(config)
     if backend == "sglang":
         base = config.sglang.get(
             "command", f"{shlex.quote(sys.executable)} -m sglang.launch_server"
         )
-        ours = {"model_path": config.model_path, "host": host, "port": port}
-        ours |= {"tp_size": mode.tensor, "pp_size": mode.pipeline}
-        return [*shlex.split(base), *_flags(ours | config.sglang)]
+        flags = {"model_path": config.model_path, "host": host, "port": port}
+        flags |= {"tp_size": strategy.tensor, "pp_size": strategy.pipeline}
+        flags |= {"api_key": config.server.api_key}
+        if spread:
+            flags |= {"nnodes": spread[0], "node_rank": spread[1], "dist_init_addr": spread[2]}
+        return [*shlex.split(base), *_flags(flags | config.sglang)]
     base = config.vllm.get(
         "command", f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve"
     )
-    ours = {"host": host, "port": port}
-    ours |= {"tensor_parallel_size": mode.tensor, "pipeline_parallel_size": mode.pipeline}
-    return [*shlex.split(base), config.model_path, *_flags(ours | config.vllm)]
+    flags = {"host": host, "port": port}
+    flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
+    if spread:
+        master, master_port = spread[2].rsplit(":", 1)
+        flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
+        flags |= {"master_addr": master, "master_port": master_port}
+    return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm)]
 
 
 def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
@@ -72,29 +78,13 @@ def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
     if backend == "embedded":
         return {_KEY_ENV: config.server.api_key} if config.server.api_key else {}
     given = (config.sglang if backend == "sglang" else config.vllm).get("env") or {}
-    ours = {"VLLM_SERVER_DEV_MODE": "1"} if backend == "vllm" else {}
+    ours = {}
+    if backend == "vllm":
+        # Its weight-update endpoints exist in this mode only.
+        ours["VLLM_SERVER_DEV_MODE"] = "1"
+        if config.server.api_key:
+            ours["VLLM_API_KEY"] = config.server.api_key
     return ours | {str(k): str(v) for k, v in given.items()}
-
-
-def wait_healthy(
-    supervisor: Supervisor, servers: dict[str, Child], timeout_s: float, api_key: str | None = None
-) -> None:
-    """Wait until all of `servers` ({address: child}) answer /health; raises with the log of one that died or is late."""
-    started = time.monotonic()
-    waiting = dict(servers)
-    while waiting:
-        waiting = {a: child for a, child in waiting.items() if not is_healthy(a, api_key)}
-        ended = supervisor.wait(_PROBE_INTERVAL_S) if waiting else []
-        if ended:
-            raise ServerError(
-                f"a process died while servers were starting: {ended[0].describe_end()}"
-            )
-        if waiting and time.monotonic() - started > timeout_s:
-            address, child = next(iter(waiting.items()))
-            raise WaitTimeout(
-                f"the launcher waited {timeout_s:.0f} s (rollout.setup_timeout_s) for {len(waiting)} of {len(servers)} servers to "
-                f"answer http://{address}/health; the last lines of {child.spec.log_path}:\n{child.last_lines()}"
-            )
 
 
 def is_healthy(address: str, api_key: str | None = None) -> bool:
@@ -110,8 +100,8 @@ def is_healthy(address: str, api_key: str | None = None) -> bool:
         connection.close()
 
 
-def _embedded_arguments(config: LaunchConfig, host: str, port: int) -> list[str]:
-    server = dataclasses.replace(config.server, model_path=config.model_path, host=host, port=port)
+def _embedded_arguments(config: LaunchConfig, port: int) -> list[str]:
+    server = dataclasses.replace(config.server, model_path=config.model_path, port=port)
     default = ServerConfig()
     changed = {
         f.name: getattr(server, f.name)

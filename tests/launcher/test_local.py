@@ -12,6 +12,7 @@ import pytest
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import launch
+from arealite.utils.names import FileNames
 from tests.launcher.conftest import carriers
 
 RUN = Path("runs/e/t")
@@ -72,7 +73,8 @@ def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert (
-        "died while servers were starting" in out and "cannot load the model: no such file" in out
+        "a server died while it was starting" in out
+        and "cannot load the model: no such file" in out
     )
     assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
 
@@ -81,17 +83,39 @@ def test_a_server_that_never_answers_meets_a_named_deadline(work, arguments):
     process = start(arguments("rollout.setup_timeout_s=1"), FAKE_SERVER="hangs")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "waited 1 s (rollout.setup_timeout_s) for 2 of 2 servers" in out
+    assert "waited 1 s (rollout.setup_timeout_s) for server0 to answer" in out
     assert "the fake server starts" in out
 
 
-def test_a_killed_server_ends_the_run(work, arguments):
-    process = start(arguments("tokenizer_path=wait"))
-    wait_for(work / "up0", work / "up1")
+def kill_a_server(work: Path) -> None:
     victim = next(p for p in Path("/proc").iterdir() if p.name.isdigit() and is_server(p, work))
     os.kill(int(victim.name), signal.SIGKILL)
+
+
+def test_a_killed_server_is_started_again_elsewhere(work, arguments):
+    process = start(arguments("tokenizer_path=wait"))
+    wait_for(work / "up0", work / "up1")
+    (names,) = (RUN / "names").iterdir()
+    before = FileNames(names).list("servers/")
+    kill_a_server(work)
+    deadline = time.monotonic() + 60
+    while len(after := FileNames(names).list("servers/")) < 2 or after == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert process.poll() is None, "the run went on"
+    process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "was ended by SIGKILL" in out
+    assert "was ended by SIGKILL" in out and "starting server" in out
+    assert len(set(before.values()) & set(after.values())) == 1, "never at its old address"
+
+
+def test_servers_that_keep_dying_end_the_run(work, arguments):
+    process = start(arguments("tokenizer_path=wait", "launcher.server_restarts=0"))
+    wait_for(work / "up0", work / "up1")
+    kill_a_server(work)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "servers died 1 times (launcher.server_restarts=0): server" in out
 
 
 def is_server(entry: Path, work: Path) -> bool:
@@ -147,7 +171,9 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
 def test_dry_run_starts_nothing(work, arguments, capsys):
     assert launch("script.py", arguments("sglang.mem_fraction_static=0.5"), dry_run=True) == 0
     out = capsys.readouterr().out
-    assert "server1:" in out and "rank1:" in out and "--mem-fraction-static 0.5" in out
+    assert (
+        "server 1: node 0" in out and "rank 1: node 0" in out and "--mem-fraction-static 0.5" in out
+    )
     assert not Path("runs").exists()
 
 

@@ -2,7 +2,14 @@ import pytest
 
 from arealite.api.cli_args import ClusterConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
-from arealite.launcher.plan import LaunchConfig, make_plan, read_launch_config, visible_gpus
+from arealite.launcher.job import Job
+from arealite.launcher.plan import (
+    LaunchConfig,
+    local_slots,
+    make_plan,
+    read_launch_config,
+    visible_gpus,
+)
 from arealite.launcher.servers import server_command, server_env
 
 EIGHT = list(range(8))
@@ -13,13 +20,13 @@ def config(mode: str, **kwargs) -> LaunchConfig:
 
 
 def test_devices_are_split_servers_first():
-    plan = make_plan(config("sglang.d2t2+d4"), [EIGHT])
+    plan = make_plan(config("sglang.d2t2+d4"), [EIGHT], True)
     assert [s.places for s in plan.servers] == [((0, (0, 1)),), ((0, (2, 3)),)]
     assert [(r.rank, r.local_rank, r.device) for r in plan.ranks] == [(0, 0, 4), (1, 1, 5), (2, 2, 6), (3, 3, 7)]  # fmt: skip
 
 
 def test_nodes_are_filled_in_order():
-    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4)
+    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
     assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
     assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [
         0,
@@ -30,14 +37,14 @@ def test_nodes_are_filled_in_order():
 
 
 def test_a_server_may_span_nodes():
-    plan = make_plan(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4)
+    plan = make_plan(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4, True)
     assert plan.servers[0].places == ((0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
     assert [r.node for r in plan.ranks] == [2] * 4 + [3] * 4
 
 
 def test_too_few_devices_are_refused_with_the_arithmetic():
     with pytest.raises(AllocationError) as caught:
-        make_plan(config("sglang.d4t2+d8"), [EIGHT])
+        make_plan(config("sglang.d4t2+d8"), [EIGHT], True)
     message = str(caught.value)
     assert (
         "needs 16 devices (sglang d4p1t2 = 8, training d8p1t1 = 8)" in message
@@ -45,29 +52,39 @@ def test_too_few_devices_are_refused_with_the_arithmetic():
     )
 
 
-def test_cpu_processes_are_not_limited():
-    plan = make_plan(config("embedded.d4+d8"), [[]])
+def test_cpu_processes_are_not_limited(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    devices, on_gpu = local_slots(config("embedded.d4+d8"))
+    plan = make_plan(config("embedded.d4+d8"), [devices], on_gpu)
     assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
-    assert all(rank.device is None for rank in plan.ranks)
-    spread = make_plan(config("embedded.d2+d4"), [[], []])
-    assert [s.places[0][0] for s in spread.servers] == [0, 1]
-    assert [(r.node, r.local_rank) for r in spread.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_cpu_clusters_fill_their_places_like_devices():
+    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
+    assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {r.node for r in plan.ranks} == {3}
+    with pytest.raises(AllocationError, match="there are 8"):
+        make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 2, on_gpu=False)
 
 
 def test_sides_that_ask_for_cpu_need_no_device():
     on_cpu = config("embedded.d4+d8", server=ServerConfig(device="cpu"), train_device="cpu")
-    assert len(make_plan(on_cpu, [[0]]).ranks) == 8
+    plan = make_plan(on_cpu, [[0], [0]], on_gpu=True)
+    assert [(r.node, r.local_rank) for r in plan.ranks] == [
+        (n, i) for n in (0, 1) for i in range(4)
+    ]
+    assert [s.places for s in plan.servers] == [((i % 2, ()),) for i in range(4)]
 
 
 def test_single_sided_modes_run_one_process_of_the_script():
-    assert len(make_plan(config("sglang.d2+eval"), [[]]).ranks) == 1
-    assert make_plan(config("sglang.d2"), [[0, 1]]).ranks[0].device is None
-    assert make_plan(config("d2"), [[]]).servers == ()
+    assert len(make_plan(config("sglang.d2+eval"), [[0, 1]], False).ranks) == 1
+    assert make_plan(config("sglang.d2"), [[0, 1]], True).ranks[0].device is None
+    assert make_plan(config("d2"), [[0, 1]], False).servers == ()
 
 
 def test_servers_need_a_model():
     with pytest.raises(ConfigError, match=r"set actor\.path or server\.model_path"):
-        make_plan(LaunchConfig(allocation_mode="sglang.d1+d1"), [[]])
+        make_plan(LaunchConfig(allocation_mode="sglang.d1+d1"), [[0, 1]], False)
 
 
 def test_visible_gpus(monkeypatch):
@@ -79,14 +96,38 @@ def test_visible_gpus(monkeypatch):
 
 def test_server_commands():
     embedded = config("embedded.d1+d1", server=ServerConfig(dtype="float32", api_key="secret"))
-    command = server_command(embedded, "embedded", "127.0.0.1", 1234)
+    command = server_command(embedded, "embedded", 1234)
     assert command[1:] == ["-m", "arealite.cli.serve", "model_path=m", "dtype=float32", "port=1234", "api_key=${oc.env:AREALITE_API_KEY}"]  # fmt: skip
     assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
     sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
-    assert server_command(sglang, "sglang", "h", 1) == ["sg", "--now", "--model-path", "m", "--host", "h", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
+    assert server_command(sglang, "sglang", 1) == ["sg", "--now", "--model-path", "m", "--host", "127.0.0.1", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
     vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
-    assert server_command(vllm, "vllm", "h", 1) == ["vllm", "serve", "m", "--host", "h", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--lora-modules", "a", "b"]  # fmt: skip
+    assert server_command(vllm, "vllm", 1) == ["vllm", "serve", "m", "--host", "127.0.0.1", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--lora-modules", "a", "b"]  # fmt: skip
     assert server_env(vllm, "vllm") == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
+
+
+def test_servers_that_span_nodes():
+    spread = (2, 1, "10.0.0.1:99")
+    sglang = server_command(config("sglang.d1t16+d1"), "sglang", 1, spread)
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:99" in " ".join(sglang)
+    vllm = server_command(config("vllm.d1t16+d1"), "vllm", 1, spread)
+    assert (
+        "--nnodes 2 --node-rank 1 --headless --master-addr 10.0.0.1 --master-port 99"
+        in " ".join(vllm)
+    )
+
+
+def test_a_job_travels_as_json(tmp_path):
+    cluster = ClusterConfig(n_nodes=2, n_gpus_per_node=2, fileroot=str(tmp_path))
+    job = Job(config("embedded.d2+d2", cluster=cluster), "a.py", ["x=1"], [[0, 1]] * 2, False)
+    path = job.save()
+    assert path.stat().st_mode & 0o077 == 0, "it holds the key"
+    assert (
+        Job.load(path) == job and job.config.server.api_key and job.config.server.host == "0.0.0.0"
+    )
+    assert job.plan().servers_on(0) == list(job.plan().servers) and len(job.plan().ranks_on(1)) == 2
+    text = job.describe()
+    assert "server 1: node 0 slot 1" in text and "rank 1: node 1 slot 1" in text
 
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "gconfig.n_samples=2"]

@@ -1,0 +1,95 @@
+"""A job: one script, its configuration and the nodes it runs on, as every launcher hands it to every node.
+
+Written as job.json into the run directory (readable by its owner alone: it may hold the servers' key). Each node makes the same plan from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shlex
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from arealite.api.errors import ConfigError
+from arealite.launcher.plan import LaunchConfig, Plan, make_plan
+from arealite.launcher.servers import server_command
+from arealite.utils.rundir import RunDir
+
+
+@dataclass
+class Job:
+    """What to run and on what. `devices` lists each node's devices (places for processes where there are none)."""
+
+    config: LaunchConfig
+    script: str
+    argv: list[str]
+    devices: list[list[int]]
+    on_gpu: bool
+    attempt: int = 0
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    def __post_init__(self) -> None:
+        server = self.config.server
+        if len(self.devices) > 1 and server.host == "127.0.0.1":
+            # Other machines must reach the servers; then they ask for a key.
+            key = server.api_key or secrets.token_hex(16)
+            self.config.server = dataclasses.replace(server, host="0.0.0.0", api_key=key)
+
+    @property
+    def run_dir(self) -> RunDir:
+        config = self.config
+        root = Path(config.cluster.fileroot).expanduser().absolute()
+        return RunDir(root / config.experiment_name / config.trial_name)
+
+    @property
+    def names_folder(self) -> Path:
+        """Of this attempt alone: what an earlier one left there means nothing."""
+        return self.run_dir.names / f"{self.id}-{self.attempt}"
+
+    def plan(self) -> Plan:
+        return make_plan(self.config, self.devices, self.on_gpu)
+
+    def command(self) -> list[str]:
+        """The script's command line."""
+        target = [self.script] if self.script.endswith(".py") else ["-m", self.script]
+        return [sys.executable, *target, *self.argv]
+
+    def describe(self) -> str:
+        """What would be started, and where."""
+        plan = self.plan()
+        lines = [f"run directory {self.run_dir.path}", plan.describe()]
+        if plan.mode.gen_backend is not None:
+            command = server_command(self.config, plan.mode.gen_backend, self.config.server.port)
+            lines.append(f"each server: {shlex.join(command)}")
+        lines.append(f"each rank:   {shlex.join(self.command())}")
+        lines.append(f"threads per process: {plan.threads}")
+        return "\n".join(lines)
+
+    def save(self) -> Path:
+        """Write config.yaml and job.json; returns the latter."""
+        self.run_dir.create()
+        self.run_dir.config_path.write_text(self.config.resolved_yaml)
+        path = self.run_dir.path / "job.json"
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Job:
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the job {path}: {error}") from error
+        node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), values.pop("config"))
+        config = OmegaConf.to_object(node)
+        assert isinstance(config, LaunchConfig)
+        return cls(config=config, **values)

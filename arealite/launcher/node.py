@@ -1,0 +1,247 @@
+"""One node's part of a job: its servers, its trainer ranks, and the watch over both. Every launcher runs this on every node.
+
+Nodes find each other through the name service: servers publish their addresses when they are healthy, the node of rank 0 the rendezvous; ranks
+start when all is there. A server that dies is started again under a new address; any other failure ends the node with a code that is not 0.
+Also a command: `python -m arealite.launcher.node JOB.json [NODE]`, NODE from SLURM_NODEID by default.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+from arealite.api.errors import AReaLiteError, ConfigError, ServerError
+from arealite.launcher.job import Job
+from arealite.launcher.plan import ServerPlan, visible_gpus
+from arealite.launcher.servers import (
+    is_healthy,
+    server_address,
+    server_command,
+    server_env,
+    server_port,
+)
+from arealite.launcher.supervisor import Child, ChildSpec, Interrupted, Supervisor
+from arealite.utils.config import run_main
+from arealite.utils.names import FileNames, wait_for_names
+from arealite.utils.network import free_port, host_address, is_free
+
+_STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
+
+
+def run_node(job: Job, node: int) -> int:
+    """Run this node's part to its end; returns the exit code. Leaves no process behind."""
+    names = FileNames(job.names_folder)
+    with Supervisor(job.config.launcher.stop_timeout_s) as supervisor:
+        part = _NodePart(job, node, names, supervisor)
+        try:
+            code = part.run()
+        except Interrupted as interrupt:
+            print(f"{interrupt}: ending {len(supervisor.children)} processes", file=sys.stderr)
+            code = 128 + interrupt.number
+        except AReaLiteError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            code = 1
+        # The other nodes learn of it, and end too.
+        names.publish(f"ended/{node}", str(code))
+    return code
+
+
+class _NodePart:
+    """State of one node: which servers start, which run, which ranks are left."""
+
+    def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
+        self.job, self.node, self.names, self.supervisor = job, node, names, supervisor
+        self.config, self.plan, self.logs = job.config, job.plan(), job.run_dir.logs
+        self.host = "127.0.0.1" if len(job.devices) == 1 else host_address()
+        self.gpus = visible_gpus() if job.on_gpu else []
+        self.starting: dict[int, tuple[Child, str, float]] = {}
+        self.servers: dict[int, Child] = {}
+        self.addresses: list[str] = []
+        self.followers: list[Child] = []
+        self.ranks: list[Child] = []
+        self.num_restarts = 0
+        self.is_up = False
+
+    def run(self) -> int:
+        began = time.monotonic()
+        for server in self.plan.servers_on(self.node):
+            self.start_server(server)
+        while self.starting:
+            self.turn()
+        self.is_up = True
+        if self.servers:
+            took_s = time.monotonic() - began
+            what = f"{len(self.servers)} {self.plan.mode.gen_backend} server(s)"
+            print(f"{what} ready in {took_s:.1f} s: {', '.join(self.addresses)}", flush=True)
+        if self.plan.ranks_on(self.node):
+            self.start_ranks()
+            while self.ranks:
+                code = self.turn()
+                if code:
+                    return code
+            return 0
+        return self.serve_until_ranks_end()
+
+    def serve_until_ranks_end(self) -> int:
+        """A node without ranks goes on as long as any node with ranks does."""
+        others = {f"ended/{rank.node}" for rank in self.plan.ranks}
+        while True:
+            self.turn()
+            ended = self.names.list("ended/")
+            failed = [int(code) for name, code in ended.items() if name in others and int(code)]
+            if failed or others <= set(ended):
+                return failed[0] if failed else 0
+
+    def turn(self) -> int:
+        """Sleep until something happens, and see to it. Returns the code of a rank that failed, else 0."""
+        self.names.renew()
+        self.publish_healthy()
+        for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else _RUNNING_WAKE_S):
+            if child in self.ranks:
+                self.ranks.remove(child)
+                if child.code:
+                    print(f"error: {child.describe_end()}", file=sys.stderr, flush=True)
+                    return child.code if child.code > 0 else 128 - child.code
+            else:
+                self.server_ended(child)
+        if self.ranks:
+            ended = self.names.list("ended/")
+            failed = [int(code) for name, code in ended.items() if int(code)]
+            if failed:
+                print("error: another node failed; see its log", file=sys.stderr, flush=True)
+                return failed[0]
+        return 0
+
+    # -------------------------------------------------------------------------------------------- servers
+
+    def start_server(self, server: ServerPlan) -> None:
+        backend = self.plan.mode.gen_backend
+        assert backend is not None
+        place = [node for node, _ in server.places].index(self.node)
+        devices = server.places[place][1]
+        env = {"OMP_NUM_THREADS": str(self.plan.threads), **server_env(self.config, backend)}
+        if self.gpus and devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
+        port = free_port() if self.is_up else server_port(self.config, server.index)
+        spread = self.rendezvous(server, place) if len(server.places) > 1 else None
+        command = server_command(self.config, backend, port, spread)
+        name = f"server{server.index}" + (f".{place}" if place else "")
+        child = self.supervisor.start(ChildSpec(name, command, self.logs / f"{name}.log", env))
+        if place:
+            self.followers.append(child)
+        else:
+            address = server_address(self.config, self.host, port)
+            deadline = time.monotonic() + self.config.setup_timeout_s
+            self.starting[server.index] = (child, address, deadline)
+
+    def rendezvous(self, server: ServerPlan, place: int) -> tuple[int, int, str]:
+        """(number of nodes, which of them, address of the first) for a server that spans nodes."""
+        name = f"server-rendezvous/{server.index}"
+        if place == 0:
+            self.names.publish(name, f"{self.host}:{free_port(self.host)}")
+        found = wait_for_names(
+            self.names, name, 1, self.config.setup_timeout_s, f"node {self.node}"
+        )
+        return len(server.places), place, found[name]
+
+    def publish_healthy(self) -> None:
+        """Servers that have come up get their name; one that is late is an error."""
+        for index, (child, address, deadline) in list(self.starting.items()):
+            if is_healthy(address, self.config.server.api_key):
+                del self.starting[index]
+                self.servers[index] = child
+                self.addresses.append(address)
+                self.names.publish(f"servers/{index}", address)
+            elif time.monotonic() > deadline:
+                raise ServerError(
+                    f"node {self.node} waited {self.config.setup_timeout_s:.0f} s (rollout.setup_timeout_s) for {child.name} to answer "
+                    f"http://{address}/health; the last lines of {child.spec.log_path}:\n{child.last_lines()}"
+                )
+
+    def server_ended(self, child: Child) -> None:
+        """Start a server that died again, at a new address: at the old one clients would take it for what it was."""
+        if child in self.followers or not self.is_up:
+            raise ServerError(f"a server died while it was starting: {child.describe_end()}")
+        running = {i: c for i, (c, _, _) in self.starting.items()} | self.servers
+        index = next(i for i, c in running.items() if c is child)
+        self.starting.pop(index, None)
+        if self.servers.pop(index, None):
+            self.names.withdraw(f"servers/{index}")
+        self.num_restarts += 1
+        allowed = self.config.launcher.server_restarts
+        if self.num_restarts > allowed:
+            raise ServerError(
+                f"servers died {self.num_restarts} times (launcher.server_restarts={allowed}): {child.describe_end()}"
+            )
+        print(f"warning: {child.describe_end()}\nstarting server {index} again", flush=True)
+        self.start_server(self.plan.servers[index])
+
+    # ---------------------------------------------------------------------------------------------- ranks
+
+    def start_ranks(self) -> None:
+        """When every server of the job has a name, and rank 0's node has said where the ranks meet."""
+        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
+        mine = self.plan.ranks_on(self.node)
+        if mine[0].rank == 0:
+            self.names.publish("master", f"{self.host}:{self.trainer_port()}")
+        servers = wait_for_names(self.names, "servers/", len(self.plan.servers), timeout_s, who)
+        master = wait_for_names(self.names, "master", 1, timeout_s, who)["master"]
+        for rank in mine:
+            env = self.rank_env(list(servers.values()), master, len(mine))
+            env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank)}
+            self.ranks.append(self.supervisor.start(self.rank_spec(rank.rank, env)))
+
+    def trainer_port(self) -> int:
+        port = self.config.launcher.trainer_port or free_port(self.host)
+        if not is_free(port, self.host):
+            raise ServerError(
+                f"launcher.trainer_port={port} is taken: choose another, or 0 for a free one"
+            )
+        return port
+
+    def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
+        host, port = master.rsplit(":", 1)
+        env = {
+            "WORLD_SIZE": str(len(self.plan.ranks)),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "AREALITE_SERVER_ADDRS": ",".join(servers),
+            "AREALITE_NAMES": str(self.job.names_folder),
+            "AREALITE_ATTEMPT": str(self.job.attempt),
+            "OMP_NUM_THREADS": str(self.plan.threads),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.config.server.api_key:
+            env["AREALITE_API_KEY"] = self.config.server.api_key
+        devices = [rank.device for rank in self.plan.ranks_on(self.node)]
+        if self.gpus and None not in devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(
+                str(self.gpus[d]) for d in devices if d is not None
+            )
+        return env
+
+    def rank_spec(self, rank: int, env: dict[str, str]) -> ChildSpec:
+        log_path = self.logs / f"rank{rank}.log"
+        env = {**env, "AREALITE_LOG_FILE": str(log_path)}
+        if rank == 0 and sys.stdout.isatty():
+            env["AREALITE_TTY_FD"] = str(sys.stdout.fileno())
+        return ChildSpec(f"rank{rank}", self.job.command(), log_path, env, echo=rank == 0)
+
+
+def main(argv: list[str]) -> int:
+    if not argv:
+        raise ConfigError("usage: python -m arealite.launcher.node JOB.json [NODE]")
+    node = argv[1] if len(argv) > 1 else os.environ.get("SLURM_NODEID", "0")
+    job = Job.load(argv[0])
+    # A requeued Slurm job runs the same command again: a later attempt.
+    return run_node(
+        replace(job, attempt=job.attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0"))),
+        int(node),
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)
