@@ -78,7 +78,7 @@ def in_flight(count: int) -> tuple[float, int]:
     while len(gate._waiters) < count:
         time.sleep(0.01)
     size_bytes = (process.memory_info().rss - before) / count
-    executor._loop.call_soon_threadsafe(gate.set)
+    executor.runner.loop.call_soon_threadsafe(gate.set)
     batch = executor.wait(count)
     executor.stop()
     return size_bytes, len(set(batch["group_ids"].tolist()))

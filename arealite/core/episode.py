@@ -18,6 +18,7 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+_KNOWN_KEYS = {*TOKEN_KEYS, "rewards"}
 
 
 class TrajectoryError(ValueError):
@@ -41,7 +42,7 @@ class Episode:
 
     id: int
     data: dict[str, Any]
-    workflow: RolloutWorkflow
+    workflow: RolloutWorkflow | None  # None: restored from a checkpoint, already played
     call: DirectCall | None = None
     start_version: int = -1
     started_at: float = 0.0
@@ -75,20 +76,21 @@ def check_trajectories(result: Any) -> Trajectories:
             f"arun_episode returned {type(result).__name__}; expected a dict of tensors, or None to reject"
         )
     rewards, shape = result.get("rewards"), _common_shape(result)
-    if not isinstance(rewards, torch.Tensor) or rewards.shape != shape[:1]:
+    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != (shape[0],):
         given = tuple(rewards.shape) if isinstance(rewards, torch.Tensor) else rewards
         raise TrajectoryError(f"`rewards` is {given}; expected a tensor of shape [{shape[0]}]")
-    total = rewards.sum().item()
+    total = _sum(rewards)
     if not math.isfinite(total):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
-    if not math.isfinite(result["logprobs"].sum().item()):
+    if not math.isfinite(_sum(result["logprobs"])):
         raise TrajectoryError(
             "`logprobs` are not finite: the server or the workflow made NaN or infinity"
         )
-    for key, value in result.items():
-        if not isinstance(value, torch.Tensor) or value.shape[:1] != shape[:1]:
+    for key in result.keys() - _KNOWN_KEYS:
+        value = result[key]
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
-    num_tokens = int(result["attention_mask"].sum())
+    num_tokens = int(_sum(result["attention_mask"]))
     if num_tokens == 0:
         raise TrajectoryError("`attention_mask` is zero everywhere: the trajectories are empty")
     return Trajectories(
@@ -103,15 +105,25 @@ def check_trajectories(result: Any) -> Trajectories:
 def oldest_version(versions: torch.Tensor) -> int:
     """Smallest version of a generated token; a batch without any counts as never stale."""
     # read as unsigned, -1 (not generated) is the largest number there is
-    smallest = int(
-        versions.detach().cpu().numpy().astype(np.int64, copy=False).view(np.uint64).min()
-    )
+    unsigned = _array(versions).astype(np.int64, copy=False).view(np.uint64)
+    smallest = int(np.minimum.reduce(unsigned, axis=None))
     return smallest if smallest < 1 << 63 else 1 << 30
 
 
+def _sum(tensor: torch.Tensor) -> float:
+    return float(np.add.reduce(_array(tensor), axis=None))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy reduces small arrays several times faster than torch, and this runs for every episode."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.float().numpy(force=True)
+    return tensor.numpy(force=True) if tensor.requires_grad or tensor.is_cuda else tensor.numpy()
+
+
 def _common_shape(result: dict[str, Any]) -> torch.Size:
-    missing = [key for key in (*TOKEN_KEYS, "rewards") if key not in result]
-    if missing:
+    if not result.keys() >= _KNOWN_KEYS:
+        missing = sorted(_KNOWN_KEYS - result.keys())
         raise TrajectoryError(f"the workflow's result lacks {missing}; it has {sorted(result)}")
     first = result["input_ids"]
     if not isinstance(first, torch.Tensor) or first.ndim != 2 or 0 in first.shape:

@@ -15,7 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
 from arealite.api.errors import AReaLiteError
+from arealite.api.io_struct import Batch
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes(
@@ -31,6 +35,8 @@ CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
 CREATE TABLE IF NOT EXISTS rollouts(
   episode INTEGER, sample INTEGER, step INTEGER, reward REAL, oldest_version INTEGER, newest_version INTEGER,
   tokens INTEGER, prompt TEXT, completion TEXT, PRIMARY KEY(episode, sample));
+CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkpoint at `step` had not trained on yet
+  step INTEGER, id INTEGER, tensors BLOB, PRIMARY KEY(step, id));
 CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
 """
 _UPSERT = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)"
@@ -117,27 +123,56 @@ class Ledger:
         self.commit()
         self._run_now(lambda db: None)
 
-    def rewind(self, step: int, unfinished_from: int, finished: Iterable[int]) -> int:
-        """Undo what happened after the checkpoint at `step`; returns how many episodes go back into the stream.
+    def save_buffer(self, step: int, episodes: list[tuple[int, Batch]]) -> None:
+        """Keep these episodes' trajectories for a checkpoint at `step`; returns when they are on disk."""
+        rows = [(step, i, save_tensors(_contiguous(batch))) for i, batch in episodes]
+        self.commit()
 
-        The checkpoint knows every episode before `unfinished_from`, and those in `finished`, as ended; all others run again
-        under the same id. What it knows as trained was trained before `step`.
+        def job(db: sqlite3.Connection) -> None:
+            # the checkpoint before this one is the last good one until this one is whole
+            db.execute(
+                "DELETE FROM buffer WHERE step < (SELECT MAX(step) FROM buffer) OR step >= ?",
+                (step,),
+            )
+            db.executemany("INSERT INTO buffer VALUES (?,?,?)", rows)
+
+        self._run_now(job)
+
+    def rewind(
+        self, step: int, unfinished_from: int, finished: Iterable[int]
+    ) -> list[tuple[int, Batch]]:
+        """Undo what happened after the checkpoint at `step`; returns the episodes that it had buffered.
+
+        The checkpoint knows every episode before `unfinished_from`, and those in `finished`, as ended; all others run
+        again under the same id, except the buffered ones.
         """
-        undone: list[int] = []
+        buffered: list[tuple[int, Batch]] = []
         keep = set(finished)
 
         def job(db: sqlite3.Connection) -> None:
+            found = db.execute("SELECT id, tensors FROM buffer WHERE step = ? ORDER BY id", (step,))
+            buffered.extend((i, load_tensors(blob)) for i, blob in found)
+            keep.update(i for i, _ in buffered)
             later = db.execute(
-                "SELECT id FROM episodes WHERE id >= ? OR step >= ?", (unfinished_from, step)
-            )
-            undone.extend(row[0] for row in later if row[0] not in keep)
+                "SELECT id FROM episodes WHERE id >= ?", (unfinished_from,)
+            ).fetchall()
+            undone = [row for row in later if row[0] not in keep]
             for table, key in (("episodes", "id"), ("rollouts", "episode")):
-                db.executemany(f"DELETE FROM {table} WHERE {key} = ?", [(i,) for i in undone])
-            text = f"resumed at step {step}: {len(undone)} later episodes run again"
+                db.executemany(f"DELETE FROM {table} WHERE {key} = ?", undone)
+            text = f"resumed at step {step}: {len(undone)} episodes run again, {len(buffered)} were buffered"
             db.execute("INSERT INTO events VALUES (?,?,?)", (time.time(), "recover", text))
 
         self._run_now(job)
-        return len(undone)
+        return buffered
+
+    def clear(self) -> None:
+        """Forget an earlier run of the same name."""
+
+        def job(db: sqlite3.Connection) -> None:
+            for table in ("episodes", "rollouts", "buffer", "events"):
+                db.execute(f"DELETE FROM {table}")
+
+        self._run_now(job)
 
     def counts(self) -> dict[str, int]:
         """Episodes by state, as on disk after everything noted so far."""
@@ -198,6 +233,10 @@ class Ledger:
                 db.close()
         except (sqlite3.Error, OSError) as error:
             self._error = error
+
+
+def _contiguous(batch: Batch) -> Batch:
+    return {key: value.detach().cpu().contiguous() for key, value in batch.items()}
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ The counts are conserved: admitted = running + accepted + rejected + failed + st
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 UNLIMITED = 1 << 30
 
@@ -94,5 +95,12 @@ class StalenessManager:
     def train(self, count: int) -> None:
         self.counts.trained += count
 
-    def state_dict(self) -> dict[str, int]:
-        return {"version": self.version, **asdict(self.counts)}
+    def load_state_dict(self, state: dict[str, Any], num_buffered: int) -> None:
+        """Take over the counts of a checkpoint. What ran when it was written runs again; what was buffered still is."""
+        ended = state["counts"]
+        trained, gone = ended["trained"], ended["rejected"] + ended["failed"] + ended["stale"]
+        accepted = trained + num_buffered
+        self.counts = Counts(
+            **{**ended, "running": 0, "accepted": accepted, "admitted": accepted + gone}
+        )
+        self.version = state["version"]

@@ -8,12 +8,8 @@ trainer gets the first cause; every wait has a deadline. With η = 0 a batch is 
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-import importlib
-import importlib.util
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -28,14 +24,9 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.diagnosis import describe_wait, diagnose, stuck
-from arealite.core.episode import (
-    DirectCall,
-    Episode,
-    Trajectories,
-    check_trajectories,
-    episode_seed,
-)
+from arealite.core.diagnosis import diagnose, stuck
+from arealite.core.episode import DirectCall, Episode, Trajectories, check_trajectories
+from arealite.core.episode_runner import EpisodeRunner
 from arealite.core.ledger import EpisodeRow, Ledger
 from arealite.core.row_stream import RowStream
 from arealite.core.staleness_manager import StalenessManager
@@ -46,7 +37,8 @@ from arealite.utils.data import concat_padded
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
 
-_EAGER = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+# Ids of submitted episodes begin here; those of `prepare_batch` are positions in the stream of rows.
+MANUAL_IDS = 1 << 40
 
 
 class WorkflowExecutor:
@@ -70,56 +62,53 @@ class WorkflowExecutor:
         self._lock = threading.Condition()  # guards staleness, _finished, _running, _calls
         self._pending: deque[Episode] = deque()
         self._direct: deque[Episode] = deque()
-        self._running: dict[Episode, None] = {}  # in order of start
         self._finished: list[tuple[int, Episode]] = []  # heap, oldest first
-        self._next_id = 0
+        self._next_manual_id = MANUAL_IDS
         self._next_direct_id = 0
         self._stream: RowStream | None = None
+        self._resume: dict[str, Any] | None = (
+            None  # state to go on from, until the dataloader is known
+        )
+        self._is_new_run = True
         self._needed = 0  # finished episodes the trainer waits for; 0 when it does not wait
         self._low_water = -1  # with fewer queued, the trainer wants to queue more
         self._paused = False
-        self._stopping = False
         self._wake_pending = False
-        self._deadline_timer: asyncio.TimerHandle | None = None
         self._failures_in_row = 0
         self._first_failure: BaseException | None = None
         self._fatal: BaseException | None = None
         self._last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
-        self._loop = _new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
+        self.runner = EpisodeRunner(
+            engine, seed, config.episode_timeout_s, self._check_weights, self._ended, self._crashed
+        )
 
     # ------------------------------------------------------------------------------- the trainer's side
 
     def start(self) -> None:
-        self._thread.start()
+        self.runner.start()
 
     def stop(self) -> None:
         """Cancel all episodes, end the loop, write the ledger; idempotent."""
-        self._stopping = True
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=10)
+        self.runner.stop()
         if self.ledger is not None:
             self.ledger.close()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T], wait: NamedWait) -> T:
-        """Run `coroutine` on the loop's thread and return its result; for the engine's own calls."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(wait.left_s)
-        except TimeoutError:
-            if future.done():
-                raise  # the coroutine's own error
-            future.cancel()
-            raise wait.error(
-                "no answer yet", "a server hangs or is very slow: see its log"
-            ) from None
+        """Run one of the engine's own coroutines on the loop and return its result."""
+        return self.runner.run_coroutine(coroutine, wait)
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         """Queue one episode; it starts as soon as the staleness rule allows."""
+        self._enqueue(self._next_manual_id, data, workflow)
+        self._next_manual_id += 1
+
+    def _enqueue(self, episode_id: int, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         self._raise_fatal()
-        self._pending.append(Episode(self._next_id, data, workflow))
-        self._next_id += 1
+        if self._is_new_run:
+            self._is_new_run = False
+            if self.ledger is not None:
+                self.ledger.clear()
+        self._pending.append(Episode(episode_id, data, workflow))
         self._wake()
 
     def wait(self, count: int, timeout_s: float | None = None) -> Batch:
@@ -132,9 +121,7 @@ class WorkflowExecutor:
         self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
     ) -> Batch:
         """The next training batch, while further episodes keep running up to the staleness limit."""
-        if self._stream is None or self._stream.dataloader is not dataloader:
-            self._stream = RowStream(dataloader)
-        stream = self._stream
+        stream = self._open_stream(dataloader)
         if self.staleness.batch_size is None:
             self.staleness.batch_size = stream.batch_size()
         count = self.staleness.batch_size
@@ -145,7 +132,8 @@ class WorkflowExecutor:
             with self._lock:
                 wanted = max(0, self.staleness.capacity()) + 2 * count
             while len(self._pending) < wanted:
-                self.submit(stream.next_row(), workflow)
+                episode_id, row = stream.next_row()
+                self._enqueue(episode_id, row, workflow)
 
         self._low_water = count
         wait = NamedWait(
@@ -155,6 +143,17 @@ class WorkflowExecutor:
             "rollout.batch_timeout_s",
         )
         return self._collect(count, wait, top_up)
+
+    def _open_stream(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
+        if self._stream is None or self._stream.dataloader is not dataloader:
+            first = 0 if self._stream is None else self._stream.position
+            if self._resume is not None:
+                first = self._resume["stream_start"]
+            self._stream = RowStream(dataloader, first)
+            if self._resume is not None:
+                self._stream.seek(self._resume["position"], set(self._resume["done"]))
+                self._resume = None
+        return self._stream
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
         """Run these rows now, whatever the staleness rule says, and return them in their order.
@@ -203,6 +202,50 @@ class WorkflowExecutor:
             counts = self.staleness.counts
             now = {"queued": len(self._pending), "buffered": counts.buffered, **asdict(counts)}
         return {**now, **self._last_batch, "version": self.staleness.version}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands between two steps, as JSON; buffered trajectories go to the ledger.
+
+        Every row before `position` and those in `done` have ended; all others, less the buffered ones, run again.
+        """
+        with self._lock:
+            counts = asdict(self.staleness.counts)
+            finished = [e for _, e in sorted(self._finished, key=lambda item: item[0])]
+            waiting = {e.id for e in (*self._pending, *self.runner.running) if e.call is None}
+        version = self.staleness.version
+        if self._stream is None and self._resume is not None:
+            return {**self._resume, "version": version}
+        pulled = 0 if self._stream is None else self._stream.position
+        unfinished = {i for i in waiting.union(e.id for e in finished) if i < MANUAL_IDS}
+        position = min(unfinished, default=pulled)
+        if self.ledger is not None:
+            pairs = [(e.id, e.result.batch) for e in finished if e.result and e.id < MANUAL_IDS]
+            self.ledger.save_buffer(version, pairs)
+        return {
+            "version": version,
+            "counts": counts,
+            "stream_start": 0 if self._stream is None else self._stream.first_id,
+            "position": position,
+            "done": [i for i in range(position, pulled) if i not in unfinished],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; before the first episode."""
+        if not self._is_new_run:
+            raise TrainingError("load_state_dict comes before the first episode")
+        self._is_new_run = False
+        done, version = list(state["done"]), state["version"]
+        buffered: list[tuple[int, Batch]] = []
+        if self.ledger is not None:
+            buffered = self.ledger.rewind(version, state["position"], done)
+        with self._lock:
+            self.staleness.load_state_dict(state, len(buffered))
+            for episode_id, batch in buffered:
+                episode = Episode(episode_id, {}, None, start_version=version)
+                episode.result = check_trajectories(batch)
+                heapq.heappush(self._finished, (episode_id, episode))
+                self._note(episode, "buffered")
+        self._resume = {**state, "done": done + [i for i, _ in buffered]}
 
     # --------------------------------------------------------------------------------------- collecting
 
@@ -280,78 +323,31 @@ class WorkflowExecutor:
         """Have the loop look at its queues; one call per burst crosses the threads."""
         if not self._wake_pending:
             self._wake_pending = True
-            self._loop.call_soon_threadsafe(self._admit)
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        except (
-            BaseException
-        ) as error:  # whatever ends the loop must reach the trainer, or it waits for nothing
-            self._fail_all(error)
-            raise
-        finally:
-            self._cancel_all()
-            self._loop.close()
-
-    def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self.runner.loop.call_soon_threadsafe(self._admit)
 
     def _admit(self) -> None:
         self._wake_pending = False
         while self._direct and self._fatal is None:
-            self._start(self._direct.popleft())
+            episode = self._direct.popleft()
+            with self._lock:
+                self.runner.running[episode] = None
+            self._start(episode)
         if self._paused or self._fatal is not None or not self._pending:
             return
         with self._lock:
             count = max(0, min(self.staleness.capacity(), len(self._pending)))
             self.staleness.admit(count)
-        for _ in range(count):
-            self._start(self._pending.popleft())
+            starting = [self._pending.popleft() for _ in range(count)]
+            self.runner.running.update(dict.fromkeys(starting))
+        for episode in starting:
+            self._start(episode)
 
     def _start(self, episode: Episode) -> None:
         episode.start_version = self.staleness.version
         episode.started_at = time.monotonic()
-        with self._lock:
-            self._running[episode] = None
-            if episode.call is None:
-                self._note(episode, "running")
-        if self._deadline_timer is None:
-            self._arm_deadline(episode)
-        name = f"episode-{episode.id}" if episode.call is None else f"direct-{episode.id}"
-        coroutine = self._run(episode)
-        episode.task = asyncio.Task(coroutine, loop=self._loop, name=name, **_EAGER)
-        if episode not in self._running:
-            episode.task = None  # ended eagerly
-
-    async def _run(self, episode: Episode) -> None:
-        data = episode.data
-        if "seed" not in data:
-            data = {**data, "seed": episode_seed(self.seed, episode.id)}
-        try:
-            result = await episode.workflow.arun_episode(self.engine, data)
-            if result is not None:
-                episode.result = check_trajectories(result)
-                self._check_weights(episode, episode.result)
-        except asyncio.CancelledError:
-            if not self._stopping:  # its own deadline
-                limit = self.config.episode_timeout_s
-                self._ended(
-                    episode, TimeoutError(f"no result within rollout.episode_timeout_s={limit}")
-                )
-            raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a user's workflow may raise anything; it costs its episode
-            self._ended(episode, error)
-        else:
-            self._ended(episode, None)
+        if episode.call is None:
+            self._note(episode, "running")
+        self.runner.spawn(episode)
 
     def _check_weights(self, episode: Episode, result: Trajectories) -> None:
         """Tokens far older than the weights an episode started under mean that a server missed an update."""
@@ -363,9 +359,8 @@ class WorkflowExecutor:
             )
 
     def _ended(self, episode: Episode, error: BaseException | None) -> None:
-        episode.task = None
         with self._lock:
-            self._running.pop(episode, None)
+            self.runner.running.pop(episode, None)
             if episode.call is not None:
                 self._ended_directly(episode, episode.call, error)
                 return
@@ -383,7 +378,7 @@ class WorkflowExecutor:
             self._notify_if_due()
         if self._pending and not self._wake_pending:
             self._wake_pending = True
-            self._loop.call_soon(self._admit)
+            self.runner.loop.call_soon(self._admit)
 
     def _ended_directly(
         self, episode: Episode, call: DirectCall, error: BaseException | None
@@ -398,7 +393,8 @@ class WorkflowExecutor:
             self._lock.notify_all()
 
     def _failed(self, episode: Episode, error: BaseException) -> None:
-        logger.error("episode %d failed: %s", episode.id, error, exc_info=error)
+        trace = error if self._failures_in_row < 3 else None  # the rest tells nothing new
+        logger.error("episode %d failed: %r", episode.id, error, exc_info=trace)
         self.staleness.fail()
         self._note(episode, "failed", reason=f"{type(error).__name__}: {error}")
         if self._failures_in_row == 0:
@@ -423,25 +419,6 @@ class WorkflowExecutor:
             or self.staleness.counts.running == 0
         ):
             self._lock.notify_all()
-
-    def _arm_deadline(self, oldest: Episode) -> None:
-        """All episodes have the same time-out, so one timer for the oldest serves them all."""
-        when = oldest.started_at + self.config.episode_timeout_s
-        delay = max(0.0, when - time.monotonic())
-        self._deadline_timer = self._loop.call_later(delay, self._check_deadlines)
-
-    def _check_deadlines(self) -> None:
-        self._deadline_timer = None
-        now = time.monotonic()
-        with self._lock:
-            running = list(self._running)
-        for episode in running:
-            if now < episode.started_at + self.config.episode_timeout_s:
-                self._arm_deadline(episode)
-                return
-            if episode.task is not None:
-                logger.error("%s: past its deadline", describe_wait(episode))
-                episode.task.cancel()
 
     # -------------------------------------------------------------------------------------- accounting
 
@@ -469,11 +446,11 @@ class WorkflowExecutor:
         )
 
     def _diagnosis(self) -> tuple[str, str]:
-        oldest = next(iter(self._running), None)
+        oldest = next(iter(self.runner.running), None)
         queued = len(self._pending)
         return diagnose(self.staleness, len(self._finished), queued, oldest, self._paused)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _crashed(self, error: BaseException) -> None:
         with self._lock:
             self._fatal = TrainingError(
                 f"the rollout thread ended: {type(error).__name__}: {error}"
@@ -491,9 +468,3 @@ def _join(ids: list[int], results: list[Trajectories]) -> Batch:
     sizes = torch.tensor([result.num_samples for result in results])
     batch["group_ids"] = torch.tensor(ids).repeat_interleave(sizes)
     return batch
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.new_event_loop()
-    return importlib.import_module("uvloop").new_event_loop()

@@ -92,6 +92,16 @@ class CollectingEngine(InferenceEngine):
         """Counts of episodes and numbers of the last batch (rank 0; empty elsewhere)."""
         return self._executor.stats() if self._executor is not None else {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the collecting stands, for a recover checkpoint (rank 0)."""
+        return self.executor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; called by all ranks before the first batch."""
+        if self._executor is not None:
+            self._executor.load_state_dict(state)
+        self._version = state["version"]
+
     def _share(self, batch: Batch) -> Batch:
         parts = distributed.world_size()
         if parts == 1:

@@ -3,10 +3,11 @@
 import sqlite3
 
 import pytest
+import torch
 
 from arealite.api.errors import AReaLiteError
 from arealite.core.ledger import EpisodeRow, Ledger, read_counts
-from tests.core.conftest import Echo
+from tests.core.conftest import Echo, make_batch
 
 
 def test_rows_are_replaced_not_repeated(tmp_path):
@@ -25,14 +26,20 @@ def test_rows_are_replaced_not_repeated(tmp_path):
 
 def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
-    for i in range(10):
+    for i in range(6):
         ledger.note(EpisodeRow(i, "trained", step=i // 2))
     ledger.note(EpisodeRow(10, "rejected", "x"))
+    ledger.save_buffer(3, [(7, make_batch(7))])
+    for i in range(6, 10):  # after the checkpoint
+        ledger.note(EpisodeRow(i, "trained", step=i // 2))
     ledger.note(EpisodeRow(11, "running"))
     ledger.flush()
-    # at step 3, episodes 0..5 were trained and 10 had been rejected
-    assert ledger.rewind(step=3, unfinished_from=6, finished=[10]) == 5
-    assert ledger.counts() == {"trained": 6, "rejected": 1}
+    [(buffered_id, batch)] = ledger.rewind(step=3, unfinished_from=6, finished=[10])
+    assert buffered_id == 7 and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
+    assert ledger.counts() == {
+        "trained": 7,
+        "rejected": 1,
+    }  # 7 is noted as buffered by the executor
     ledger.close()
 
 

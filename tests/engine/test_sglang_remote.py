@@ -58,7 +58,7 @@ def request(n=1, max_new_tokens=20, seed=3, **kwargs):
 
 
 def in_background(engine, coroutine):
-    return asyncio.run_coroutine_threadsafe(coroutine, engine.executor._loop)
+    return asyncio.run_coroutine_threadsafe(coroutine, engine.executor.runner.loop)
 
 
 def wait_until_generating(server, future, tokens=1):

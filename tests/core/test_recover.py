@@ -1,0 +1,138 @@
+"""Going on after a crash: every row once, counters restored, the same batches where nothing is random."""
+
+import random
+
+import pytest
+import torch
+
+from arealite.api.cli_args import DatasetConfig, InferenceEngineConfig
+from arealite.core.ledger import Ledger, read_counts
+from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.dataset import StatefulDataLoader
+from tests.core.conftest import StubEngine
+from tests.core.test_workflow_executor import Random
+
+
+class Fates(Random):
+    """As `Random`, but some rows are rejected and some raise, always the same ones."""
+
+    async def arun_episode(self, engine, data):
+        fate = random.Random(data["seed"]).random()
+        if fate < 0.15:
+            return None
+        if fate < 0.3:
+            raise ValueError("this row always fails")
+        return await super().arun_episode(engine, data)
+
+
+class Job:
+    """A process that trains: dataloader, executor, ledger. `crash` loses everything but the disk."""
+
+    def __init__(self, folder, eta, state=None):
+        rows = [{"x": i} for i in range(24)]
+        config = DatasetConfig(path="rows", batch_size=4, shuffle=True)
+        self.loader = StatefulDataLoader(rows, config, num_ranks=1)
+        self.engine = StubEngine()
+        options = InferenceEngineConfig(max_head_offpolicyness=eta, batch_timeout_s=20)
+        self.executor = WorkflowExecutor(
+            options, self.engine, 4, ledger=Ledger(folder / "run.sqlite")
+        )
+        self.executor.start()
+        self.workflow = Fates()
+        self.step = 0
+        if state is not None:
+            self.loader.load_state_dict(state["loader"])
+            self.executor.load_state_dict(state["executor"])
+            self.step = self.engine.version = state["executor"]["version"]
+
+    def train(self):
+        batch = self.executor.prepare_batch(self.loader, self.workflow)
+        assert self.executor.stats()["lag_max"] <= self.executor.config.max_head_offpolicyness
+        self.step += 1
+        self.engine.version = self.step
+        self.executor.set_version(self.step)
+        self.executor.staleness.counts.check()
+        return batch
+
+    def checkpoint(self):
+        return {"loader": self.loader.state_dict(), "executor": self.executor.state_dict()}
+
+    def crash(self):
+        self.executor.runner.stop()
+        self.executor.ledger.close()
+
+
+def ids(batch):
+    return batch["group_ids"].unique(sorted=False).tolist()
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_row_is_dealt_with_once_over_crashes(tmp_path, eta, seed):
+    rng = random.Random(seed)
+    job, state, trained, kept = Job(tmp_path, eta), None, [], 0
+    for _ in range(5):  # lives of the process
+        for _ in range(rng.randint(1, 4)):
+            trained.append(job.train())
+            if rng.random() < 0.5:
+                state, kept = job.checkpoint(), len(trained)
+        job.crash()
+        if state is None:
+            trained = []
+        trained = trained[:kept]  # what came after the checkpoint is lost with the weights
+        job = Job(tmp_path, eta, state)
+    trained += [job.train() for _ in range(3)]
+    job.executor.runner.stop()  # from here on nothing moves
+    final = job.executor.state_dict()
+    job.executor.stop()
+    seen = [i for batch in trained for i in ids(batch)]
+    assert len(seen) == len(set(seen)) == 4 * len(trained)
+    counts, booked = job.executor.staleness.counts, read_counts(tmp_path / "run.sqlite")
+    assert booked["trained"] == counts.trained == len(seen)
+    assert booked.get("rejected", 0) == counts.rejected and booked.get("failed", 0) == counts.failed
+    # every row before the position ended, in one way only, and none is missing
+    ended = (
+        booked["trained"]
+        + booked.get("rejected", 0)
+        + booked.get("failed", 0)
+        + booked.get("stale", 0)
+    )
+    assert ended == final["position"] + len(final["done"])
+
+
+def test_without_staleness_a_crashed_run_equals_one_that_never_was(tmp_path):
+    undisturbed = Job(tmp_path / "a", 0)
+    expected = [undisturbed.train() for _ in range(9)]
+    undisturbed.crash()
+    job = Job(tmp_path / "b", 0)
+    got = [job.train() for _ in range(4)]
+    state = job.checkpoint()
+    job.train()
+    job.crash()
+    job = Job(tmp_path / "b", 0, state)
+    got += [job.train() for _ in range(5)]
+    job.crash()
+    for a, b in zip(expected, got, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_buffered_episodes_are_kept_not_played_again(tmp_path):
+    job = Job(tmp_path, 2)
+    job.train()
+    while job.executor.stats()["running"]:
+        pass
+    buffered = [episode.id for _, episode in job.executor._finished]
+    state = job.checkpoint()
+    job.crash()
+    job = Job(tmp_path, 2, state)
+    assert sorted(i for i, _ in job.executor._finished) == sorted(buffered) != []
+    assert not set(buffered) - set(ids(job.train())) or len(buffered) > 4
+    job.crash()
+
+
+def test_a_new_run_of_the_same_name_starts_a_new_book(tmp_path):
+    for _ in range(2):
+        job = Job(tmp_path, 0)
+        job.train()
+        job.crash()
+    assert read_counts(tmp_path / "run.sqlite")["trained"] == 4
