@@ -24,13 +24,14 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.audit import Audit
 from arealite.core.diagnosis import diagnose, stuck
 from arealite.core.episode import DirectCall, Episode, Trajectories, check_trajectories
 from arealite.core.episode_runner import EpisodeRunner
-from arealite.core.ledger import EpisodeRow, Ledger
+from arealite.core.ledger import Ledger
+from arealite.core.records import episode_row, transcripts
 from arealite.core.row_stream import RowStream
 from arealite.core.staleness_manager import StalenessManager
-from arealite.core.transcripts import transcripts
 from arealite.core.waits import NamedWait
 from arealite.utils.data import concat_padded
 
@@ -77,6 +78,8 @@ class WorkflowExecutor:
         self._failures_in_row = 0
         self._first_failure: BaseException | None = None
         self._fatal: BaseException | None = None
+        self.audit = Audit()
+        self._last_hand_over = time.monotonic()
         self._last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
         self.runner = EpisodeRunner(
             engine, seed, config.episode_timeout_s, self._check_weights, self._ended, self._crashed
@@ -115,7 +118,7 @@ class WorkflowExecutor:
         """The oldest `count` finished episodes as one batch."""
         limit = self.config.batch_timeout_s if timeout_s is None else timeout_s
         wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
-        return self._collect(count, wait, lambda: None)
+        return self._collect(count, wait, lambda: None, patience_s=0.0)
 
     def prepare_batch(
         self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
@@ -142,7 +145,8 @@ class WorkflowExecutor:
             self.config.batch_timeout_s,
             "rollout.batch_timeout_s",
         )
-        return self._collect(count, wait, top_up)
+        # stragglers that would be too old for the next batch may hold this one up for as long as the last step took
+        return self._collect(count, wait, top_up, patience_s=wait.began - self._last_hand_over)
 
     def _open_stream(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
         if self._stream is None or self._stream.dataloader is not dataloader:
@@ -201,7 +205,8 @@ class WorkflowExecutor:
         with self._lock:
             counts = self.staleness.counts
             now = {"queued": len(self._pending), "buffered": counts.buffered, **asdict(counts)}
-        return {**now, **self._last_batch, "version": self.staleness.version}
+            audit = self.audit.stats()
+        return {**now, **self._last_batch, **audit, "version": self.staleness.version}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands between two steps, as JSON; buffered trajectories go to the ledger.
@@ -249,36 +254,52 @@ class WorkflowExecutor:
 
     # --------------------------------------------------------------------------------------- collecting
 
-    def _collect(self, count: int, wait: NamedWait, top_up: Callable[[], None]) -> Batch:
+    def _collect(
+        self, count: int, wait: NamedWait, top_up: Callable[[], None], patience_s: float
+    ) -> Batch:
         while True:
             top_up()
             with self._lock:
                 dropped = self._drop_stale()
-                if len(self._finished) >= count:
+                enough = len(self._finished) >= count
+                held = wait.waited_s < patience_s and self._has_straggler()
+                if enough and not held:
                     episodes = [heapq.heappop(self._finished)[1] for _ in range(count)]
                     self.staleness.train(count)
                     break
                 if not dropped:
-                    self._wait_for_progress(count, wait)
+                    patience_left_s = patience_s - wait.waited_s if enough else None
+                    self._wait_for_progress(count, wait, patience_left_s)
             self._raise_fatal()
             if dropped:
                 self._wake()
         return self._hand_over(episodes, wait)
 
-    def _wait_for_progress(self, count: int, wait: NamedWait) -> None:
-        """Sleep (lock held) until there are `count` results, too few queued rows, an error, or the deadline."""
+    def _has_straggler(self) -> bool:
+        """Whether an episode still runs that the next batch could not take any more (lock held).
+
+        By the admission rule all of them fit into this batch, so waiting for them starves nobody.
+        """
+        oldest_allowed = self.staleness.version - self.staleness.max_staleness
+        oldest = next((e for e in self.runner.running if e.call is None), None)
+        return oldest is not None and oldest.start_version <= oldest_allowed
+
+    def _wait_for_progress(
+        self, count: int, wait: NamedWait, patience_left_s: float | None
+    ) -> None:
+        """Sleep (lock held) until there are `count` results, too few queued rows, an error, or a deadline."""
         if self._fatal is not None:
             return
         if wait.expired:
             raise wait.error(*self._diagnosis())
         none_runs = self.staleness.counts.running == 0 and not self._paused
         if none_runs and (not self._pending or self.staleness.capacity() <= 0):
-            raise TrainingError(
-                stuck(self.staleness, len(self._finished), len(self._pending), count, wait.who)
-            )
+            finished, queued = len(self._finished), len(self._pending)
+            raise TrainingError(stuck(self.staleness, finished, queued, count, wait.who))
+        limits = [s for s in (wait.left_s, patience_left_s) if s is not None]
         self._needed = count
         try:
-            self._lock.wait(wait.left_s)
+            self._lock.wait(min(limits, default=None))
         finally:
             self._needed = 0
 
@@ -290,7 +311,7 @@ class WorkflowExecutor:
             assert episode.result is not None
             if self.staleness.is_stale(episode.result.oldest_version):
                 self.staleness.drop_stale()
-                self._note(episode, "stale")
+                self._book(episode, "stale")
             else:
                 fresh.append(item)
         dropped = len(self._finished) - len(fresh)
@@ -308,14 +329,21 @@ class WorkflowExecutor:
             "wait_s": wait.waited_s,
             "reward_mean": sum(r.mean_reward for r in results) / len(results),
         }
+        for episode in episodes:
+            self._book(episode, "trained", step=self.staleness.version)
+        alarm = self.audit.alarm()
+        if alarm is not None:
+            logger.warning("%s", alarm)
         if self.ledger is not None:
-            for episode in episodes:
-                self._note(episode, "trained", step=self.staleness.version)
+            if alarm is not None:
+                self.ledger.event("alarm", alarm)
             dump = (
                 transcripts(episodes, self.staleness.version) if self.config.dump_rollouts else None
             )
             self.ledger.commit(dump)
-        return _join([e.id for e in episodes], results)
+        batch = _join([e.id for e in episodes], results)
+        self._last_hand_over = time.monotonic()
+        return batch
 
     # ---------------------------------------------------------------------------------- the loop's side
 
@@ -368,7 +396,7 @@ class WorkflowExecutor:
                 self._failed(episode, error)
             elif episode.result is None:
                 self.staleness.reject()
-                self._note(episode, "rejected", reason="the workflow returned None")
+                self._book(episode, "rejected", reason="the workflow returned None")
             else:
                 self.staleness.accept()
                 heapq.heappush(self._finished, (episode.id, episode))
@@ -396,7 +424,7 @@ class WorkflowExecutor:
         trace = error if self._failures_in_row < 3 else None  # the rest tells nothing new
         logger.error("episode %d failed: %r", episode.id, error, exc_info=trace)
         self.staleness.fail()
-        self._note(episode, "failed", reason=f"{type(error).__name__}: {error}")
+        self._book(episode, "failed", reason=f"{type(error).__name__}: {error}")
         if self._failures_in_row == 0:
             self._first_failure = error
         self._failures_in_row += 1
@@ -422,28 +450,22 @@ class WorkflowExecutor:
 
     # -------------------------------------------------------------------------------------- accounting
 
+    def _book(
+        self, episode: Episode, fate: str, reason: str | None = None, step: int | None = None
+    ) -> None:
+        """An episode ended for good."""
+        result = episode.result
+        if result is None:
+            self.audit.add(fate)
+        else:
+            self.audit.add(fate, result.num_tokens / result.num_samples, result.mean_reward)
+        self._note(episode, fate, reason, step)
+
     def _note(
         self, episode: Episode, state: str, reason: str | None = None, step: int | None = None
     ) -> None:
-        if self.ledger is None:
-            return
-        result: Trajectories | None = episode.result
-        now = time.time()
-        self.ledger.note(
-            EpisodeRow(
-                episode.id,
-                state,
-                reason,
-                episode.start_version,
-                result.oldest_version if result else None,
-                step,
-                result.num_samples if result else None,
-                result.num_tokens if result else None,
-                result.mean_reward if result else None,
-                now - (time.monotonic() - episode.started_at),
-                now,
-            )
-        )
+        if self.ledger is not None:
+            self.ledger.note(episode_row(episode, state, reason, step))
 
     def _diagnosis(self) -> tuple[str, str]:
         oldest = next(iter(self.runner.running), None)

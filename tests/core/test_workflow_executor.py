@@ -306,3 +306,30 @@ def test_many_waiting_episodes_are_all_returned(executors):
         executor.submit(row, workflow)
     executor.runner.loop.call_soon_threadsafe(gate.set)
     assert xs(executor.wait(count)) == list(range(count))
+
+
+def test_a_straggler_is_waited_for_rather_than_dropped(executors):
+    """With η = 1 the slow first episode belongs to the batch of version 1 at the latest."""
+    executor = executors(batch_size=4, max_head_offpolicyness=1)
+    workflow, gate = Echo(), asyncio.Event()
+    data = loader([{"x": 0, "gate": gate}, *rows(40)[1:]])
+    assert 0 not in xs(executor.prepare_batch(data, workflow))
+    executor.engine.version = 1
+    executor.set_version(1)
+    executor._last_hand_over -= 60  # as if the step had taken a minute
+    executor.runner.loop.call_soon_threadsafe(executor.runner.loop.call_later, 0.2, gate.set)
+    assert 0 in xs(executor.prepare_batch(data, workflow))
+    assert executor.stats()["stale"] == 0
+
+
+def test_a_straggler_delays_a_batch_no_longer_than_a_step(executors):
+    executor = executors(batch_size=4, max_head_offpolicyness=1)
+    workflow = Echo()
+    data = loader([{"x": 0, "hang": True}, *rows(40)[1:]])
+    executor.prepare_batch(data, workflow)
+    executor.engine.version = 1
+    executor.set_version(1)
+    executor._last_hand_over = time.monotonic() - 0.3
+    began = time.monotonic()
+    assert 0 not in xs(executor.prepare_batch(data, workflow))
+    assert 0.2 < time.monotonic() - began < 5

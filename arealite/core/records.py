@@ -1,18 +1,38 @@
-"""Trajectories as text for the table `rollouts`: what people look at when a reward behaves oddly.
+"""Episodes as rows of the ledger: their fate in numbers, and a few per step as text for people to look at.
 
-Bounded per step. The work is done when the ledger's thread calls the returned function, not when a batch is handed over.
+Text is made when the ledger's thread calls the returned function, not when a batch is handed over.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from arealite.core.episode import Episode
-from arealite.core.ledger import RolloutRow
+from arealite.core.ledger import EpisodeRow, RolloutRow
 
 MAX_EPISODES_PER_STEP = 8
+
+
+def episode_row(
+    episode: Episode, state: str, reason: str | None = None, step: int | None = None
+) -> EpisodeRow:
+    result, now = episode.result, time.time()
+    return EpisodeRow(
+        episode.id,
+        state,
+        reason,
+        episode.start_version,
+        result.oldest_version if result else None,
+        step,
+        result.num_samples if result else None,
+        result.num_tokens if result else None,
+        result.mean_reward if result else None,
+        now - (time.monotonic() - episode.started_at),
+        now,
+    )
 
 
 def transcripts(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
