@@ -224,6 +224,16 @@ def local_slots(config: LaunchConfig) -> tuple[list[int], bool]:
     return list(range(AllocationMode.from_str(config.allocation_mode).world_size)), False
 
 
+def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
+    """The devices of every node as the configuration states them; places for processes where both sides stay on the CPU."""
+    cluster = config.cluster
+    mode = AllocationMode.from_str(config.allocation_mode)
+    gen_on_cpu = mode.gen is None or config.server.device == "cpu"
+    train_on_cpu = mode.train is None or config.train_device == "cpu"
+    on_gpu = not (gen_on_cpu and train_on_cpu)
+    return [list(range(cluster.n_gpus_per_node)) for _ in range(cluster.n_nodes)], on_gpu
+
+
 def _place_server(
     index: int, mode: AllocationMode, slots: list[tuple[int, int]] | None, nodes: int
 ) -> ServerPlan:

@@ -22,8 +22,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
     def log_message(self, *args): pass
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+http.server.ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()
 """
 
 SCRIPT = """
@@ -39,7 +39,7 @@ def main(argv):
         raise RuntimeError("rank one has a problem")
     if behaviour == "once" and os.environ["AREALITE_ATTEMPT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == "wait" or behaviour == "raise":
+    if behaviour in ("wait", "raise") or (behaviour == "requeue" and os.environ["AREALITE_ATTEMPT"] == "0"):
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)

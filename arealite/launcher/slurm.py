@@ -1,0 +1,173 @@
+"""On a Slurm cluster: `python -m arealite.launcher.slurm script.py --config file.yaml cluster.n_nodes=4 … [--dry-run]`.
+
+Writes a batch script one can read (slurm.sh in the run directory), submits it, and follows rank 0's output until the job ends; Ctrl+C cancels the
+job. One task per node runs `arealite.launcher.node`. A requeued or preempted job runs the same script again and, with `recover.mode=auto`, resumes.
+Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.launcher.job import Job
+from arealite.launcher.local import command_line
+from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.utils.config import run_main
+
+_CLIENT_TIMEOUT_S = 60.0
+_LOOK_INTERVAL_S = 1.0
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+# Keys of launcher.slurm that are not sbatch's.
+_OURS = ("wrap",)
+
+
+def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
+    """Submit `script` as a Slurm job and wait for its end; returns the exit code."""
+    config = read_launch_config(str(script), argv)
+    devices, on_gpu = cluster_slots(config)
+    script = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
+    job = Job(config, script, argv, devices, on_gpu)
+    path = job.run_dir.path / "slurm.sh"
+    text = batch_script(job)
+    if dry_run:
+        print(f"{job.describe()}\n\n{path}:\n{text}")
+        return 0
+    job.plan()
+    if shutil.which("sbatch") is None:
+        raise ConfigError("there is no `sbatch` here: run this on a login node of a Slurm cluster")
+    job.save()
+    path.write_text(text)
+    job_id = _client("sbatch", "--parsable", str(path)).split(";")[0]
+    print(f"Slurm job {job_id}, run directory {job.run_dir.path}", flush=True)
+    try:
+        return _follow(job, job_id)
+    finally:
+        shutil.rmtree(job.run_dir.names, ignore_errors=True)
+
+
+def batch_script(job: Job) -> str:
+    """The script that sbatch gets."""
+    config, given = job.config, dict(job.config.launcher.slurm)
+    flags: dict[str, Any] = {
+        "job_name": f"{config.experiment_name}-{config.trial_name}",
+        "nodes": len(job.devices),
+        "ntasks_per_node": 1,
+        "output": f"{job.run_dir.logs}/slurm-%j.log",
+        "open_mode": "append",
+        "requeue": True,
+    }
+    if job.on_gpu:
+        flags["gres"] = f"gpu:{len(job.devices[0])}"
+    flags |= {k: v for k, v in given.items() if k not in _OURS and not k.startswith("container")}
+    containers = {k: v for k, v in given.items() if k.startswith("container")}
+    node = [sys.executable, "-m", "arealite.launcher.node", str(job.run_dir.path / "job.json")]
+    srun = ["srun", "--kill-on-bad-exit=1", "--label", *_flags(containers)]
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH {flag}" for flag in _flags(flags)]
+    lines += [
+        "",
+        "# One task per node: it starts that node's servers and trainer ranks and ends with them.",
+        "# Ends are passed on: scancel, preemption and requeueing leave no process behind.",
+        "set -u",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        " ".join([shlex.join(srun), given.get("wrap", ""), shlex.join(node)]).replace("  ", " "),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    shown = []
+    for key, value in values.items():
+        name = "--" + key.replace("_", "-")
+        if value is True:
+            shown.append(name)
+        elif value is not False and value is not None:
+            shown.append(f"{name}={value}")
+    return shown
+
+
+# ---------------------------------------------------------------------------------------------- following
+
+
+def _follow(job: Job, job_id: str) -> int:
+    """Copy rank 0's output to the console until the job has ended; a signal cancels the job."""
+    stop = threading.Event()
+    caught: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        caught.append(number)
+        stop.set()
+
+    old = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    shown = job.run_dir.logs / "rank0.log"
+    position = shown.stat().st_size if shown.exists() else 0
+    try:
+        while True:
+            stop.wait(_LOOK_INTERVAL_S)
+            position = _copy(shown, position)
+            if caught:
+                print(f"cancelling Slurm job {job_id}", file=sys.stderr, flush=True)
+                _client("scancel", "--full", job_id)
+                return 128 + caught[0]
+            state, code = _state(job_id)
+            if state in _ENDED:
+                _copy(shown, position)
+                return _report(job, job_id, state, code)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _report(job: Job, job_id: str, state: str, code: int) -> int:
+    print(f"Slurm job {job_id}: {state}", flush=True)
+    if state == "COMPLETED":
+        return 0
+    log = job.run_dir.logs / f"slurm-{job_id}.log"
+    lines = log.read_text(errors="replace").splitlines()[-30:] if log.exists() else ["(no log)"]
+    print(
+        f"the last lines of {log}:", *(f"  | {line}" for line in lines), sep="\n", file=sys.stderr
+    )
+    return code or 1
+
+
+def _copy(path: Path, position: int) -> int:
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(position)
+            sys.stdout.write(file.read().decode(errors="replace"))
+            position = file.tell()
+        sys.stdout.flush()
+    return position
+
+
+def _state(job_id: str) -> tuple[str, int]:
+    """(state, exit code) as the controller tells it."""
+    answer = _client("scontrol", "show", "job", "--oneliner", job_id)
+    fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
+    return fields.get("JobState", "UNKNOWN"), int(fields.get("ExitCode", "0:0").split(":")[0])
+
+
+def _client(*command: str) -> str:
+    """Run a Slurm command; a controller that does not answer is an error, not an endless wait."""
+    try:
+        result = subprocess.run(command, text=True, capture_output=True, timeout=_CLIENT_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise AReaLiteError(
+            f"`{shlex.join(command)}` did not answer within {_CLIENT_TIMEOUT_S:.0f} s: is slurmctld running?"
+        ) from error
+    if result.returncode != 0:
+        raise AReaLiteError(f"`{shlex.join(command)}` failed: {result.stderr.strip()}")
+    return result.stdout.strip()
+
+
+if __name__ == "__main__":
+    run_main(command_line("slurm", launch, __doc__))

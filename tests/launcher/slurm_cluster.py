@@ -1,0 +1,144 @@
+"""A Slurm cluster of several nodes on this machine, for tests: real munged, slurmctld and slurmd, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from arealite.utils.network import free_port
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+CryptoType=crypto/munge
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/none
+KillWait=2
+MailProg=/bin/true
+GresTypes=gpu
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
+PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why no cluster can be made here, if so."""
+    missing = [
+        p
+        for p in ("slurmctld", "slurmd", "munged", "sbatch")
+        if shutil.which(p, path=_path()) is None
+    ]
+    if missing:
+        return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
+    return None if os.geteuid() == 0 else "a cluster on one machine needs root"
+
+
+class SlurmCluster:
+    """Start with `with SlurmCluster(folder) as cluster`; client commands need `cluster.env`."""
+
+    def __init__(self, folder: Path, nodes: int = 4):
+        self.folder, self.nodes = folder, nodes
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        self._pids: list[int] = []
+
+    def __enter__(self) -> SlurmCluster:
+        self._start_munge()
+        devices = self.folder / "dev"
+        for folder in (
+            devices,
+            self.folder / "state",
+            *(self.folder / f"spool.n{i + 1}" for i in range(self.nodes)),
+        ):
+            folder.mkdir(parents=True)
+        for i in range(8):
+            subprocess.run(["mknod", str(devices / f"nvidia{i}"), "c", "1", "3"], check=True)
+        first = self._free_range()
+        values = {"host": socket.gethostname(), "folder": self.folder, "nodes": self.nodes, "port": free_port(), "first": first, "last": first + self.nodes - 1}  # fmt: skip
+        (self.folder / "slurm.conf").write_text(CONF.format(**values))
+        (self.folder / "gres.conf").write_text(
+            f"NodeName=n[1-{self.nodes}] Name=gpu File={devices}/nvidia[0-7]\n"
+        )
+        self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
+        for i in range(self.nodes):
+            self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}")
+        self._wait_idle()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client("scancel", "--full", "--user=root")
+        deadline = time.monotonic() + 30
+        while self.client("squeue", "-h").strip() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for pidfile in [*self.folder.glob("slurmd.*.pid"), self.folder / "slurmctld.pid"]:
+            if pidfile.exists():
+                pid = int(pidfile.read_text())
+                try:
+                    os.kill(pid, 9)
+                except ProcessLookupError:
+                    continue
+
+    def client(self, *command: str) -> str:
+        env = {**os.environ, **self.env}
+        return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=True).stdout  # fmt: skip
+
+    def _daemon(self, *command: str) -> None:
+        subprocess.run(command, env={**os.environ, **self.env}, check=True, timeout=60)
+
+    def _wait_idle(self, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.client("sinfo", "-h", "-o", "%T %D").split() != ["idle", str(self.nodes)]:
+            assert time.monotonic() < deadline, self.client("sinfo", "-R")
+            time.sleep(0.2)
+
+    def _free_range(self) -> int:
+        while True:
+            first = free_port()
+            if all(_can_bind(first + i) for i in range(self.nodes)):
+                return first
+
+    @staticmethod
+    def _start_munge() -> None:
+        if subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:
+            return
+        run = Path("/run/munge")
+        run.mkdir(exist_ok=True)
+        for folder in (run, Path("/var/log/munge"), Path("/var/lib/munge")):
+            shutil.chown(folder, "munge", "munge")
+        subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged"], check=True)
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"

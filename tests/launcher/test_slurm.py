@@ -1,0 +1,152 @@
+"""The Slurm launcher on a real Slurm of four nodes on this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import AllocationError
+from arealite.launcher.slurm import launch
+from tests.launcher.conftest import carriers
+from tests.launcher.slurm_cluster import SlurmCluster, why_not
+
+RUN = Path("runs/e/t")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    reason = why_not()
+    if reason:
+        assert "CI" not in os.environ, reason
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+def start(cluster: SlurmCluster, argv: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arealite.launcher.slurm", "script.py", *argv],
+        env={**os.environ, **cluster.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def on_cpu(arguments, *more: str, mode: str) -> list[str]:
+    return arguments("server.device=cpu", "actor.device=cpu", *more, mode=mode)
+
+
+def wait_for(condition, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def test_the_batch_script_can_be_read(work, arguments, capsys):
+    argv = arguments(
+        "cluster.n_nodes=16",
+        "cluster.n_gpus_per_node=8",
+        "launcher.slurm={partition: gpu, time: '24:00:00', container_image: nvcr.io/x, wrap: nice}",
+        mode="sglang.d96p1t1+d32p1t1",
+    )
+    assert launch("script.py", argv, dry_run=True) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "--nodes=16",
+        "--gres=gpu:8",
+        "--partition=gpu",
+        "--time=24:00:00",
+        "--requeue",
+        "--ntasks-per-node=1",
+    ):
+        assert f"#SBATCH {line}\n" in out
+    assert "srun --kill-on-bad-exit=1 --label --container-image=nvcr.io/x nice " in out
+    assert "server 95: node 11 gpu 7" in out and "rank 31: node 15 gpu 7" in out
+    assert not Path("runs").exists()
+
+
+def test_a_plan_that_does_not_fit_is_refused(work, arguments):
+    argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
+    with pytest.raises(
+        AllocationError, match=r"needs 16 devices .* but there are 8 \(2 node\(s\): 4 \+ 4\)"
+    ):
+        launch("script.py", argv)
+
+
+@pytest.mark.slurm
+def test_a_job_over_four_nodes(work, arguments, cluster):
+    # The seeds' command, scaled: three nodes generate, one trains.
+    argv = on_cpu(
+        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
+    )
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    assert "rank 0 of 2" in out and "COMPLETED" in out
+    (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
+    assert len(set(addresses.split(","))) == 6
+    wait_for(lambda: carriers(work) == [], 30)
+
+
+@pytest.mark.slurm
+def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, cluster):
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=raise",
+        mode="sglang.d2+d2",
+    )
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode not in (0, None)
+    assert "FAILED" in out and "rank one has a problem" in out
+    wait_for(lambda: carriers(work) == [], 30)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
+def test_cancelling_leaves_nothing(work, arguments, cluster, how):
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=wait",
+        mode="sglang.d2+d2",
+    )
+    process = start(cluster, argv)
+    wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    else:
+        cluster.client("scancel", "--user=root")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == "ctrl-c" else 1), out
+    assert ("cancelling Slurm job" if how == "ctrl-c" else "CANCELLED") in out
+    wait_for(lambda: carriers(work) == [], 30)
+
+
+@pytest.mark.slurm
+def test_a_requeued_job_goes_on(work, arguments, cluster):
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=requeue",
+        mode="sglang.d2+d2",
+    )
+    process = start(cluster, argv)
+    wait_for(lambda: (work / "up0").exists())
+    job_id = cluster.client("squeue", "-h", "-o", "%i").strip()
+    cluster.client("scontrol", "requeue", job_id)
+    out, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, out
+    assert "attempt 0" in out and "attempt 1" in out and "COMPLETED" in out
+    wait_for(lambda: carriers(work) == [], 30)
