@@ -155,3 +155,37 @@ def rewards_to_go(token_rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch
     mask = loss_mask.bool()
     kept = torch.where(mask, token_rewards, 0.0)
     return torch.where(mask, kept.flip(1).cumsum(1).flip(1), 0.0)
+
+
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, count: float, total: float, square_total: float
+) -> torch.Tensor:
+    """`(A − mean) / (std + 1e-8)` on masked entries, with the sums of the whole batch given (other ranks' too).
+
+    Of PPO and REINFORCE++ (arXiv 2501.03262): advantages over all tokens of the batch have mean 0 and deviation 1.
+    """
+    mean = total / max(count, 1.0)
+    variance = max(square_total / max(count, 1.0) - mean * mean, 0.0)
+    return torch.where(mask, (values - mean) / (variance**0.5 + 1e-8), 0.0)
+
+
+def adapted_kl_ctl(
+    kl_ctl: float, kl: float, target: float, num_sequences: float, horizon: float = 10_000.0
+) -> float:
+    """Adaptive KL weight (Ziegler et al., arXiv 1909.08593 §2.2) after a batch with `kl` per sequence.
+
+    `β ← β·(1 + clip(kl/target − 1, ±0.2)·n / horizon)`.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return kl_ctl * (1.0 + error * num_sequences / horizon)
+
+
+def distillation_advantages(
+    logp: torch.Tensor, teacher_logp: torch.Tensor, mask: torch.Tensor, coef: float
+) -> torch.Tensor:
+    """On-policy distillation: each token's `coef·(teacher_logp − logp)`, `[B, T]`.
+
+    Its expected gradient is that of −coef·KL(π‖teacher) at that token (reverse KL, arXiv 2306.13649). Added to other
+    advantages, or alone where rewards are 0.
+    """
+    return torch.where(mask.bool(), coef * (teacher_logp - logp), 0.0)

@@ -27,6 +27,12 @@ def target_positions(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor | None) -
     return wanted.nonzero(as_tuple=True)[0]
 
 
+def previous_token(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """`values [N]` made at each token, moved to the token that follows it in its sequence; 0 on first tokens."""
+    positions = target_positions(cu_seqlens, None)
+    return torch.zeros_like(values).index_copy(0, positions, values[positions - 1])
+
+
 def packed_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -38,19 +44,25 @@ def packed_logprobs(
     softcap: float | None = None,
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    first_row: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`logp [N]` of `input_ids [N]` at `positions [M]` (zero elsewhere), and `entropy [N]` of those predictions.
 
     `logp_t = log softmax(z_{t-1})[id_t]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`;
     `entropy_t = −Σ_v p_v log p_v` of the same distribution (zeros when `with_entropy` is off). Both are fp32 and
-    differentiable in `hidden`, `weight` and `bias`.
+    differentiable in `hidden`, `weight` and `bias`. Where `hidden` is only a piece of the packed tokens, `first_row` says
+    where it starts, and log-probs that come from other pieces are zero.
     """
-    if hidden.dim() != 2 or input_ids.shape != hidden.shape[:1]:
+    if hidden.dim() != 2 or input_ids.dim() != 1:
         raise ValueError(
-            f"expected hidden [N, H] and input_ids [N], got {hidden.shape}, {input_ids.shape}"
+            f"expected hidden [n, H] and input_ids [N], got {hidden.shape}, {input_ids.shape}"
         )
+    rows = positions - 1 - first_row
+    if len(hidden) != len(input_ids):
+        mine = (rows >= 0) & (rows < len(hidden))
+        rows, positions = rows[mine], positions[mine]
     logp, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, bias, positions - 1, input_ids[positions], temperature, softcap, chunk_size, with_entropy
+        hidden, weight, bias, rows, input_ids[positions], temperature, softcap, chunk_size, with_entropy
     )  # fmt: skip
     return tuple(x.new_zeros(len(input_ids)).index_copy(0, positions, x) for x in (logp, entropy))
 
@@ -81,7 +93,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
+    def backward(ctx, *grads):
+        grad_logp, grad_entropy = grads
         hidden, weight, bias, rows, labels, lse, entropy, kept = ctx.saved_tensors
         temperature, softcap, chunk = ctx.settings
         grad_hidden = torch.zeros_like(hidden)
@@ -115,8 +128,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight = product if single else _add_fp32(grad_weight, product)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            # No token asked for: sharded training still needs a gradient from every rank.
+            grad_weight = torch.zeros_like(weight)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 

@@ -1,17 +1,48 @@
 """Policy objectives, one pure function each: sums over the packed tokens of a micro-batch, and their statistics.
 
-The engine divides by a weight summed over the whole global batch, so every loss is a sum here. `weights` carries the mask
-and the way of averaging: 1 on trained tokens for a token mean, 1 / (trained tokens of the sequence) for a sequence
-mean, 0 elsewhere (see `aggregation_weights`).
+The engine divides by a weight summed over the whole global batch, so every loss is a sum here. `weights` carries the mask and
+the way of averaging (`aggregation_weights`) times the behaviour weight (`off_policy`). All take `Tokens` and return
+the loss and how many tokens were clipped; `policy_loss` in the actor chooses by name.
 
-N packed tokens. logp: policy being trained; prox_logp: its weights at the start of the update; logprobs: what sampled.
+N packed tokens, B sequences. logp: policy being trained; prox_logp: its weights at the start of the update.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from arealite.api.io_struct import Stat
+
+
+class Tokens(NamedTuple):
+    """What every objective sees, `[N]` each. `weights` is 0 on tokens that are not trained."""
+
+    logp: torch.Tensor
+    prox_logp: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    owner: torch.Tensor  # sequence of each token
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.weights > 0
+
+    def log_ratio(self) -> torch.Tensor:
+        """`log u = logp − prox`, 0 where not trained (there the log-probs may hold anything)."""
+        return torch.where(self.mask, self.logp - self.prox_logp, 0.0)
+
+
+class Clip(NamedTuple):
+    """Allowed range of a ratio: `[1 − low, 1 + high]`."""
+
+    low: float = 0.2
+    high: float = 0.2
+
+    def __call__(self, ratio: torch.Tensor) -> torch.Tensor:
+        return ratio.clamp(1.0 - self.low, 1.0 + self.high)
+
 
 LossAndStats = tuple[torch.Tensor, dict[str, Stat]]
 
@@ -37,76 +68,93 @@ def aggregation_weights(
     raise ValueError(f"unknown loss aggregation {mode!r}; use token, sequence or constant")
 
 
-def decoupled_ppo_loss(
-    logp: torch.Tensor,
-    prox_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    eps_clip: float = 0.2,
-    eps_clip_higher: float | None = None,
-    c_clip: float | None = None,
-    behav_cap: float | None = None,
-) -> LossAndStats:
-    """Decoupled PPO (AReaL, arXiv 2505.24298; Hilton et al. 2110.00641).
+def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAndStats:
+    """PPO's clipped surrogate (arXiv 1707.06347), of GRPO, DAPO (2503.14476, high > low) and most others.
 
-    `u = exp(logp − prox)`, `ℓ = max(−A·u, −A·clip(u, 1−ε, 1+ε_high))`, dual clip for A < 0 `ℓ = min(ℓ, −c·A)`;
-    `w = exp(prox − behav)`, dropped where `w > cap`; result `Σ weights·w·ℓ`. With `prox_logp = logprobs` this is PPO.
+    `u = exp(logp − prox)`, `ℓ = max(−A·u, −A·clip(u))`; dual clip for A < 0 (1912.09729): `ℓ = min(ℓ, −c·A)`. Weighted by
+    `exp(prox − behav)` it is decoupled PPO (2505.24298, 2110.00641); with prox = behaviour, ordinary PPO.
     """
-    mask = weights > 0
-    ratio = torch.exp(torch.where(mask, logp - prox_logp, 0.0))
-    upper = eps_clip if eps_clip_higher is None else eps_clip_higher
-    clipped_ratio = ratio.clamp(1.0 - eps_clip, 1.0 + upper)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    clipped = -advantages * clipped_ratio > -advantages * ratio
-    dual = torch.zeros_like(mask)
+    ratio = tokens.log_ratio().exp()
+    plain, bounded = -tokens.advantages * ratio, -tokens.advantages * clip(ratio)
+    loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    dual = torch.zeros_like(clipped)
     if c_clip is not None:
-        limit = -c_clip * advantages
-        dual = (advantages < 0) & (limit < loss)
+        limit = -c_clip * tokens.advantages
+        dual = (tokens.advantages < 0) & (limit < loss)
         loss = torch.where(dual, limit, loss)
-    behaviour, kept = behaviour_weights(prox_logp, logprobs, mask, behav_cap)
-    total = (weights * behaviour * loss).sum()
-    stats = ratio_stats(ratio, clipped, dual, mask)
-    stats.update(behaviour_stats(prox_logp, logprobs, behaviour, kept, mask))
-    return total, stats
+    stats = _ratio_stats(ratio, clipped, tokens.mask)
+    stats["dual_clip_share"] = Stat((dual & tokens.mask).sum(), tokens.mask.sum())
+    return (tokens.weights * loss).sum(), stats
 
 
-def behaviour_weights(
-    prox_logp: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor, cap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`w = exp(prox − behav)`, 0 where it exceeds `cap`, and which tokens were kept; never differentiated."""
-    weight = torch.exp(torch.where(mask, prox_logp - logprobs, 0.0)).detach()
-    kept = mask if cap is None else mask & (weight <= cap)
-    return torch.where(kept, weight, 0.0), kept
+def reinforce_loss(tokens: Tokens) -> LossAndStats:
+    """REINFORCE (Williams 1992), of RLOO (arXiv 2402.14740): `ℓ = −A·logp`."""
+    logp = torch.where(tokens.mask, tokens.logp, 0.0)
+    ratio = tokens.log_ratio().exp()
+    loss = -(tokens.weights * tokens.advantages * logp).sum()
+    return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)
 
 
-def ratio_stats(
-    ratio: torch.Tensor, clipped: torch.Tensor, dual: torch.Tensor, mask: torch.Tensor
-) -> dict[str, Stat]:
-    count = mask.sum()
-    ratio = ratio.detach()
+def gspo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
+    """GSPO (arXiv 2507.18071): one ratio per sequence, the geometric mean of its tokens' ratios.
+
+    `s = exp(mean_t (logp_t − prox_t))`, `ℓ = max(−A·s, −A·clip(s))` on every token of the sequence.
+    """
+    ratio = sequence_mean(tokens.log_ratio(), tokens.mask, tokens.owner).exp()
+    plain, bounded = -tokens.advantages * ratio, -tokens.advantages * clip(ratio)
+    loss = torch.where(tokens.mask, torch.maximum(plain, bounded), 0.0)
+    return (tokens.weights * loss).sum(), _ratio_stats(ratio, bounded > plain, tokens.mask)
+
+
+def cispo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE weighted by the clipped ratio, so no token loses its gradient.
+
+    `ℓ = −sg(clip(u))·A·logp`.
+    """
+    ratio = tokens.log_ratio().exp().detach()
+    bounded = clip(ratio)
+    logp = torch.where(tokens.mask, tokens.logp, 0.0)
+    loss = -(tokens.weights * bounded * tokens.advantages * logp).sum()
+    return loss, _ratio_stats(ratio, bounded != ratio, tokens.mask)
+
+
+def sapo_loss(
+    tokens: Tokens, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossAndStats:
+    """SAPO (arXiv 2511.20347): a smooth gate instead of a clip; `τ` depends on the sign of the advantage.
+
+    `ℓ = −A·(4/τ)·σ(τ(u − 1))`. At u = 1 its gradient is that of PPO.
+    """
+    ratio = tokens.log_ratio().exp()
+    tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative)
+    gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
+    loss = -(tokens.weights * tokens.advantages * gate).sum()
+    return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)
+
+
+def kl_loss(kl: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`Σ weights·kl` of a per-token estimate (`advantages.kl_estimate` with the policy's gradient)."""
+    return (weights * torch.where(weights > 0, kl, 0.0)).sum()
+
+
+def entropy_bonus(entropy: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`−Σ weights·H`: added with a positive coefficient, it keeps the policy from collapsing."""
+    return -(weights * torch.where(weights > 0, entropy, 0.0)).sum()
+
+
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """Mean over the trained tokens of each sequence, on each of its tokens `[N]`; differentiable."""
+    num = int(owner[-1]) + 1 if len(owner) else 0
+    kept = mask.to(values.dtype)
+    total = values.new_zeros(num).index_add(0, owner, values * kept)
+    count = values.new_zeros(num).index_add(0, owner, kept)
+    return (total / count.clamp(min=1))[owner]
+
+
+def _ratio_stats(ratio: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> dict[str, Stat]:
+    kept = torch.where(mask, ratio.detach(), 0.0)
     return {
-        "ratio/mean": Stat(torch.where(mask, ratio, 0.0).sum(), count),
-        "ratio/max": Stat(torch.where(mask, ratio, 0.0).amax()),
-        "clip_share": Stat((clipped & mask).sum(), count),
-        "dual_clip_share": Stat((dual & mask).sum(), count),
-    }
-
-
-def behaviour_stats(
-    prox_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    weight: torch.Tensor,
-    kept: torch.Tensor,
-    mask: torch.Tensor,
-) -> dict[str, Stat]:
-    """How far the sampling policy is from the proximal one: KL(behaviour‖prox) by k1 and k3, weights, tokens dropped."""
-    count = mask.sum()
-    delta = torch.where(mask, logprobs - prox_logp, 0.0).detach()
-    return {
-        "behav_kl/k1": Stat(delta.sum(), count),
-        "behav_kl/k3": Stat((torch.expm1(-delta) + delta).sum(), count),
-        "behav_weight/mean": Stat(weight.sum(), kept.sum()),
-        "behav_weight/max": Stat(weight.amax()),
-        "behav_capped_share": Stat((mask & ~kept).sum(), count),
+        "ratio/mean": Stat(kept.sum(), mask.sum()),
+        "ratio/max": Stat(kept.amax()),
+        "clip_share": Stat((clipped & mask).sum(), mask.sum()),
     }

@@ -2,24 +2,29 @@
 
 Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`; YAML first, then
 `key=value` overrides. A config is read at the edge and never changed after loading. A backend's own flags are not
-repeated here: they pass through the dicts `sglang` and `vllm`.
+repeated here: they pass through the dicts `sglang` and `vllm`. What is trained is configured in `train_args`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import MISSING
+from arealite.api.algorithms import resolve_objective
+from arealite.api.config_field import help_field as _help
+from arealite.api.config_field import require as _require
+from arealite.api.train_args import (
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    PreferenceConfig,
+    TrainEngineConfig,
+)
 
-from arealite.api.errors import ConfigError
-
-
-def _help(text: str, default: Any = MISSING, **kwargs: Any) -> Any:
-    """A dataclass field with its line of help; mutable defaults are given as a factory (a class or lambda)."""
-    if callable(default):
-        return field(default_factory=default, metadata={"help": text, **kwargs})
-    return field(default=default, metadata={"help": text, **kwargs})
+__all__ = [  # the parts that live in other files of this room are imported from here too
+    "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "TrainEngineConfig",
+]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- generation
@@ -60,141 +65,6 @@ class GenerationHyperparameters:
         _require(0 <= self.min_p <= 1, f"gconfig.min_p must be in [0, 1], got {self.min_p}")
 
 
-# ----------------------------------------------------------------------------------------------- training
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = _help("Peak learning rate.", 1e-5)
-    weight_decay: float = _help("Decoupled weight decay (not on biases and norms).", 0.01)
-    beta1: float = _help("AdamW beta 1.", 0.9)
-    beta2: float = _help("AdamW beta 2.", 0.95)
-    eps: float = _help("AdamW epsilon.", 1e-8)
-    lr_scheduler_type: str = _help("constant, linear or cosine.", "constant")
-    warmup_steps_proportion: float = _help(
-        "Share of all steps that warm up linearly from 0.", 0.001
-    )
-    min_lr_ratio: float = _help("The schedule ends at this share of the peak.", 0.0)
-    gradient_clipping: float = _help("Largest global gradient norm; 0 turns clipping off.", 1.0)
-
-    def check(self) -> None:
-        kinds = ("constant", "linear", "cosine")
-        _require(
-            self.lr_scheduler_type in kinds,
-            f"lr_scheduler_type is {self.lr_scheduler_type!r}; use one of {kinds}",
-        )
-        _require(self.lr > 0, f"the learning rate must be positive, got {self.lr}")
-        _require(
-            0 <= self.warmup_steps_proportion <= 1,
-            f"warmup_steps_proportion must be in [0, 1], got {self.warmup_steps_proportion}",
-        )
-
-
-@dataclass
-class TrainEngineConfig:
-    """One model that is trained (or, without an optimizer, only evaluated)."""
-
-    path: str = _help("Hugging Face folder or hub name of the model.")
-    init_from_scratch: bool = _help(
-        "Random weights; only config and tokenizer are read from `path`.", False
-    )
-    dtype: str = _help("Compute type: float32, bfloat16 or float16.", "bfloat16")
-    param_dtype: str = _help("Type of the weights the optimizer holds.", "float32")
-    device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
-    max_tokens_per_mb: int = _help("Token budget of one packed micro-batch on one rank.", 16384)
-    gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
-    logprob_chunk_size: int = _help("Tokens per chunk of the vocabulary projection.", 1024)
-    max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5)
-    optimizer: OptimizerConfig | None = _help(
-        "Optimizer; null for an evaluated model.", OptimizerConfig
-    )
-
-    def check(self) -> None:
-        dtypes = ("float32", "bfloat16", "float16")
-        _require(self.dtype in dtypes, f"dtype is {self.dtype!r}; use one of {dtypes}")
-        _require(
-            self.param_dtype in dtypes, f"param_dtype is {self.param_dtype!r}; use one of {dtypes}"
-        )
-        _require(
-            self.device in ("cpu", "cuda", "auto"),
-            f"device is {self.device!r}; use cpu, cuda or auto",
-        )
-        _require(
-            self.max_tokens_per_mb > 0,
-            f"max_tokens_per_mb must be positive, got {self.max_tokens_per_mb}",
-        )
-        if self.optimizer is not None:
-            self.optimizer.check()
-
-
-@dataclass
-class NormConfig:
-    """Where a mean is subtracted and a deviation divided out."""
-
-    mean_level: str = _help("none, group or batch.", "group")
-    std_level: str = _help("none, group or batch.", "group")
-    leave_one_out: bool = _help("Leave the sample itself out of its mean (RLOO).", False)
-    eps: float = _help("Added to the deviation.", 1e-6)
-
-    def check(self) -> None:
-        levels = ("none", "group", "batch")
-        _require(
-            self.mean_level in levels, f"mean_level is {self.mean_level!r}; use one of {levels}"
-        )
-        _require(self.std_level in levels, f"std_level is {self.std_level!r}; use one of {levels}")
-        _require(
-            not self.leave_one_out or self.mean_level == "group",
-            f"leave_one_out needs mean_level=group, got {self.mean_level!r}",
-        )
-
-
-@dataclass
-class PPOActorConfig(TrainEngineConfig):
-    """The trained policy and its objective."""
-
-    ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1)
-    eps_clip: float = _help("Lower (and upper) clip range of the ratio.", 0.2)
-    eps_clip_higher: float | None = _help("Upper clip range, if it differs.", None)
-    c_clip: float | None = _help("Dual clip for negative advantages (> 1); null is off.", None)
-    use_decoupled_loss: bool = _help(
-        "Clip around the proximal policy, weight by prox/behaviour.", True
-    )
-    prox_logp: str = _help(
-        "recompute (a pass over the batch) or first_pass (the same, but only where the update brings none).",
-        "recompute",
-    )
-    behav_imp_weight_cap: float | None = _help(
-        "Tokens with a larger prox/behaviour weight are dropped.", 5.0
-    )
-    temperature: float = _help("Temperature the log-probs are computed at; as in gconfig.", 1.0)
-    reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0)
-    reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0)
-    reward_clip: float = _help("Shaped rewards are clipped to +- this.", 20.0)
-    reward_norm: NormConfig = _help("Normalisation of rewards into advantages.", NormConfig)
-    kl_ctl: float = _help("Weight of the per-token KL to the reference in the reward.", 0.0)
-    discount: float = _help("GAE gamma.", 1.0)
-    gae_lambda: float = _help("GAE lambda.", 1.0)
-    skip_zero_advantage: bool = _help(
-        "Leave out sequences whose advantage is zero everywhere.", True
-    )
-
-    def check(self) -> None:
-        super().check()
-        modes = ("recompute", "first_pass")
-        _require(self.prox_logp in modes, f"prox_logp is {self.prox_logp!r}; use one of {modes}")
-        _require(
-            self.c_clip is None or self.c_clip > 1,
-            f"c_clip must be larger than 1, got {self.c_clip}",
-        )
-        _require(
-            self.ppo_n_minibatches >= 1,
-            f"ppo_n_minibatches must be at least 1, got {self.ppo_n_minibatches}",
-        )
-        self.reward_norm.check()
-
-
 # ------------------------------------------------------------------------------------------------ rollout
 
 
@@ -215,6 +85,12 @@ class InferenceEngineConfig:
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
+    health_timeout_s: float = _help(
+        "A server silent for so long is given up; its requests go on elsewhere.", 30.0
+    )
+    segment_tokens: int = _help(
+        "Tokens asked of a server at a time: what a killed one can lose of a long answer.", 4096
+    )
     episode_timeout_s: float = _help(
         "Deadline of one episode; past it, it counts as failed.", 7200.0
     )
@@ -270,6 +146,7 @@ class ServerConfig:
         "Same seed, same tokens, whatever else is in the batch (slower).", False
     )
     seed: int = _help("Seed of requests that bring none.", 0)
+    join: str = _help("Run directory of a running job that this server joins.", "")
 
     def check(self) -> None:
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
@@ -413,34 +290,76 @@ class SFTConfig(BaseExperimentConfig):
 
 
 @dataclass
+class RWConfig(BaseExperimentConfig):
+    """A reward model from chosen and rejected answers."""
+
+    model: TrainEngineConfig = _help("The trained model.", TrainEngineConfig)
+
+
+@dataclass
+class DPOConfig(BaseExperimentConfig):
+    """Preference learning without a reward model: DPO and its relatives."""
+
+    model: PreferenceConfig = _help("The trained model.", PreferenceConfig)
+    ref: TrainEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
+
+    def check(self) -> None:
+        super().check()
+        _require(
+            not self.model.needs_reference or self.ref is not None,
+            f"model.loss={self.model.loss} compares with a reference policy: set ref.path",
+        )
+        _require(
+            self.model.needs_reference or self.ref is None,
+            f"model.loss={self.model.loss} has no reference policy: leave ref out",
+        )
+
+
+@dataclass
 class GRPOConfig(BaseExperimentConfig):
     """Reinforcement learning with verifiable rewards (the whole GRPO/PPO family)."""
 
     gconfig: GenerationHyperparameters = _help("Sampling.", GenerationHyperparameters)
     rollout: InferenceEngineConfig = _help("Asynchronous rollout.", InferenceEngineConfig)
     actor: PPOActorConfig = _help("The trained policy.", PPOActorConfig)
+    critic: PPOCriticConfig | None = _help("The value function of algorithm=ppo.", None)
     ref: TrainEngineConfig | None = _help("The reference policy; null without KL.", None)
+    teacher: TrainEngineConfig | None = _help("The policy to distil from; null without.", None)
+    dynamic_sampling: bool = _help("Reject groups whose rewards are all equal (DAPO).", False)
     server: ServerConfig = _help("The embedded server.", ServerConfig)
     sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict)
     vllm: dict[str, Any] = _help("Flags passed to vLLM as they are.", dict)
 
     def check(self) -> None:
         super().check()
+        actor = self.actor
+        objective = resolve_objective(actor)
+        kl = actor.kl_ctl or actor.kl_loss_coef
         _require(
-            self.actor.kl_ctl == 0 or self.ref is not None,
-            f"actor.kl_ctl={self.actor.kl_ctl} needs a reference policy: set ref.path",
+            not kl or self.ref is not None,
+            f"actor.{'kl_ctl' if actor.kl_ctl else 'kl_loss_coef'}={kl} needs a reference policy: set ref.path",
         )
         _require(
-            self.gconfig.n_samples > 1 or self.actor.reward_norm.mean_level != "group",
-            "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.reward_norm.mean_level=batch",
+            bool(actor.distill_coef) == (self.teacher is not None),
+            "distillation needs both: set teacher.path and actor.distill_coef, or neither",
         )
         _require(
-            self.gconfig.temperature == 0 or self.actor.temperature == self.gconfig.temperature,
-            f"actor.temperature={self.actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
+            objective.needs_critic == (self.critic is not None),
+            "actor.algorithm=ppo needs critic.path"
+            if objective.needs_critic
+            else f"critic is set, but actor.algorithm={actor.algorithm} has none: leave critic out, or set algorithm=ppo",
+        )
+        _require(
+            self.gconfig.n_samples > 1 or objective.norm.mean_level != "group",
+            "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp",
+        )
+        _require(
+            actor.max_answer_length in (None, self.gconfig.max_new_tokens),
+            f"actor.max_answer_length={actor.max_answer_length} differs from gconfig.max_new_tokens="
+            f"{self.gconfig.max_new_tokens}",
+        )
+        _require(
+            self.gconfig.temperature == 0 or actor.temperature == self.gconfig.temperature,
+            f"actor.temperature={actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
             "log-probs of the two sides would not be of the same distribution",
         )
-
-
-def _require(condition: Any, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)

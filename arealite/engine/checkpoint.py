@@ -21,9 +21,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from arealite.api.errors import CheckpointError
+from arealite.engine.hf_model import fill_parameters
 from arealite.utils import distributed
 
 if TYPE_CHECKING:
@@ -88,9 +89,12 @@ def load_hf(engine: FSDPEngine, path: str) -> None:
     missing = [n for n, _ in engine.model.named_parameters() if n not in found]
     if missing:
         raise CheckpointError(f"{path} is of another model: it lacks {missing[:3]} …")
-    for name, parameter in engine.model.named_parameters():
-        with _open_safetensors(found[name]) as handle:
-            _copy_into(parameter, handle.get_tensor(name))
+    weights = {}
+    if distributed.rank() == 0:
+        for name, file in found.items():
+            with _open_safetensors(file) as handle:
+                weights[name] = handle.get_tensor(name)
+    fill_parameters(engine.model, weights)
 
 
 def _open_safetensors(file: Path):
@@ -102,16 +106,6 @@ def _open_safetensors(file: Path):
         raise CheckpointError(
             f"{file} cannot be read ({error}): it is torn or not safetensors"
         ) from error
-
-
-def _copy_into(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        if not isinstance(parameter, DTensor):
-            parameter.copy_(value)
-            return
-        value = value.to(parameter.device, parameter.dtype)
-        part = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(part.to_local())
 
 
 def _open_folder(engine: FSDPEngine, aside: Path) -> None:
@@ -229,6 +223,7 @@ def _training_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
             state[f"optim/{name}/{key}"] = value
     counters = [engine.lr_step, engine.bad_steps, engine._version]
     state["counters"] = torch.tensor(counters)
+    state |= {f"extra/{key}": value for key, value in engine.extra_state().items()}
     state[f"rng/{distributed.rank()}/torch"] = torch.get_rng_state()
     state[f"rng/{distributed.rank()}/python"] = _python_rng()
     state[f"rng/{distributed.rank()}/numpy"] = torch.from_numpy(numpy.random.get_state()[1].copy()).view(torch.int32)  # fmt: skip
@@ -240,6 +235,8 @@ def _training_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 def _restore_training_state(engine: FSDPEngine, state: dict[str, torch.Tensor]) -> None:
     engine.lr_step, engine.bad_steps, engine._version = state["counters"].tolist()
     engine._set_lr()
+    extra = {k.removeprefix("extra/"): v for k, v in state.items() if k.startswith("extra/")}
+    engine.load_extra_state(extra)
     prefix = f"rng/{distributed.rank()}/"
     if prefix + "torch" not in state:
         return  # more ranks than before: the new ones keep the state they were seeded with

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
@@ -25,6 +25,7 @@ from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Weig
 from arealite.engine import checkpoint
 from arealite.engine.hf_model import PackedModel, load_config, load_model, resolve_path, shard
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
+from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout
 from arealite.utils import distributed
 from arealite.utils.data import (
     pack,
@@ -49,13 +50,16 @@ class FSDPEngine(TrainEngine):
 
     scalar_head = False  # critics and reward models: one value per token instead of log-probs
 
-    def __init__(self, config: TrainEngineConfig):
+    def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
+        """`parallel` is the training side of `allocation_mode`; without it, all ranks are data parallel."""
         config.check()
         self.config = config
         self.temperature = 1.0
         self.with_entropy = False
         self.folder = resolve_path(config.path)
         self.hf_config = load_config(self.folder, self.scalar_head)
+        self.parallel = parallel or ParallelStrategy(data=distributed.world_size())
+        check_layout(self.parallel, self.hf_config, distributed.world_size())
         self.device = config.device
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +67,8 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
         self.module: PackedModel | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self.mesh: DeviceMesh | None = None
+        self.layout: Layout | None = None
+        self._partial: list[torch.nn.Parameter] = []  # gradients to be summed over the tensor group
         self.total_steps = 0
         self.lr_step = 0
         self.bad_steps = 0
@@ -99,13 +104,17 @@ class FSDPEngine(TrainEngine):
             # Mixed precision is FSDP's doing, which wants a group even for one rank.
             store = dist.HashStore()
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", store=store, rank=0, world_size=1)  # fmt: skip
-        self.mesh = init_device_mesh(self.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        self.layout = Layout(self.parallel, self.device)
         with torch.device("meta"):
             empty = load_model(
                 self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head
             )
-        self.module = PackedModel(empty, self.config.logprob_chunk_size)
-        shard(self.module, full, self.mesh, self.config)
+        self.module = PackedModel(empty, self.config.logprob_chunk_size, self.layout.cp_group)
+        if self.parallel.tensor > 1:
+            names = _names_of(apply_tensor_parallel(empty, self.layout), empty)
+        shard(self.module, full, self.layout.fsdp, self.config)
+        if self.parallel.tensor > 1:
+            self._partial = [self.model.get_parameter(name) for name in names]
 
     def destroy(self) -> None:
         self.module = self.optimizer = None
@@ -121,11 +130,25 @@ class FSDPEngine(TrainEngine):
 
     @property
     def dp_size(self) -> int:
-        return self.mesh.size() if self.mesh is not None else 1
+        return self.parallel.data
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """Ranks with different data (and the same place in the model)."""
+        return self.layout.dp_group if self.layout is not None else None
 
     def share(self, rows: list[Any]) -> list[Any]:
         """This rank's part of a list that all ranks have, such as the rows of a supervised batch."""
-        return rows[distributed.rank() % self.dp_size :: self.dp_size]
+        first = self.layout.dp_rank if self.layout is not None else 0
+        return rows[first :: self.dp_size]
+
+    def gather_rows(self, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Rows of all data-parallel ranks, and where this one's begin."""
+        return distributed.all_gather_rows(value, self.dp_group) if self.dp_size > 1 else (value, 0)
+
+    def reduce_stats(self, stats: dict[str, Stat]) -> dict[str, float]:
+        """Statistics over all data-parallel ranks."""
+        return distributed.all_reduce_stats(stats, self.dp_group if self.dp_size > 1 else None)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -140,13 +163,13 @@ class FSDPEngine(TrainEngine):
         stats: dict[str, Stat] = {}
         for mb in micro_batches:
             loss, mb_stats = loss_fn(self._forward(mb), mb.data)
-            # FSDP averages gradients over ranks; the loss is a sum over them.
-            (loss * (self.dp_size / weight)).backward()
+            # FSDP averages gradients over its ranks; the loss is a sum over them.
+            (loss * (self.dp_size * self.parallel.context / weight)).backward()
             _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
         stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
         norm = self._step()
-        tokens = sum(len(mb.data["input_ids"]) for mb in micro_batches)
-        result = distributed.all_reduce_stats(
+        tokens = sum(len(mb.data["input_ids"]) for mb in micro_batches if mb.rows)
+        result = self.reduce_stats(
             stats | {"num_tokens": Stat(torch.tensor(float(tokens)), 1.0 / self.dp_size)}
         )
         seconds = time.perf_counter() - start
@@ -171,7 +194,7 @@ class FSDPEngine(TrainEngine):
                 loss, mb_stats = loss_fn(self._forward(mb), mb.data)
                 _merge(stats, {"loss": Stat(loss, 0.0), **mb_stats})
         stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
-        return distributed.all_reduce_stats(stats)
+        return self.reduce_stats(stats)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Batch:
@@ -195,7 +218,7 @@ class FSDPEngine(TrainEngine):
         count = len(groups)
         if self.dp_size > 1:
             most = torch.tensor([count])
-            dist.all_reduce(most, dist.ReduceOp.MAX)
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.dp_group)
             count = int(most)
         if count > len(groups):
             groups = split_micro_batches(lengths, self.config.max_tokens_per_mb, min_count=count)
@@ -221,7 +244,7 @@ class FSDPEngine(TrainEngine):
         weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)
         if self.dp_size > 1:
             total = torch.tensor([weight], dtype=torch.float64)
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.dp_group)
             weight = float(total)
         if not weight > 0:
             raise TrainingError(
@@ -236,7 +259,10 @@ class FSDPEngine(TrainEngine):
     def _step(self) -> float:
         """Clip, step and clear gradients. A non-finite norm skips the step on all ranks alike."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norm = float(grad_norm(parameters))
+        for parameter in self._partial:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad.to_local(), group=self.layout.tp_group)
+        norm = grad_norm(parameters)
         limit = self.config.optimizer.gradient_clipping
         if math.isfinite(norm):
             if limit and norm > limit:
@@ -305,6 +331,13 @@ class FSDPEngine(TrainEngine):
                 self._shared.tensors[name].copy_(tensor)
         distributed.barrier()
 
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        """What a subclass wants in the sharded checkpoint besides weights and optimizer."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Take back what `extra_state` gave."""
+
     def get_version(self) -> int:
         return self._version
 
@@ -314,6 +347,10 @@ class FSDPEngine(TrainEngine):
 
 def _from_scratch(config: TrainEngineConfig) -> TrainEngineConfig:
     return type(config)(**{**vars(config), "init_from_scratch": True})
+
+
+def _names_of(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if any(p is other for other in parameters)]
 
 
 def _check_rows(batch: Batch) -> None:

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    logging,
 )
 
 from arealite.algo.logprobs import packed_logprobs, target_positions
@@ -30,28 +32,40 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
+from arealite.engine.parallel import sum_pieces
 
 
 class PackedModel(nn.Module):
-    """One decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`)."""
+    """One decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`).
 
-    def __init__(self, model: PreTrainedModel, chunk_size: int):
+    With a context group, each rank of it runs an equal piece of the tokens; results are whole on all of them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk_size: int,
+        context_group: dist.ProcessGroup | None = None,
+    ):
         super().__init__()
         self.model = model
         self.chunk_size = chunk_size
+        self.context_group = context_group
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.has_lm_head = model.get_output_embeddings() is not None
 
     def forward(self, mb: Batch, max_seqlen: int, temperature: float, with_entropy: bool) -> Batch:
+        ids, positions, cu_seqlens, first = self._piece(mb)
         outputs = self.model.base_model(
-            input_ids=mb["input_ids"][None],
-            position_ids=mb["position_ids"][None],
+            input_ids=ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            **attention_kwargs(mb["cu_seqlens"], max_seqlen),
+            **attention_kwargs(cu_seqlens, max_seqlen, self.context_group),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
         if not self.has_lm_head:
-            return {"values": self.model.score(hidden).squeeze(-1).float()}
+            values = self.model.score(hidden).squeeze(-1).float()
+            return {"values": self._whole(values, first, len(mb["input_ids"]))}
         head = self.model.get_output_embeddings()
         logp, entropy = packed_logprobs(
             hidden,
@@ -63,8 +77,36 @@ class PackedModel(nn.Module):
             softcap=self.softcap,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
+            first_row=first,
         )
+        if self.context_group is not None:
+            logp, entropy = (sum_pieces(x, self.context_group) for x in (logp, entropy))
         return {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
+
+    def _piece(self, mb: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """This rank's tokens and positions, the sequences of all, and where its piece starts.
+
+        Tokens are filled up to equal pieces; the filling is a sequence of its own.
+        """
+        ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
+        if self.context_group is None:
+            return ids, positions, cu_seqlens, 0
+        size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
+        missing = -len(ids) % size
+        if missing:
+            ids = nn.functional.pad(ids, (0, missing))
+            positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+        length = len(ids) // size
+        mine = slice(rank * length, (rank + 1) * length)
+        return ids[mine], positions[mine], cu_seqlens, rank * length
+
+    def _whole(self, values: torch.Tensor, first: int, num_tokens: int) -> torch.Tensor:
+        if self.context_group is None:
+            return values
+        padded = values.new_zeros(first + len(values) + num_tokens)
+        rows = torch.arange(first, first + len(values), device=values.device)
+        return sum_pieces(padded.index_copy(0, rows, values)[:num_tokens], self.context_group)
 
 
 def resolve_path(path: str) -> Path:
@@ -99,6 +141,7 @@ def load_model(
     folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
 ) -> PreTrainedModel:
     """The whole model on the host, in the type that the optimizer holds."""
+    logging.disable_progress_bar()  # a run shows one live table
     cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
@@ -142,10 +185,20 @@ def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None
 
     Buffers that are not saved (rotary frequencies) are empty after the meta device and are sent along.
     """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(module.model, full.state_dict() if full else {}, options=options)
+    fill_parameters(module.model, dict(full.named_parameters()) if full else {})
     source = dict(full.named_buffers()) if full else {}
     for name, buffer in module.model.named_buffers():
         if name in source:
             buffer.copy_(source[name])
         dist.broadcast(buffer, src=0)
+
+
+def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors, which only rank 0 needs to have, into parameters that may be sharded."""
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        return
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, {k: v.detach() for k, v in weights.items()}, options=options)

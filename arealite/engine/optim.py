@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from arealite.api.cli_args import OptimizerConfig
@@ -46,22 +47,27 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-def grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Global 2-norm of all gradients over all ranks, as a plain scalar.
+def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
+    """Global 2-norm of all gradients over all ranks.
 
-    Gradients are grouped by the mesh they live on: torch's own norm refuses to mix meshes.
+    Each rank squares what it holds; sums go over the mesh dimensions along which a gradient is split. Gradients on different
+    meshes (tensor parallel and not) are kept apart: torch's own norm refuses to mix them.
     """
     by_layout: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             grad = parameter.grad
             layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            by_layout.setdefault(layout, []).append(grad)
-    squares = []
-    for grads in by_layout.values():
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            by_layout.setdefault(layout, []).append(local)
+    total = 0.0
+    for layout, grads in by_layout.items():
+        square = torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
+        for dim, placement in enumerate(layout[1] if layout else ()):
+            if placement.is_shard() and layout[0].size(dim) > 1:
+                dist.all_reduce(square, group=layout[0].get_group(dim))
+        total += float(square)
+    return math.sqrt(total) if total == total else math.nan
 
 
 def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:

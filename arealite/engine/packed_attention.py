@@ -13,10 +13,12 @@ import inspect
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from arealite.api.errors import ConfigError
+from arealite.engine.parallel import heads_to_tokens, tokens_to_heads
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -53,16 +55,19 @@ def check_model(config: PreTrainedConfig) -> None:
         )
 
 
-def attention_kwargs(cu_seqlens: torch.Tensor, max_seqlen: int) -> dict:
+def attention_kwargs(
+    cu_seqlens: torch.Tensor, max_seqlen: int, context_group: dist.ProcessGroup | None = None
+) -> dict:
     """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`."""
+    context = {} if context_group is None else {"context_group": context_group}
     if cu_seqlens.is_cuda:
-        return {
+        return context | {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
         }
-    return {"packed_layout": bucket_layout(cu_seqlens.diff().tolist())}
+    return context | {"packed_layout": bucket_layout(cu_seqlens.diff().tolist())}
 
 
 def bucket_layout(lengths: list[int]) -> PackedLayout:
@@ -140,10 +145,17 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    context_group: dist.ProcessGroup | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out."""
+    """transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out.
+
+    With a context group, each rank brings its piece of the tokens and gets it back, and attends with its share of heads
+    to all tokens in between.
+    """
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if context_group is not None:
+        query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
     if packed_layout is not None:
         out = _bucketed(query, key, value, packed_layout, scaling, sliding_window)
     else:
@@ -153,6 +165,8 @@ def packed_attention(
             query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_q,
             max_length_q, max_length_q, scale=scaling, window_size=window, **_GQA,
         )  # fmt: skip
+    if context_group is not None:
+        out = heads_to_tokens(out, context_group)
     return out.unsqueeze(0), None
 
 

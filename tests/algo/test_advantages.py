@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from arealite.algo.advantages import (
+    adapted_kl_ctl,
+    distillation_advantages,
     gae,
     kl_estimate,
     normalize,
@@ -14,6 +16,7 @@ from arealite.algo.advantages import (
     rewards_to_go,
     shape_rewards,
     token_rewards,
+    whiten,
 )
 
 LEVELS = ("none", "group", "batch")
@@ -132,3 +135,29 @@ def test_reward_sits_on_the_last_trained_token_and_kl_on_all():
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
     placed = token_rewards(torch.tensor([1.0, 2.0, 3.0]), mask, torch.ones(3, 4), kl_ctl=0.5)
     assert placed.tolist() == [[0, -0.5, 0.5, 0], [0, -0.5, 0, 1.5], [0, 0, 0, 0]]
+
+
+def test_whiten_uses_the_sums_of_the_whole_batch():
+    torch.manual_seed(0)
+    values, mask = torch.randn(4, 6) * 3 + 2, torch.rand(4, 6) < 0.7
+    kept = values[mask].double()
+    result = whiten(values, mask, len(kept), kept.sum().item(), kept.square().sum().item())
+    torch.testing.assert_close(result[mask].mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        result[mask].std(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0
+    )
+    assert result[~mask].abs().sum() == 0
+
+
+def test_adaptive_kl_moves_towards_the_target():
+    assert adapted_kl_ctl(0.1, kl=12.0, target=6.0, num_sequences=100) == pytest.approx(0.1 * 1.002)
+    assert adapted_kl_ctl(0.1, kl=3.0, target=6.0, num_sequences=100) == pytest.approx(0.1 * 0.998)
+    assert adapted_kl_ctl(0.1, kl=6.06, target=6.0, num_sequences=100) == pytest.approx(
+        0.1 * 1.0001
+    )
+
+
+def test_distillation_advantage_pulls_towards_the_teacher():
+    logp, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]])
+    result = distillation_advantages(logp, teacher, torch.tensor([[1, 1]]), coef=0.5)
+    assert result.tolist() == [[-1.0, 0.5]]

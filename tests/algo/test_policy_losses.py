@@ -1,83 +1,213 @@
-"""Each objective against a loop over tokens that follows its formula, values and gradients."""
+"""Each objective against a loop over tokens that follows its formula: values by the loop, gradients by differences."""
 
 import math
 
 import pytest
 import torch
 
-from arealite.algo.policy_losses import aggregation_weights, decoupled_ppo_loss
-
-
-def example(num=40, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    behav = -2 + torch.randn(num, generator=g)
-    prox = behav + 0.8 * torch.randn(num, generator=g)
-    logp = prox + 0.4 * torch.randn(num, generator=g)
-    advantages = torch.randn(num, generator=g)
-    weights = (torch.rand(num, generator=g) < 0.8).float()
-    return logp.requires_grad_(), prox, behav, advantages, weights
-
-
-def naive_decoupled(logp, prox, behav, advantages, weights, eps, eps_high, c_clip, cap):
-    total, clipped, capped = 0.0, 0, 0
-    grads = [0.0] * len(logp)
-    for i, (lp, px, bh, a, m) in enumerate(
-        zip(logp, prox, behav, advantages, weights, strict=True)
-    ):
-        if m == 0:
-            continue
-        u = math.exp(lp - px)
-        bounded = min(max(u, 1 - eps), 1 + eps_high)
-        loss, grad = -a * u, -a * u
-        if -a * bounded > loss:
-            loss, grad, clipped = -a * bounded, 0.0, clipped + 1
-        if c_clip is not None and a < 0 and -c_clip * a < loss:
-            loss, grad = -c_clip * a, 0.0
-        w = math.exp(px - bh)
-        if cap is not None and w > cap:
-            w, capped = 0.0, capped + 1
-        total += m * w * loss
-        grads[i] = m * w * grad
-    return total, grads, clipped, capped
-
-
-@pytest.mark.parametrize(
-    "eps_high,c_clip,cap", [(None, None, None), (0.28, None, 2.0), (0.28, 1.5, 2.0)]
+from arealite.algo.off_policy import behaviour_weights, interpolated_prox, m2po_mask
+from arealite.algo.policy_losses import (
+    Clip,
+    Tokens,
+    aggregation_weights,
+    cispo_loss,
+    clip_loss,
+    entropy_bonus,
+    gspo_loss,
+    kl_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_mean,
 )
-def test_decoupled_ppo_equals_its_formula(eps_high, c_clip, cap):
-    logp, prox, behav, advantages, weights = example()
-    loss, stats = decoupled_ppo_loss(
-        logp, prox, behav, advantages, weights, 0.2, eps_high, c_clip, cap
+
+OWNER = torch.tensor([0] * 7 + [1] * 3 + [3] * 10 + [4] * 20)  # sequence 2 has no tokens
+CLIP = Clip(0.2, 0.28)
+
+
+def example(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    num = len(OWNER)
+    prox = (-2 + torch.randn(num, generator=g)).double()
+    logp = (prox + 0.4 * torch.randn(num, generator=g)).requires_grad_()
+    advantages = torch.randn(num, generator=g).double()
+    weights = (torch.rand(num, generator=g) * (torch.rand(num, generator=g) < 0.8)).double()
+    return Tokens(logp, prox, advantages, weights, OWNER)
+
+
+def clamp(u):
+    return min(max(u, 1 - CLIP.low), 1 + CLIP.high)
+
+
+def naive_clip(u, a, logp, c_clip=None):
+    loss = max(-a * u, -a * clamp(u))
+    return min(loss, -c_clip * a) if c_clip and a < 0 else loss
+
+
+def naive_sapo(u, a, logp):
+    tau = 1.0 if a > 0 else 1.05
+    return -a * (4 / tau) / (1 + math.exp(-tau * (u - 1)))
+
+
+# name: (ours, loss of one token from its ratio, advantage and log-prob; stop-gradient parts are handled by `frozen`)
+OBJECTIVES = {
+    "clip": (lambda t: clip_loss(t, CLIP), naive_clip),
+    "dual_clip": (lambda t: clip_loss(t, CLIP, 1.5), lambda u, a, lp: naive_clip(u, a, lp, 1.5)),
+    "reinforce": (reinforce_loss, lambda u, a, lp: -a * lp),
+    "sapo": (sapo_loss, naive_sapo),
+}
+
+
+def naive_total(tokens, logp, token_loss):
+    total = 0.0
+    for lp, px, a, w in zip(logp, tokens.prox_logp.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+        if w > 0:
+            total += w * token_loss(math.exp(lp - px), a, lp)
+    return total
+
+
+def numeric_gradient(function, values, step=1e-6):
+    grads = []
+    for i in range(len(values)):
+        up, down = list(values), list(values)
+        up[i] += step
+        down[i] -= step
+        grads.append((function(up) - function(down)) / (2 * step))
+    return grads
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_token_objectives_equal_their_formula(name):
+    ours, token_loss = OBJECTIVES[name]
+    tokens = example()
+    loss, stats = ours(tokens)
+    loss.backward()
+    values = tokens.logp.tolist()
+    assert loss.item() == pytest.approx(naive_total(tokens, values, token_loss), rel=1e-6)
+    expected = numeric_gradient(lambda v: naive_total(tokens, v, token_loss), values)
+    assert tokens.logp.grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert int(stats["clip_share"].weight) == int(tokens.mask.sum())
+
+
+def test_clip_share_counts_clipped_tokens():
+    tokens = example()
+    _, stats = clip_loss(tokens, CLIP)
+    clipped = 0
+    for u, a, w in zip((tokens.logp - tokens.prox_logp).exp().tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+        clipped += w > 0 and -a * clamp(u) > -a * u
+    assert int(stats["clip_share"].total) == clipped > 0
+
+
+def test_cispo_weights_reinforce_by_the_clipped_ratio():
+    tokens = example()
+    loss, stats = cispo_loss(tokens, CLIP)
+    loss.backward()
+    expected, grads = 0.0, []
+    for lp, px, a, w in zip(tokens.logp.tolist(), tokens.prox_logp.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+        bounded = clamp(math.exp(lp - px))
+        expected += -w * bounded * a * lp
+        grads.append(-w * bounded * a)  # the ratio is not differentiated
+    assert loss.item() == pytest.approx(expected)
+    assert tokens.logp.grad.tolist() == pytest.approx(grads)
+    assert stats["clip_share"].total > 0
+
+
+def naive_gspo(tokens, logp):
+    total = 0.0
+    for sequence in set(OWNER.tolist()):
+        rows = [i for i, o in enumerate(OWNER.tolist()) if o == sequence and tokens.weights[i] > 0]
+        if rows:
+            s = math.exp(sum(logp[i] - tokens.prox_logp[i].item() for i in rows) / len(rows))
+            for i in rows:
+                a = tokens.advantages[i].item()
+                total += tokens.weights[i].item() * max(-a * s, -a * clamp(s))
+    return total
+
+
+def test_gspo_has_one_ratio_per_sequence():
+    tokens = example()
+    loss, _ = gspo_loss(tokens, CLIP)
+    loss.backward()
+    values = tokens.logp.tolist()
+    assert loss.item() == pytest.approx(naive_gspo(tokens, values))
+    expected = numeric_gradient(lambda v: naive_gspo(tokens, v), values)
+    assert tokens.logp.grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda t: clip_loss(t, CLIP), lambda t: gspo_loss(t, CLIP), lambda t: cispo_loss(t, CLIP), sapo_loss, reinforce_loss])  # fmt: skip
+def test_tokens_that_are_not_trained_may_hold_anything(loss_fn):
+    tokens = example()
+    rubbish = torch.where(tokens.mask, tokens.prox_logp, -math.inf)
+    loss, _ = loss_fn(tokens._replace(prox_logp=rubbish))
+    loss.backward()
+    assert loss.item() == pytest.approx(loss_fn(tokens)[0].item())
+    assert torch.isfinite(tokens.logp.grad).all()
+
+
+def test_all_objectives_agree_on_policy():
+    """At ratio 1 every objective has the gradient of REINFORCE."""
+    tokens = example()
+    tokens = tokens._replace(prox_logp=tokens.logp.detach().clone())
+    grads = []
+    for loss_fn in (reinforce_loss, lambda t: clip_loss(t, CLIP), lambda t: cispo_loss(t, CLIP), sapo_loss):  # fmt: skip
+        (grad,) = torch.autograd.grad(loss_fn(tokens)[0], tokens.logp)
+        grads.append(grad)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0])
+
+
+def naive_behaviour(prox, behav, mask, cap, floor, mode):
+    result = []
+    for i, kept in enumerate(mask):
+        rows = [i]
+        if mode.startswith("sequence"):
+            rows = [j for j, o in enumerate(OWNER.tolist()) if o == OWNER[i] and mask[j]]
+        if not kept:
+            result.append(0.0)
+            continue
+        w = math.exp(sum(prox[j] - behav[j] for j in rows) / len(rows))
+        if mode.endswith("clamp"):
+            w = min(max(w, floor), cap)
+        elif not floor <= w <= cap:
+            w = 0.0
+        result.append(w)
+    return result
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "token_clamp", "sequence_mask", "sequence_clamp"])
+def test_behaviour_weights(mode):
+    tokens = example()
+    behav = (
+        tokens.prox_logp
+        + 0.2 * OWNER
+        - 0.4
+        + 0.2 * torch.randn(len(OWNER), generator=torch.Generator().manual_seed(5))
     )
-    loss.backward()
-    tensors = (x.tolist() for x in (logp, prox, behav, advantages, weights))
-    total, grads, clipped, capped = naive_decoupled(*tensors, 0.2, eps_high or 0.2, c_clip, cap)
-    assert loss.item() == pytest.approx(total, rel=1e-5)
-    assert logp.grad.tolist() == pytest.approx(grads, rel=1e-4, abs=1e-6)
-    count = int((weights > 0).sum())
-    assert int(stats["clip_share"].total) == clipped
-    assert int(stats["behav_capped_share"].total) == capped
-    assert int(stats["clip_share"].weight) == count
-    if cap is None:
-        ratio = torch.exp(prox - behav)[weights > 0]
-        assert stats["behav_weight/max"].total.item() == pytest.approx(ratio.max().item())
+    mask, cap, floor = tokens.mask, 1.05, 0.8
+    weight, kept = behaviour_weights(tokens.prox_logp, behav, mask, OWNER, cap, floor, mode)
+    expected = naive_behaviour(
+        tokens.prox_logp.tolist(), behav.tolist(), mask.tolist(), cap, floor, mode
+    )
+    assert weight.tolist() == pytest.approx(expected)
+    assert (kept == (weight > 0)).all()
+    assert mode.endswith("clamp") or 0 < kept.sum() < mask.sum()
 
 
-def test_decoupled_is_plain_ppo_when_prox_is_behaviour():
-    logp, _, behav, advantages, weights = example()
-    loss, stats = decoupled_ppo_loss(logp, behav, behav, advantages, weights, 0.2)
-    u = torch.exp(logp - behav)
-    expected = torch.maximum(-advantages * u, -advantages * u.clamp(0.8, 1.2))
-    torch.testing.assert_close(loss, (expected * weights).sum())
-    assert stats["behav_kl/k1"].total.item() == stats["behav_kl/k3"].total.item() == 0
+def test_interpolated_prox_lies_between_behaviour_and_policy():
+    logp, behav = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
+    prox = interpolated_prox(logp, behav, torch.tensor([5, 4, 2]), current_version=5)
+    assert prox.tolist() == pytest.approx([-3.0, -2.0, -1.5])
 
 
-def test_masked_tokens_may_hold_anything():
-    logp, prox, behav, advantages, weights = example()
-    prox = torch.where(weights > 0, prox, -math.inf)
-    loss, _ = decoupled_ppo_loss(logp, prox, behav, advantages, weights)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(logp.grad).all()
+def test_m2po_drops_the_largest_until_the_mean_is_small():
+    g = torch.Generator().manual_seed(3)
+    prox, behav = torch.randn(6, 9, generator=g), torch.randn(6, 9, generator=g)
+    mask = torch.rand(6, 9, generator=g) < 0.7
+    kept = m2po_mask(prox, behav, mask, threshold=0.5)
+    squares = sorted(((prox - behav)[mask] ** 2).tolist())
+    while sum(squares) / len(squares) >= 0.5:
+        squares.pop()
+    assert sorted(((prox - behav)[kept] ** 2).tolist()) == pytest.approx(squares)
+    assert not (kept & ~mask).any()
 
 
 def test_aggregation():
@@ -93,3 +223,12 @@ def test_aggregation():
     assert mean("constant", max_length=10) == pytest.approx(11 / 20)
     with pytest.raises(ValueError, match="needs the length"):
         aggregation_weights(mask, "constant")
+
+
+def test_kl_and_entropy_terms():
+    weights = torch.tensor([1.0, 0.0, 0.5])
+    values = torch.tensor([2.0, math.inf, 4.0])
+    assert kl_loss(values, weights) == 4.0
+    assert entropy_bonus(values, weights) == -4.0
+    means = sequence_mean(torch.tensor([1.0, 3.0, 5.0]), weights > 0, torch.tensor([0, 0, 1]))
+    assert means.tolist() == [1.0, 1.0, 5.0]

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from arealite.api.errors import ConfigError, TrainingError
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.parallel import check_layout
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
 from arealite.utils.data import select_rows
 
@@ -74,29 +76,53 @@ def test_gradient_checkpointing_changes_nothing(model_dirs):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def _train_on_rank(rank, paths, world_size, steps):
-    return [_losses(rank, path, world_size, steps) for path in paths]
+def _train_on_rank(rank, jobs):
+    return [_losses(*job) for job in jobs]
 
 
-def _losses(rank, path, world_size, steps):
-    engine = make_engine(path, max_tokens_per_mb=40)
+def _losses(path, layout, steps):
+    parallel = AllocationMode.from_str(layout).train
+    engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30), parallel)
+    engine.initialize(SPEC)
     losses = []
     for step in range(steps):
         batch = random_batch(LENGTHS, seed=step)
-        # rank 1 gets two rows only: it runs fillers while rank 0 works
-        share = batch if world_size == 1 else select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][rank])
-        stats = engine.train_lm(share)
+        if parallel.data == 2:
+            # the last rank gets two rows only: it runs fillers while the other works
+            batch = select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][engine.layout.dp_rank])
+        stats = engine.train_lm(batch)
         losses.append([stats[k] for k in ("loss", "nll", "grad_norm", "num_tokens")])
         engine.step_lr_scheduler()
     return losses
 
 
 def test_two_ranks_train_like_one(model_dirs, two_ranks):
-    paths = [model_dirs["qwen2"], model_dirs["llama"]]  # tied embeddings and not
-    one = _train_on_rank(0, paths, 1, 20)
-    two = two_ranks.run(_train_on_rank, paths, 2, 20)
-    assert two[0] == two[1]
-    assert torch.tensor(two[0]).allclose(torch.tensor(one), rtol=1e-5)
+    """Data, tensor and context parallel; tied embeddings and not; norms of single heads (qwen3); a sliding window."""
+    jobs = [(model_dirs["qwen2"], layout, 20) for layout in ("d2", "t2", "c2")]
+    others = [("llama", "d2"), ("llama", "t2"), ("qwen3", "t2"), ("qwen2_window", "c2")]
+    jobs += [(model_dirs[kind], layout, 3) for kind, layout in others]
+    answers = two_ranks.run(_train_on_rank, jobs)
+    assert answers[0] == answers[1]
+    for (path, layout, steps), found in zip(jobs, answers[0], strict=True):
+        found, expected = torch.tensor(found), torch.tensor(_losses(path, "d1", steps))
+        assert found[:, [0, 1, 3]].allclose(expected[:, [0, 1, 3]], rtol=1e-5), (path, layout)
+        assert found[:, 2].allclose(expected[:, 2], rtol=1e-3), (path, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"), [("d2", "1 ranks were started"), ("d1p2", "set p1"), ("t3", "started")]
+)
+def test_layouts_that_cannot_work_are_refused_before_loading(model_dirs, layout, message):
+    with pytest.raises(AllocationError, match=message):
+        FSDPEngine(engine_config(model_dirs["qwen2"]), AllocationMode.from_str(layout).train)
+
+
+def test_layout_must_fit_the_heads(model_dirs):
+    config = AutoConfig.from_pretrained(model_dirs["qwen2"])
+    for layout, message in (("t4", "key-value heads"), ("t2c4", "use a smaller c")):
+        strategy = AllocationMode.from_str(layout).train
+        with pytest.raises(AllocationError, match=message):
+            check_layout(strategy, config, strategy.world_size)
 
 
 def test_loss_goes_down_and_lr_follows_the_schedule(model_dirs):

@@ -97,7 +97,7 @@ def test_equal_rewards_make_an_idle_step(model_dirs):
 
 def test_batch_mean_gives_a_signal_to_groups_of_one(model_dirs):
     norm = NormConfig(mean_level="batch", std_level="batch")
-    actor = make_actor(model_dirs["qwen2"], reward_norm=norm)
+    actor = make_actor(model_dirs["qwen2"], algorithm="custom", reward_norm=norm)
     batch = random_batch(LENGTHS)
     batch["group_ids"] = torch.arange(8)
     (stats,) = one_update(actor, batch)

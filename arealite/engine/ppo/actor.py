@@ -14,19 +14,26 @@ from functools import partial
 import torch
 
 from arealite.algo.advantages import (
+    adapted_kl_ctl,
+    distillation_advantages,
     gae,
     kl_estimate,
     normalize,
+    overlong_penalty,
     rewards_to_go,
     shape_rewards,
     token_rewards,
+    whiten,
 )
-from arealite.algo.policy_losses import aggregation_weights, decoupled_ppo_loss
+from arealite.algo.off_policy import m2po_mask
+from arealite.algo.policy_losses import aggregation_weights
+from arealite.api.algorithms import resolve_objective
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils import distributed
+from arealite.engine.ppo.objective import loss_norm, policy_loss
 from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_lengths
 
 
@@ -35,10 +42,12 @@ class FSDPPPOActor(FSDPEngine):
 
     config: PPOActorConfig
 
-    def __init__(self, config: PPOActorConfig):
-        super().__init__(config)
+    def __init__(self, config: PPOActorConfig, parallel: ParallelStrategy | None = None):
+        self.objective = resolve_objective(config)
+        super().__init__(config, parallel)
         self.temperature = config.temperature
         self.with_entropy = True
+        self.kl_ctl = config.kl_ctl
 
     def compute_logp(self, batch: Batch) -> torch.Tensor:
         """Log-probs `[B, T]` of the trained tokens under the current weights (0 elsewhere)."""
@@ -51,11 +60,10 @@ class FSDPPPOActor(FSDPEngine):
         """
         config = self.config
         mask = _trained(batch)
-        shaped = shape_rewards(
-            batch["rewards"], config.reward_bias, config.reward_scaling, config.reward_clip
-        )
+        shaped = self._shaped(batch, mask)
         scores = self._normalized(shaped, batch["group_ids"])
-        rewards = token_rewards(scores, mask, self._kl(batch), config.kl_ctl)
+        kl = self._reward_kl(batch, mask)
+        rewards = token_rewards(scores, mask, kl, self.kl_ctl)
         values = batch.get("values")
         if values is None and config.discount == config.gae_lambda == 1.0:
             advantages = returns = rewards_to_go(rewards, mask)
@@ -65,34 +73,86 @@ class FSDPPPOActor(FSDPEngine):
             advantages, returns = gae(
                 rewards, values, mask, truncated, config.discount, config.gae_lambda
             )
+        if self.objective.norm_advantages:
+            advantages = self._whitened(advantages, mask)
+        if config.distill_coef:
+            teacher = _required(batch, "teacher_logp", "actor.distill_coef", "teacher")
+            current = batch.get("prox_logp", batch["logprobs"])
+            advantages = advantages + distillation_advantages(
+                current, teacher, mask, config.distill_coef
+            )
         batch.update(advantages=advantages, returns=returns, shaped_rewards=shaped)
+        if kl is not None and config.kl_target is not None:
+            self._adapt_kl(kl, mask)
+
+    def _shaped(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        rewards = batch["rewards"].float()
+        if config.overlong_buffer is not None:
+            assert config.max_answer_length is not None
+            rewards = rewards + overlong_penalty(
+                mask.sum(dim=1), config.max_answer_length, config.overlong_buffer
+            )
+        return shape_rewards(rewards, config.reward_bias, config.reward_scaling, config.reward_clip)
 
     def _normalized(self, shaped: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-        everything, start = distributed.all_gather_rows(shaped)
-        groups, _ = distributed.all_gather_rows(group_ids)
-        norm = self.config.reward_norm
+        everything, start = self.gather_rows(shaped)
+        groups, _ = self.gather_rows(group_ids)
+        norm = self.objective.norm
         scores = normalize(
             everything, groups, norm.mean_level, norm.std_level, norm.leave_one_out, norm.eps
         )
         return scores[start : start + len(shaped)]
 
-    def _kl(self, batch: Batch) -> torch.Tensor | None:
-        if self.config.kl_ctl == 0:
+    def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = advantages[mask].double()
+        share = 1.0 / self.dp_size  # a statistic is a mean over ranks; here sums are wanted
+        sums = self.reduce_stats(
+            {
+                "count": Stat(mask.sum(), share),
+                "total": Stat(kept.sum(), share),
+                "square": Stat(kept.square().sum(), share),
+            }
+        )
+        return whiten(advantages, mask, sums["count"], sums["total"], sums["square"])
+
+    def _reward_kl(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor | None:
+        if self.kl_ctl == 0:
             return None
-        if "ref_logp" not in batch:
-            raise TrainingError(
-                f"actor.kl_ctl={self.config.kl_ctl} needs `ref_logp` in the batch: "
-                "batch['ref_logp'] = ref.forward(batch)['logp']"
-            )
-        return kl_estimate(batch.get("prox_logp", batch["logprobs"]), batch["ref_logp"])
+        reference = _required(batch, "ref_logp", "actor.kl_ctl", "ref")
+        current = batch.get("prox_logp", batch["logprobs"])
+        return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator), 0.0)
+
+    def _adapt_kl(self, kl: torch.Tensor, mask: torch.Tensor) -> None:
+        rows = float(len(kl))
+        stats = self.reduce_stats(
+            {
+                "kl": Stat(kl.sum(), rows),
+                "rows": Stat(torch.tensor(rows), 1.0 / self.dp_size),
+            }
+        )
+        self.kl_ctl = adapted_kl_ctl(self.kl_ctl, stats["kl"], self.config.kl_target, stats["rows"])
+
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        return {"kl_ctl": torch.tensor(self.kl_ctl, dtype=torch.float64)}
+
+    def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.kl_ctl = float(state["kl_ctl"])
 
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """`ppo_n_minibatches` optimizer steps; returns the statistics of each, reduced over ranks."""
         self._check(batch)
         batch = dict(batch)
-        weights, norms = aggregation_weights(_trained(batch), "token")
-        batch.update(loss_weights=weights, loss_norm=norms)
+        mask = _trained(batch)
+        weights, norms = aggregation_weights(
+            mask, self.objective.loss_mean, self.config.max_answer_length
+        )
         overall = self._batch_stats(batch)
+        if self.objective.m2_mask:
+            kept = self._m2_kept(batch, mask)
+            share = self.reduce_stats({"m2_kept_share": Stat(kept.sum(), mask.sum())})
+            weights, overall = weights * kept, overall | share
+        batch.update(loss_weights=weights, loss_norm=norms)
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
         minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
         if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass":
@@ -100,6 +160,16 @@ class FSDPPPOActor(FSDPEngine):
             for later in minibatches[1:]:
                 later["prox_logp"] = self.compute_logp(later)
         return [overall | self._minibatch_step(minibatch) for minibatch in minibatches]
+
+    def _m2_kept(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
+        """M2PO's choice over the trained tokens of all ranks, this rank's part of it, `[B, T]`."""
+        prox, start = self.gather_rows(batch["prox_logp"][mask])
+        behaviour, _ = self.gather_rows(batch["logprobs"][mask])
+        everywhere = torch.ones_like(prox, dtype=torch.bool)
+        chosen = m2po_mask(prox, behaviour, everywhere, self.config.m2_threshold)
+        kept = torch.zeros_like(mask)
+        kept[mask] = chosen[start : start + int(mask.sum())]
+        return kept
 
     def _check(self, batch: Batch) -> None:
         needed = ["advantages"]
@@ -111,6 +181,8 @@ class FSDPPPOActor(FSDPEngine):
                 f"ppo_update needs {missing} in the batch: call actor.compute_advantages(batch) and "
                 "batch['prox_logp'] = actor.compute_logp(batch) before it"
             )
+        if self.config.kl_loss_coef:
+            _required(batch, "ref_logp", "actor.kl_loss_coef", "ref")
 
     def _without_idle_rows(self, batch: Batch) -> Batch:
         """Leave out rows whose advantage is 0 everywhere: their gradient is 0, and computing it is not.
@@ -128,12 +200,18 @@ class FSDPPPOActor(FSDPEngine):
         return kept
 
     def _minibatch_step(self, minibatch: Batch) -> dict[str, float]:
-        """One optimizer step, or none where no rank has an advantage: it would only follow old momentum."""
-        active = Stat((minibatch["advantages"] != 0).any().float())
-        if distributed.all_reduce_stats({"active": active})["active"] == 0:
+        """One optimizer step, or none where no rank has anything to learn: it would only follow old momentum."""
+        idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
+        if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
-        loss_fn = partial(policy_loss, config=self.config)
-        return self.train_batch(minibatch, loss_fn, loss_norm) | {"idle_steps": 0.0}
+        loss_fn = partial(
+            policy_loss, config=self.config, objective=self.objective, version=self.get_version()
+        )
+        stats = self.train_batch(minibatch, loss_fn, loss_norm) | {"idle_steps": 0.0}
+        square = stats.pop("behav_weight/mean_square", None)
+        if square:
+            stats["ess"] = stats["behav_weight/mean"] ** 2 / square
+        return stats
 
     def _batch_stats(self, batch: Batch) -> dict[str, float]:
         """Statistics of the batch as a whole, before anything is left out."""
@@ -151,7 +229,7 @@ class FSDPPPOActor(FSDPEngine):
             "seq_len": Stat(lengths.sum(), rows),
             "answer_len": Stat(answer.sum(), rows),
             "answer_len/max": Stat(_extreme(answer, torch.max)),
-            "num_seqs": Stat(torch.tensor(rows), 1.0 / distributed.world_size()),
+            "num_seqs": Stat(torch.tensor(rows), 1.0 / self.dp_size),
         }
         if "truncated" in batch:
             stats["truncated_share"] = Stat(batch["truncated"].float().sum(), rows)
@@ -163,38 +241,8 @@ class FSDPPPOActor(FSDPEngine):
             current = batch.get("prox_logp", batch["logprobs"])
             kl = kl_estimate(current, batch["ref_logp"], "k3")
             stats["ref_kl"] = Stat(kl[mask].sum(), tokens)
-        return distributed.all_reduce_stats(stats)
-
-
-def policy_loss(
-    outputs: Batch, mb: Batch, config: PPOActorConfig
-) -> tuple[torch.Tensor, dict[str, Stat]]:
-    """The configured objective on one packed micro-batch."""
-    logp, weights = outputs["logp"], mb["loss_weights"]
-    if not config.use_decoupled_loss:
-        prox = mb["logprobs"]
-    else:
-        # Absent in the first minibatch of prox_logp=first_pass: there this pass is the proximal policy's.
-        prox = mb.get("prox_logp", logp.detach())
-    loss, stats = decoupled_ppo_loss(
-        logp,
-        prox,
-        mb["logprobs"],
-        mb["advantages"],
-        weights,
-        eps_clip=config.eps_clip,
-        eps_clip_higher=config.eps_clip_higher,
-        c_clip=config.c_clip,
-        behav_cap=config.behav_imp_weight_cap,
-    )
-    mask = weights > 0
-    stats["entropy"] = Stat(torch.where(mask, outputs["entropy"], 0.0).detach().sum(), mask.sum())
-    return loss, stats
-
-
-def loss_norm(mb: Batch) -> torch.Tensor:
-    """What the summed loss is divided by: Σ over all sequences of the batch, the left-out ones included."""
-    return mb["loss_norm"].sum()
+            stats["kl_ctl"] = Stat(torch.tensor(self.kl_ctl))
+        return self.reduce_stats(stats)
 
 
 def _trained(batch: Batch) -> torch.Tensor:
@@ -206,3 +254,11 @@ def _trained(batch: Batch) -> torch.Tensor:
 
 def _extreme(values: torch.Tensor, pick) -> torch.Tensor:
     return pick(values.float()) if values.numel() else torch.tensor(0.0)
+
+
+def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor:
+    if key not in batch:
+        raise TrainingError(
+            f"{setting} needs `{key}` in the batch: batch['{key}'] = {engine}.forward(batch)['logp']"
+        )
+    return batch[key]

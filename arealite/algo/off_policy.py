@@ -1,0 +1,95 @@
+"""How far the data is from the policy: proximal log-probs, importance weights against the sampling policy, M2PO's mask.
+
+Pure functions on packed (`[N]`) or padded (`[B, T]`) tensors. `logprobs` is what the inference server reported when it sampled;
+`prox_logp` is the policy at the start of the update. None of this is differentiated.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from arealite.algo.policy_losses import sequence_mean
+from arealite.api.io_struct import Stat
+
+
+def interpolated_prox(
+    logp: torch.Tensor, logprobs: torch.Tensor, versions: torch.Tensor, current_version: int
+) -> torch.Tensor:
+    """Proximal log-probs without a forward pass: log-linear between behaviour and current policy by version distance.
+
+    A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`: the proximal policy is one step before the one
+    being trained, so fresh data (a = 0) is its own proximal policy and old data is nearly the current one (AReaL docs,
+    "log-linear approximation"; FACTS §1).
+    """
+    age = (current_version - versions).clamp(min=0).to(logp.dtype)
+    return logprobs + (logp.detach() - logprobs) * (age / (age + 1.0))
+
+
+def behaviour_weights(
+    prox_logp: torch.Tensor,
+    logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    owner: torch.Tensor,
+    cap: float | None,
+    floor: float = 0.0,
+    mode: str = "token_mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`w = exp(prox − behav) [N]` within bounds, and which tokens are kept.
+
+    `token_mask`: tokens outside `[floor, cap]` are dropped (decoupled PPO, arXiv 2505.24298). `token_clamp`: clamped
+    (TIS). `sequence_*`: one weight per sequence, the geometric mean of its tokens', masked (MIS) or clamped.
+    """
+    log_weight = torch.where(mask, prox_logp - logprobs, 0.0).detach()
+    level, action = mode.split("_")
+    if level == "sequence":
+        log_weight = sequence_mean(log_weight, mask, owner)
+    weight = log_weight.exp()
+    upper = torch.inf if cap is None else cap
+    kept = mask
+    if action == "mask":
+        kept = mask & (weight >= floor) & (weight <= upper)
+    else:
+        weight = weight.clamp(floor, upper)
+    return torch.where(kept, weight, 0.0), kept
+
+
+def behaviour_stats(
+    prox_logp: torch.Tensor,
+    logprobs: torch.Tensor,
+    weight: torch.Tensor,
+    kept: torch.Tensor,
+    mask: torch.Tensor,
+) -> dict[str, Stat]:
+    """Distance of sampling from proximal policy: KL(behaviour‖prox) by k1 and k3, weights, share of tokens dropped.
+
+    `behav_weight/mean` and `behav_weight/mean_square` give the effective sample size `mean² / mean_square` (a share of the
+    tokens), which the actor reports as `ess`.
+    """
+    count = mask.sum()
+    delta = torch.where(mask, logprobs - prox_logp, 0.0).detach()
+    return {
+        "behav_kl/k1": Stat(delta.sum(), count),
+        "behav_kl/k3": Stat((torch.expm1(-delta) + delta).sum(), count),
+        "behav_weight/mean": Stat(weight.sum(), kept.sum()),
+        "behav_weight/mean_square": Stat(weight.square().sum(), kept.sum()),
+        "behav_weight/max": Stat(weight.amax()),
+        "behav_capped_share": Stat((mask & ~kept).sum(), count),
+    }
+
+
+def m2po_mask(
+    prox_logp: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor, threshold: float = 0.04
+) -> torch.Tensor:
+    """M2PO (arXiv 2510.01161): drop tokens with the largest `(prox − behav)²` until the mean of the rest is below `threshold`.
+
+    Takes all trained tokens of the batch at once, in any shape, and returns a mask of the same shape.
+    """
+    squares = torch.where(mask, prox_logp - logprobs, 0.0).double().square()
+    ordered, index = squares[mask].sort(stable=True)
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=mask.device)
+    keep = torch.zeros_like(ordered, dtype=torch.bool)
+    # Means of a growing, ascending prefix only grow: the kept tokens are a prefix.
+    keep[index] = means < threshold
+    result = torch.zeros_like(mask)
+    result[mask] = keep
+    return result
