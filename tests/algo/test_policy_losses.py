@@ -182,7 +182,7 @@ def test_behaviour_weights(mode):
         - 0.4
         + 0.2 * torch.randn(len(OWNER), generator=torch.Generator().manual_seed(5))
     )
-    mask, cap, floor = tokens.mask, 1.05, 0.8
+    mask, cap, floor = tokens.mask, 1.3, 0.75
     weight, kept = behaviour_weights(tokens.prox_logp, behav, mask, OWNER, cap, floor, mode)
     expected = naive_behaviour(
         tokens.prox_logp.tolist(), behav.tolist(), mask.tolist(), cap, floor, mode

@@ -42,6 +42,7 @@ def grpo_overrides(model: Path, prefix: str = "") -> list[str]:
         "actor.path": model,
         "actor.dtype": "float32",
         "actor.reward_bias": 1.0,
+        "actor.algorithm": "custom",
         "actor.reward_norm.mean_level": "none",
         "actor.reward_norm.std_level": "none",
         "actor.optimizer.lr": 1e-3,
