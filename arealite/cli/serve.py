@@ -1,6 +1,6 @@
 """`python -m arealite.cli.serve model_path=... port=...`: the embedded engine behind HTTP.
 
-Keys are the fields of `ServerConfig` (`--help` lists them). Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
+Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` makes it a server of a job that already runs. Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import signal
 import socket
 
 from arealite.api.cli_args import ServerConfig
+from arealite.core.membership import Lease
 from arealite.inference.engine import Engine
 from arealite.inference.server import bind, serve
 from arealite.utils.config import load_config, run_main
+from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
 
 
@@ -32,7 +34,13 @@ async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(engine, config, sock, stop)
+    if not config.join:
+        return await serve(engine, config, sock, stop)
+    host, port = sock.getsockname()[:2]
+    lease = Lease(config.join, f"{host_address() if host in ('0.0.0.0', '::') else host}:{port}")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve(engine, config, sock, stop), name="server")
+        tasks.create_task(lease.hold(stop), name="lease")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Generation by servers of the job: choice of server, retries, interruption, weight updates. The wire format is the subclass's.
 
 Runs on the executor's event loop on rank 0. A request that a weight update interrupts keeps its tokens and goes on under the new weights; one
-whose server dies goes on elsewhere. Each token comes with its log-prob and weight version, exactly once. A server that misses a
-weight update gets no requests until it has one.
+whose server dies goes on elsewhere. Long answers are asked for in segments, so that a killed server takes no more than one with it. Each token
+comes with its log-prob and weight version, exactly once. `Fleet` decides which servers are fit to be asked.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -17,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, RequestError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, WeightUpdateMeta
+from arealite.core.membership import Members
 from arealite.core.router import Router, Server
 from arealite.core.waits import NamedWait
 from arealite.engine.collecting import CollectingEngine
+from arealite.engine.fleet import Fleet
 from arealite.utils import distributed
+from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpClient, HttpError
-
-logger = logging.getLogger("arealite.remote")
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
 _INFO_TIMEOUT_S = 5.0
@@ -62,13 +62,23 @@ class Progress:
         self.stop_reason = piece.stop_reason
         if piece.stop_reason == "abort":
             self.num_interruptions += 1
-            if self.left <= 0:
-                self.stop_reason = "length"
+        if self.left <= 0 and piece.stop_reason != "stop":
+            self.stop_reason = "length"
+        elif piece.stop_reason == "length":
+            self.stop_reason = "abort"  # a segment is over, the answer is not
 
     def next_rid(self) -> str:
         """A name of its own for each attempt: a server may not have let go of the last one yet."""
         self.num_sends += 1
         return f"{self.request.rid}-{self.sample}-{self.num_sends}"
+
+    def next_segment(self, segment_tokens: int) -> int:
+        """Tokens to ask for now. Strings and penalties look back at what was generated, so they need it in one piece."""
+        g = self.request.gconfig
+        looks_back = (
+            g.stop or g.frequency_penalty or g.presence_penalty or g.repetition_penalty != 1
+        )
+        return self.left if looks_back else min(self.left, segment_tokens)
 
     @property
     def left(self) -> int:
@@ -82,7 +92,10 @@ class RemoteEngine(CollectingEngine):
         self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
     ):
         super().__init__(config, seed, ledger_path)
-        self.router = Router()
+        # servers may join a job that has a run directory, which is where its ledger lies
+        is_elastic = ledger_path is not None and distributed.rank() == 0
+        self._members = Members(Path(ledger_path).parent) if is_elastic and ledger_path else None
+        self.fleet = Fleet(config, self, self._members)
         self._http: HttpClient | None = None
 
     # ----------------------------------------------------------------------------------- the wire format
@@ -92,19 +105,22 @@ class RemoteEngine(CollectingEngine):
         """Ask for `num_samples` continuations of the prompt and the tokens so far."""
 
     @abc.abstractmethod
-    async def pause_server(self, server: Server) -> None:
-        """Stop decoding as `config.pause_mode` says."""
+    async def probe(self, server: Server) -> None: ...
 
     @abc.abstractmethod
-    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
+    async def ping(self, server: Server, timeout_s: float) -> None: ...
+
+    @abc.abstractmethod
+    async def pause_server(self, server: Server) -> None: ...
 
     @abc.abstractmethod
     async def continue_server(self, server: Server) -> None: ...
 
     @abc.abstractmethod
-    async def probe(self, server: Server) -> None:
-        """Return when the server can generate, and learn what it is; raises `ServerError` when it cannot."""
+    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
+
+    @abc.abstractmethod
+    async def fingerprints(self, server: Server) -> Fingerprints | None: ...
 
     # --------------------------------------------------------------------------------------- life cycle
 
@@ -135,27 +151,22 @@ class RemoteEngine(CollectingEngine):
 
     async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
         self._http = HttpClient()
-        await asyncio.gather(*(self._await_health(self.router.add(a), wait) for a in addresses))
-
-    async def _await_health(self, server: Server, wait: NamedWait) -> None:
-        backoff_s = 0.05
-        while True:
-            try:
-                return await self.probe(server)
-            except ServerError as error:
-                if (wait.left_s or 0) <= backoff_s:
-                    raise wait.error(
-                        str(error), "the server died or still loads: see its log"
-                    ) from error
-            await asyncio.sleep(backoff_s)  # a server that is starting cannot call back
-            backoff_s = min(1.0, backoff_s * 1.5)
+        await self.fleet.connect(addresses, wait)
 
     def destroy(self) -> None:
         if self._http is not None and self._executor is not None:
             wait = NamedWait("destroy", "connections to close", 10.0)
-            self._executor.run_coroutine(self._http.close(), wait)
+            self._executor.run_coroutine(self._disconnect(self._http), wait)
             self._http = None
         super().destroy()
+
+    async def _disconnect(self, http: HttpClient) -> None:
+        await self.fleet.close()
+        await http.close()
+
+    @property
+    def router(self) -> Router:
+        return self.fleet.router
 
     # --------------------------------------------------------------------------------------- generation
 
@@ -179,7 +190,7 @@ class RemoteEngine(CollectingEngine):
         while progress.stop_reason == "abort":
             num_before = len(progress.tokens)
             progress.add((await self._ask(progress, began, 1))[0])
-            if progress.stop_reason == "abort" and len(progress.tokens) == num_before:
+            if len(progress.tokens) == num_before and progress.stop_reason == "abort":
                 await asyncio.sleep(0.01)  # interrupted before its first token: no busy loop
         return self._response(progress, began)
 
@@ -195,25 +206,33 @@ class RemoteEngine(CollectingEngine):
         while len(errors) < self.config.request_retries:
             server = await self.router.acquire(wait, count, affinity=rid, avoid=last)
             try:
-                pieces = await self.send(server, progress, count)
-            except HttpError as error:
-                if 400 <= error.status < 500 and error.status not in (408, 425, 429):
-                    raise RequestError(f"request {rid} was refused: {error.text}") from error
-                self.router.failed(server, error)
-                errors.append(str(error))
-                last = server
+                return await self._send(server, progress, count)
             except ServerError as error:
-                self.router.failed(server, error)
+                if isinstance(error, HttpError) and error.is_refusal:
+                    raise RequestError(f"request {rid} was refused: {error.text}") from error
+                self.fleet.suspect(server, error)
                 errors.append(str(error))
                 last = server
-            else:
-                self.router.succeeded(server)
-                return pieces
             finally:
                 self.router.release(server, count)
         raise ServerError(
             f"request {rid} failed {len(errors)} times (rollout.request_retries): {'; '.join(errors)}"
         )
+
+    async def _send(self, server: Server, progress: Progress, count: int) -> list[Piece]:
+        """As `send`; if the server is given up meanwhile, that is a `ServerError`."""
+        task = asyncio.current_task()
+        assert task is not None
+        server.requests.add(task)
+        try:
+            return await self.send(server, progress, count)
+        except asyncio.CancelledError:
+            if not server.is_lost:
+                raise
+            task.uncancel()
+            raise ServerError(f"{server.address} was given up") from None
+        finally:
+            server.requests.discard(task)
 
     def _response(self, progress: Progress, began: float) -> ModelResponse:
         return ModelResponse(
@@ -229,43 +248,13 @@ class RemoteEngine(CollectingEngine):
     # ------------------------------------------------------------------------------------ weight updates
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """All servers in parallel: pause, load, continue. Rank 0 acts, the others return at once."""
+        """All servers in parallel: pause, load, compare, continue. Rank 0 acts, the others return at once."""
         if distributed.rank() == 0:
-            limit = self.config.setup_timeout_s
             what = f"{len(self.router.servers)} servers to load version {meta.version}"
-            wait = NamedWait("update_weights", what, limit, "rollout.setup_timeout_s")
-            self.executor.run_coroutine(self._update_all(meta), wait)
+            limit, option = self.config.setup_timeout_s, "rollout.setup_timeout_s"
+            wait = NamedWait("update_weights", what, limit, option)
+            self.executor.run_coroutine(self.fleet.update(meta, wait), wait)
         self.set_version(meta.version)
-
-    async def _update_all(self, meta: WeightUpdateMeta) -> None:
-        servers = list(self.router.servers.values())
-        outcomes = await asyncio.gather(
-            *(self._update_one(s, meta) for s in servers), return_exceptions=True
-        )
-        failures = [(s, e) for s, e in zip(servers, outcomes, strict=True) if e is not None]
-        for server, error in failures:
-            if not isinstance(error, ServerError):
-                raise error
-            logger.error("%s did not load version %d: %s", server.address, meta.version, error)
-        if len(failures) == len(servers):
-            raise WeightUpdateError(
-                f"no server took version {meta.version}: {failures[0][1] if failures else 'none is left'}"
-            )
-
-    async def _update_one(self, server: Server, meta: WeightUpdateMeta) -> None:
-        self.router.close(server)
-        try:
-            await self.pause_server(server)
-            try:
-                await self.load_weights(server, meta)
-            finally:
-                await self.continue_server(server)
-        except ServerError as error:
-            # it may hold old weights: it stays closed until an update succeeds
-            self.router.failed(server, error)
-            raise
-        server.version = meta.version
-        self.router.open(server)
 
     # ----------------------------------------------------------------------------------------- inspection
 

@@ -12,6 +12,7 @@ from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.router import Server
 from arealite.engine.remote import Piece, Progress, RemoteEngine
+from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpError
 
 _CONTROL_TIMEOUT_S = 60.0
@@ -31,7 +32,9 @@ class RemoteSGLangEngine(RemoteEngine):
     async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         body = {
             "input_ids": progress.request.input_ids + progress.tokens,
-            "sampling_params": _sampling_params(progress, num_samples),
+            "sampling_params": _sampling_params(
+                progress, num_samples, progress.next_segment(self.config.segment_tokens)
+            ),
             "return_logprob": True,
             "rid": progress.next_rid(),
         }
@@ -88,6 +91,15 @@ class RemoteSGLangEngine(RemoteEngine):
         server.is_arealite = info.get("engine") == "arealite"
         server.version = _version(info.get("weight_version"), 0)
 
+    async def ping(self, server: Server, timeout_s: float) -> None:
+        await self.http.get(f"{server.url}/health", timeout_s)
+
+    async def fingerprints(self, server: Server) -> Fingerprints | None:
+        if not server.is_arealite:
+            return None
+        answer = await self.http.get(f"{server.url}/weights_checker?tensors=1", _CONTROL_TIMEOUT_S)
+        return {name: (dtype, digest) for name, (dtype, digest) in answer["tensors"].items()}
+
     async def _control(
         self,
         server: Server,
@@ -98,12 +110,12 @@ class RemoteSGLangEngine(RemoteEngine):
         return await self.http.post(f"{server.url}/{endpoint}", body, timeout_s)
 
 
-def _sampling_params(progress: Progress, num_samples: int) -> dict[str, Any]:
+def _sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:
     g = progress.request.gconfig
     num_done = len(progress.tokens)
     params: dict[str, Any] = {
         "n": num_samples,
-        "max_new_tokens": progress.left,
+        "max_new_tokens": max_new_tokens,
         "temperature": g.temperature,
         "top_p": g.top_p,
         "top_k": g.top_k if g.top_k > 0 else -1,

@@ -32,6 +32,7 @@ from arealite.inference.weights import (
     match_weights,
     read_folder,
 )
+from arealite.utils.fingerprint import Fingerprints, fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 
@@ -134,6 +135,10 @@ class Engine:
 
     def fingerprint(self) -> Future[str]:
         return self._call(lambda: fingerprint(self.model))
+
+    def fingerprints(self) -> Future[Fingerprints]:
+        """A cheap fingerprint of each tensor, to be compared after every update."""
+        return self._call(lambda: fingerprints(self.model.named_parameters()))
 
     def stats(self) -> dict[str, Any]:
         """Counters for people and routers; read without stopping the loop."""

@@ -87,6 +87,9 @@ async def serve(
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
     try:
         await stop.wait()
+        # What is running returns with the tokens it has, so that its clients can go on elsewhere.
+        if engine.failure is None:
+            await answer(engine.pause("abort"))
     finally:
         engine.close()
         await runner.cleanup()
@@ -131,7 +134,11 @@ async def server_info(http_request: web.Request) -> web.Response:
 
 
 async def weights_checker(http_request: web.Request) -> web.Response:
+    """A hash of all weights; with `?tensors=1`, quickly, a fingerprint of each tensor."""
     engine = http_request.app[ENGINE]
+    if http_request.query.get("tensors"):
+        tensors = await answer(engine.fingerprints())
+        return json_response({"tensors": tensors, "weight_version": str(engine.version)})
     digest = await answer(engine.fingerprint())
     return json_response({"fingerprint": digest, "weight_version": str(engine.version)})
 

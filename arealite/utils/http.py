@@ -39,6 +39,11 @@ class HttpError(ServerError):
         self.status = status
         self.text = text
 
+    @property
+    def is_refusal(self) -> bool:
+        """The request itself is wrong: no other server would take it either."""
+        return 400 <= self.status < 500 and self.status not in (401, 403, 408, 425, 429)
+
 
 class HttpClient:
     """JSON requests over kept-alive connections. Make it and use it on one event loop."""

@@ -1,11 +1,11 @@
-"""The router: least load, affinity, back-off, waiting for a server."""
+"""The router: least load, affinity, waiting for a server."""
 
 import asyncio
 
 import pytest
 
-from arealite.api.errors import ServerError, WaitTimeout
-from arealite.core.router import AFFINITY_SLACK, FIRST_BACKOFF_S, Router
+from arealite.api.errors import WaitTimeout
+from arealite.core.router import AFFINITY_SLACK, Router
 from arealite.core.waits import NamedWait
 
 
@@ -23,22 +23,6 @@ def test_least_load_then_affinity_until_it_costs_too_much():
         one.load = two.load + AFFINITY_SLACK + 1
         assert await router.acquire(wait(), affinity="x") is two
         router.release(two)
-
-    asyncio.run(main())
-
-
-def test_a_failed_server_is_avoided_and_comes_back_by_itself():
-    async def main():
-        router = Router(["a", "b"])
-        a = router.servers["a"]
-        router.failed(a, ServerError("gone"))
-        router.failed(a, ServerError("gone"))  # the same moment counts once
-        assert a.failures == 1
-        assert [(await router.acquire(wait())).address for _ in range(4)] == ["b"] * 4
-        router.failed(router.servers["b"], ServerError("gone too"))
-        server = await router.acquire(wait())  # both back off: the first to return
-        assert server is a
-        assert wait().waited_s < FIRST_BACKOFF_S
 
     asyncio.run(main())
 

@@ -1,0 +1,61 @@
+"""Servers that join and leave a running job, by leases in its run directory.
+
+A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) keeps a lease with its address; the client on rank 0 reads the living ones. A server
+that is stopped withdraws its lease, one that is killed lets it expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from arealite.api.errors import ConfigError
+from arealite.utils.names import FileNames
+from arealite.utils.rundir import RunDir
+
+LEASE_S = 6.0
+LOOK_EVERY_S = 1.0
+_PREFIX = "server/"
+
+
+def lease_folder(run_dir: str | Path) -> Path:
+    return RunDir(run_dir).names / "elastic"
+
+
+class Lease:
+    """The server's side: published while it serves."""
+
+    def __init__(self, run_dir: str | Path, address: str):
+        if not Path(run_dir).is_dir():
+            raise ConfigError(
+                f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} of a running job"
+            )
+        self.address = address
+        self._names = FileNames(lease_folder(run_dir), LEASE_S)
+
+    async def hold(self, stop: asyncio.Event) -> None:
+        """Keep the lease until `stop` is set."""
+        self._names.publish(_PREFIX + self.address, self.address)
+        try:
+            while not stop.is_set():
+                self._names.renew()
+                try:
+                    async with asyncio.timeout(LEASE_S / 3):
+                        await stop.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._names.close()
+
+
+class Members:
+    """The client's side: who holds a lease."""
+
+    def __init__(self, run_dir: str | Path):
+        self._names = FileNames(lease_folder(run_dir), LEASE_S)
+
+    def living(self) -> set[str]:
+        return set(self._names.list(_PREFIX).values())
+
+    def close(self) -> None:
+        self._names.close()

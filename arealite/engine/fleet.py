@@ -1,0 +1,245 @@
+"""The servers of a job as a body: health, weight updates, servers that fail, come back, join and leave.
+
+Lives on the executor's event loop, owned by `RemoteEngine`. Guarantees: a server is open only while it answers and holds the current weights; one that
+fails is tried again, later each time, and gets the weights it missed first; one that is silent for `health_timeout_s` loses its requests to others;
+after an update every server's fingerprint equals what the trainer published, or the run stops and the tensor is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.core.membership import LOOK_EVERY_S, Members
+from arealite.core.router import Router, Server
+from arealite.core.waits import NamedWait
+from arealite.engine.published import read_published
+from arealite.utils.fingerprint import Fingerprints, first_mismatch
+
+logger = logging.getLogger("arealite.fleet")
+
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 30.0
+
+
+class Wire(Protocol):
+    """How one kind of server is spoken to. Everything raises `ServerError` when the server cannot be reached."""
+
+    async def probe(self, server: Server) -> None:
+        """Return when the server can generate, and learn its version and kind."""
+        ...
+
+    async def ping(self, server: Server, timeout_s: float) -> None: ...
+
+    async def pause_server(self, server: Server) -> None:
+        """Stop decoding as `config.pause_mode` says."""
+        ...
+
+    async def continue_server(self, server: Server) -> None: ...
+
+    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
+        ...
+
+    async def fingerprints(self, server: Server) -> Fingerprints | None:
+        """What the server holds; None if it cannot tell."""
+        ...
+
+
+class Fleet:
+    """All servers. `version` is the one they should hold."""
+
+    def __init__(self, config: InferenceEngineConfig, wire: Wire, members: Members | None = None):
+        self.config = config
+        self.wire = wire
+        self.members = members
+        self.router = Router()
+        self.version = 0
+        self._published: WeightUpdateMeta | None = None
+        self._changing_weights = asyncio.Lock()
+        self._tasks: set[asyncio.Task] = set()
+        self._reviving: set[Server] = set()
+
+    async def connect(self, addresses: list[str], wait: NamedWait) -> None:
+        """Wait for the servers that the job starts with, then watch over them."""
+        servers = [self.router.add(address) for address in addresses]
+        await asyncio.gather(*(self._await_health(server, wait) for server in servers))
+        for server in servers:
+            self._spawn(self._monitor(server), f"monitor {server.address}")
+        if self.members is not None:
+            self._spawn(self._watch_members(self.members), "membership")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------ weight updates
+
+    async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
+        """Bring every server that answers to `meta`, in parallel; the others get it before their next request."""
+        async with self._changing_weights:
+            self._published, self.version = meta, meta.version
+            servers = [s for s in self.router.servers.values() if s not in self._reviving]
+            outcomes = await asyncio.gather(
+                *(self._load(s, meta) for s in servers), return_exceptions=True
+            )
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ServerError):
+                self.suspect(server, outcome)
+            elif outcome is not None:
+                raise outcome
+        # with no server left, training goes on as soon as one has come back with these weights
+        self.router.release(await self.router.acquire(wait))
+
+    async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
+        self.router.close(server)
+        await self.wire.pause_server(server)
+        try:
+            await self.wire.load_weights(server, meta)
+            await self._verify(server, meta)
+        finally:
+            await self.wire.continue_server(server)
+        server.version = meta.version
+        self.router.open(server)
+
+    async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
+        held = await self.wire.fingerprints(server)
+        published = read_published(meta) if held is not None else None
+        if held is None or published is None:
+            return
+        name = first_mismatch(published, held)
+        if name is not None:
+            raise WeightUpdateError(
+                f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
+                f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
+            )
+
+    # ------------------------------------------------------------------------------ failing and coming back
+
+    def suspect(self, server: Server, error: ServerError) -> None:
+        """A request or an update failed there: no new requests until it has answered a probe."""
+        self.router.close(server)
+        server.last_error = str(error)
+        if server in self._reviving or server.address not in self.router.servers:
+            return
+        server.failures += 1
+        self._reviving.add(server)
+        self._spawn(self._revive(server), f"revive {server.address}")
+
+    def lose(self, server: Server, error: ServerError) -> None:
+        """A server is silent: what it was working on goes elsewhere."""
+        logger.error("%s is given up: %s", server.address, error)
+        server.is_lost = True
+        self.suspect(server, error)
+        for task in server.requests:
+            task.cancel()
+
+    async def _revive(self, server: Server) -> None:
+        """Probe until the server answers, bring its weights up to date, open it."""
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while self.router.servers.get(server.address) is server:
+                try:
+                    await self.wire.probe(server)
+                    await self._catch_up(server)
+                except (ServerError, WeightUpdateError) as error:
+                    server.last_error = str(error)
+                    logger.warning("%s is not ready: %s", server.address, error)
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+                    continue
+                server.failures, server.is_lost = 0, False
+                return
+        finally:
+            self._reviving.discard(server)
+
+    async def _catch_up(self, server: Server) -> None:
+        async with self._changing_weights:
+            if server.version == self.version:
+                await self._compare_with_peers(server)
+                await self.wire.continue_server(
+                    server
+                )  # it may have failed in the middle of an update
+                self.router.open(server)
+            elif self._published is None:
+                raise ServerError(
+                    f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
+                )
+            else:
+                await self._load(server, self._published)
+
+    async def _compare_with_peers(self, server: Server) -> None:
+        """Before the first update nobody has published weights: a server that joins must hold what others hold."""
+        peer = next((s for s in self.router.servers.values() if s.is_open), None)
+        if self._published is not None or peer is None or not server.is_elastic:
+            return
+        mine, theirs = await self.wire.fingerprints(server), await self.wire.fingerprints(peer)
+        if mine != theirs:
+            raise WeightUpdateError(f"{server.address} serves other weights than {peer.address}")
+
+    # ------------------------------------------------------------------------------------------- watching
+
+    async def _await_health(self, server: Server, wait: NamedWait) -> None:
+        backoff_s = 0.05
+        while True:
+            try:
+                return await self.wire.probe(server)
+            except ServerError as error:
+                if (wait.left_s or 0) <= backoff_s:
+                    cause = "the server died or still loads: see its log"
+                    raise wait.error(str(error), cause) from error
+            await asyncio.sleep(backoff_s)  # a server that is starting cannot call back
+            backoff_s = min(1.0, backoff_s * 1.5)
+
+    async def _monitor(self, server: Server) -> None:
+        """Ask for a sign of life now and then; without one the server is given up."""
+        limit_s = self.config.health_timeout_s
+        while self.router.servers.get(server.address) is server:
+            await asyncio.sleep(limit_s / 3)
+            if server in self._reviving:
+                continue
+            try:
+                await self.wire.ping(server, limit_s)
+            except ServerError as error:
+                self.lose(server, error)
+
+    async def _watch_members(self, members: Members) -> None:
+        """Take in servers that hold a lease, let go of those that do not any more."""
+        loop = asyncio.get_running_loop()
+        while True:
+            living = await loop.run_in_executor(None, members.living)
+            known = {a for a, s in self.router.servers.items() if s.is_elastic}
+            for address in living - set(self.router.servers):
+                self._join(address)
+            for address in known - living:
+                logger.info("%s has left", address)
+                server = self.router.servers[address]
+                self.router.remove(address)
+                for task in server.requests:
+                    task.cancel()
+                server.is_lost = True
+            await asyncio.sleep(LOOK_EVERY_S)  # a shared folder cannot call back
+
+    def _join(self, address: str) -> None:
+        logger.info("%s joins", address)
+        server = self.router.add(address, is_open=False)
+        server.is_elastic = True
+        self._reviving.add(server)
+        self._spawn(self._revive(server), f"join {address}")
+        self._spawn(self._monitor(server), f"monitor {address}")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s ended", task.get_name(), exc_info=error)
