@@ -212,8 +212,10 @@ class FSDPEngine(TrainEngine):
         return result
 
     def _row_groups(self, batch: Batch) -> list[list[int]]:
-        """Rows of each micro-batch: as many on every rank as on the one that needs most."""
-        lengths = seq_lengths(batch).tolist()
+        """Rows of each micro-batch: as many on every rank as on the one that needs most. Pairs stay together."""
+        units = _units(batch)
+        tokens = seq_lengths(batch).tolist()
+        lengths = [sum(tokens[row] for row in unit) for unit in units]
         groups = split_micro_batches(lengths, self.config.max_tokens_per_mb)
         count = len(groups)
         if self.dp_size > 1:
@@ -222,7 +224,7 @@ class FSDPEngine(TrainEngine):
             count = int(most)
         if count > len(groups):
             groups = split_micro_batches(lengths, self.config.max_tokens_per_mb, min_count=count)
-        return groups
+        return [sorted(row for unit in group for row in units[unit]) for group in groups]
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Packed micro-batches on the device.
@@ -351,6 +353,16 @@ def _from_scratch(config: TrainEngineConfig) -> TrainEngineConfig:
 
 def _names_of(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if any(p is other for other in parameters)]
+
+
+def _units(batch: Batch) -> list[list[int]]:
+    """Rows that must not be separated: those of one pair, otherwise each row for itself."""
+    if "pair_ids" not in batch:
+        return [[row] for row in range(len(batch["attention_mask"]))]
+    units: dict[int, list[int]] = {}
+    for row, pair in enumerate(batch["pair_ids"].tolist()):
+        units.setdefault(pair, []).append(row)
+    return list(units.values())
 
 
 def _check_rows(batch: Batch) -> None:

@@ -1,0 +1,81 @@
+"""Losses on values and preferences: critics, reward models, and DPO with its relatives. Pure functions, sums again.
+
+Sequence-level inputs are `[P]` (pairs) or `[B]` (answers); the engines gather them from packed tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import logsigmoid
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    eps_clip: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's critic: `Σ m·½·max((V − R)², (V_clip − R)²)`, `V_clip = V_old + clip(V − V_old, ±ε)`; and the clipped tokens.
+
+    Shapes `[N]`. (arXiv 1707.06347; value clipping as in the authors' code.)
+    """
+    loss = (values - returns).square()
+    clipped = torch.zeros_like(mask, dtype=torch.bool)
+    if eps_clip is not None:
+        bounded = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
+        other = (bounded - returns).square()
+        clipped = (other > loss) & mask.bool()
+        loss = torch.maximum(loss, other)
+    return 0.5 * torch.where(mask.bool(), loss, 0.0).sum(), clipped
+
+
+def reward_model_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Bradley–Terry: `−Σ log σ(s_chosen − s_rejected)`, scores `[P]` at each answer's last token."""
+    return -logsigmoid(chosen - rejected).sum()
+
+
+def dpo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+    """DPO (arXiv 2305.18290): `−Σ log σ(β(Δ_chosen − Δ_rejected))`, `Δ = Σ_t logp − ref_logp` `[P]`."""
+    return -logsigmoid(beta * (chosen - rejected)).sum()
+
+
+def ipo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+    """IPO (arXiv 2310.12036): `Σ (Δ_chosen − Δ_rejected − 1/(2β))²`, `Δ` averaged over the answer's tokens."""
+    return (chosen - rejected - 1.0 / (2.0 * beta)).square().sum()
+
+
+def kto_loss(
+    delta: torch.Tensor, is_chosen: torch.Tensor, baseline: torch.Tensor | float, beta: float
+) -> torch.Tensor:
+    """KTO (arXiv 2402.01306): answers need no partner, `[B]`.
+
+    `Σ 1 − σ(β(Δ − z))` where chosen, `Σ 1 − σ(β(z − Δ))` where rejected; `z ≥ 0` is the policy's distance from the
+    reference, estimated on the batch before the step and not differentiated.
+    """
+    sign = torch.where(is_chosen.bool(), 1.0, -1.0)
+    return (1.0 - torch.sigmoid(beta * sign * (delta - baseline))).sum()
+
+
+def orpo_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, nll: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """ORPO (arXiv 2403.07691): `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`, no reference.
+
+    `chosen`, `rejected` are mean log-probs per token `[P]`, `odds = p / (1 − p)`; `nll [P]` is the chosen one's mean NLL.
+    """
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    return (nll - beta * logsigmoid(log_odds)).sum()
+
+
+def simpo_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, beta: float, margin: float = 0.0
+) -> torch.Tensor:
+    """SimPO (arXiv 2405.14734): `−Σ log σ(β(mean logp_chosen − mean logp_rejected) − γ)`, no reference."""
+    return -logsigmoid(beta * (chosen - rejected) - margin).sum()
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """`log(1 − e^x)` for x < 0, exact near 0 too."""
+    x = x.clamp(max=-1e-6)
+    return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -1,0 +1,95 @@
+"""`FSDPDPOEngine`: preference learning without a reward model: DPO, IPO, KTO, ORPO, SimPO.
+
+Batches are as for the reward model (`pair_ids`, `is_chosen`), with `loss_mask` on the answers; losses that compare with a
+reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from arealite.algo.preferences import dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
+from arealite.api.cli_args import PreferenceConfig
+from arealite.api.errors import TrainingError
+from arealite.api.io_struct import Batch, Stat
+from arealite.engine.dpo.pairs import check_pairs, num_pairs, split_pairs
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.utils.data import sequence_sums
+
+
+class FSDPDPOEngine(FSDPEngine):
+    """A policy trained on preferences."""
+
+    config: PreferenceConfig
+
+    def train_dpo(self, batch: Batch) -> dict[str, float]:
+        return self.train_batch(batch, self._loss_fn(batch), self._weight())
+
+    def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
+        return self.eval_batch(batch, self._loss_fn(batch), self._weight())
+
+    def _weight(self):
+        """KTO averages over answers, the others over pairs."""
+        return num_answers if self.config.loss == "kto" else num_pairs
+
+    def _loss_fn(self, batch: Batch):
+        if self.config.loss != "kto":
+            check_pairs(batch)
+        if self.config.needs_reference and "ref_logp" not in batch:
+            raise TrainingError(
+                f"model.loss={self.config.loss} needs `ref_logp` in the batch: "
+                "batch['ref_logp'] = ref.forward(batch)['logp']"
+            )
+        baseline = self._kto_baseline(batch) if self.config.loss == "kto" else 0.0
+        return partial(preference_loss, config=self.config, baseline=baseline)
+
+    def _kto_baseline(self, batch: Batch) -> float:
+        """Mean log-ratio to the reference over the batch of all ranks, at least 0.
+
+        The paper takes it from mismatched answers; the batch's own is the usual cheaper estimate.
+        """
+        logp = self.forward(batch)["logp"]
+        mask = batch["loss_mask"].bool()
+        delta = torch.where(mask, logp - batch["ref_logp"], 0.0).sum(dim=1)
+        stats = self.reduce_stats({"delta": Stat(delta.sum(), float(len(delta)))})
+        return max(stats.get("delta", 0.0), 0.0)
+
+
+def num_answers(mb: Batch) -> torch.Tensor:
+    return (mb["pair_ids"] > 0).sum()
+
+
+def preference_loss(
+    outputs: Batch, mb: Batch, config: PreferenceConfig, baseline: float
+) -> tuple[torch.Tensor, dict[str, Stat]]:
+    """The configured loss on one packed micro-batch."""
+    logp, cu_seqlens = outputs["logp"], mb["cu_seqlens"]
+    mask = mb["loss_mask"].bool() & (mb["position_ids"] > 0)
+    lengths = sequence_sums(mask.float(), cu_seqlens).clamp(min=1)
+    totals = sequence_sums(logp, cu_seqlens)  # log-probs outside the answers are 0
+    if config.needs_reference:
+        totals = totals - sequence_sums(torch.where(mask, mb["ref_logp"], 0.0), cu_seqlens)
+    scores = totals if config.loss in ("dpo", "kto") else totals / lengths
+    filler = 0.0 * logp.sum()  # keeps every rank in the backward pass
+    if config.loss == "kto":
+        real = mb["pair_ids"] > 0
+        loss = kto_loss(scores[real], mb["is_chosen"][real], baseline, config.beta)
+        return loss + filler, {"delta": Stat(scores[real].detach().sum(), real.sum())}
+    chosen, rejected = split_pairs(scores, mb)
+    if config.loss == "dpo":
+        loss = dpo_loss(chosen, rejected, config.beta)
+    elif config.loss == "ipo":
+        loss = ipo_loss(chosen, rejected, config.beta)
+    elif config.loss == "orpo":
+        loss = orpo_loss(chosen, rejected, -chosen, config.beta)
+    else:
+        loss = simpo_loss(chosen, rejected, config.beta, config.margin)
+    pairs = num_pairs(mb)
+    return loss + filler, {
+        "accuracy": Stat((chosen > rejected).sum(), pairs),
+        "margin": Stat((chosen - rejected).detach().sum(), pairs),
+        "chosen": Stat(chosen.detach().sum(), pairs),
+        "rejected": Stat(rejected.detach().sum(), pairs),
+    }

@@ -1,0 +1,103 @@
+"""`FSDPPPOCritic`: the value function of PPO with GAE.
+
+`compute_values` before the actor's `compute_advantages` (which puts `returns` into the batch), `ppo_update` after it. Index `t`
+holds the value of what precedes token `t`, as log-probs do. With `value_norm` the network learns returns that are
+normalised by their running mean and deviation; values outside this class are always on the scale of rewards.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from arealite.algo.logprobs import previous_token
+from arealite.algo.preferences import value_loss
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.cli_args import PPOCriticConfig
+from arealite.api.errors import TrainingError
+from arealite.api.io_struct import Batch, Stat
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.utils.data import partition_balanced, select_rows, seq_lengths
+
+_DECAY = 0.99  # of the running statistics of returns
+
+
+class FSDPPPOCritic(FSDPEngine):
+    """A decoder with a scalar head."""
+
+    config: PPOCriticConfig
+    scalar_head = True
+
+    def __init__(self, config: PPOCriticConfig, parallel: ParallelStrategy | None = None):
+        super().__init__(config, parallel)
+        # Running Σ of (1, R, R²), decayed: mean and deviation are ratios of them.
+        self._moments = torch.zeros(3, dtype=torch.float64)
+
+    def compute_values(self, batch: Batch) -> torch.Tensor:
+        """Values `[B, T]` of the trained tokens (0 elsewhere)."""
+        raw = self.forward(batch)["values"]
+        values = torch.zeros_like(raw)
+        values[:, 1:] = raw[:, :-1]
+        mean, std = self._scale()
+        return torch.where(batch["loss_mask"].bool(), values * std + mean, 0.0)
+
+    def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
+        """`ppo_n_minibatches` steps on the value loss; statistics of each."""
+        missing = [key for key in ("values", "returns") if key not in batch]
+        if missing:
+            raise TrainingError(
+                f"the critic needs {missing} in the batch: batch['values'] = critic.compute_values(batch), then "
+                "actor.compute_advantages(batch)"
+            )
+        mask = batch["loss_mask"].bool()
+        if self.config.value_norm:
+            self._take_in(batch["returns"][mask])
+        mean, std = self._scale()
+        batch = dict(batch)
+        batch["returns"] = (batch["returns"] - mean) / std
+        batch["values"] = (batch["values"] - mean) / std
+        parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
+        return [self.train_batch(select_rows(batch, rows), self._loss, _weight) for rows in parts]
+
+    def _loss(self, outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
+        values = previous_token(outputs["values"], mb["cu_seqlens"])
+        mask = _mask(mb)
+        clip = self.config.value_eps_clip
+        loss, clipped = value_loss(values, mb["values"], mb["returns"], mask, clip)
+        error = torch.where(mask, mb["returns"] - values, 0.0).detach()
+        spread = torch.where(mask, mb["returns"], 0.0)
+        return loss, {
+            "value_error": Stat(error.square().sum(), mask.sum()),
+            "value_clip_share": Stat(clipped.sum(), mask.sum()),
+            "value/mean": Stat(torch.where(mask, values, 0.0).detach().sum(), mask.sum()),
+            "return/mean": Stat(spread.sum(), mask.sum()),
+        }
+
+    def _take_in(self, returns: torch.Tensor) -> None:
+        """Add a batch of returns, of all ranks, to the running statistics."""
+        returns = returns.double()
+        share = 1.0 / self.dp_size
+        parts = (torch.tensor(float(len(returns))), returns.sum(), returns.square().sum())
+        sums = self.reduce_stats({str(i): Stat(part, share) for i, part in enumerate(parts)})
+        new = torch.tensor([sums[str(i)] for i in range(3)], dtype=torch.float64)
+        self._moments = _DECAY * self._moments + new
+
+    def _scale(self) -> tuple[float, float]:
+        count, total, square = self._moments.tolist()
+        if not self.config.value_norm or count == 0:
+            return 0.0, 1.0
+        mean = total / count
+        return mean, max(square / count - mean * mean, 1e-4) ** 0.5
+
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        return {"value_moments": self._moments.clone()}
+
+    def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self._moments = state["value_moments"].clone()
+
+
+def _mask(mb: Batch) -> torch.Tensor:
+    return mb["loss_mask"].bool() & (mb["position_ids"] > 0)
+
+
+def _weight(mb: Batch) -> torch.Tensor:
+    return _mask(mb).sum()

@@ -1,0 +1,150 @@
+"""Critic, reward model and preference engines: what they compute equals plain transformers; they learn; ranks agree."""
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config, random_batch
+from transformers import AutoModelForSequenceClassification
+
+from arealite.api.cli_args import PPOCriticConfig, PreferenceConfig
+from arealite.api.errors import DatasetError, TrainingError
+from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.ppo.critic import FSDPPPOCritic
+from arealite.engine.rw.rw_engine import FSDPRWEngine
+from arealite.utils.data import select_rows
+
+LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
+
+
+def started(cls, config, parallel=None):
+    torch.manual_seed(3)  # heads that the checkpoint lacks are drawn
+    engine = cls(config, parallel)
+    engine.initialize(SPEC)
+    return engine
+
+
+def pair_batch(seed=0):
+    batch = random_batch(LENGTHS, seed)
+    # partners are not neighbours, and the order of sides varies
+    batch["pair_ids"] = torch.tensor([1, 2, 3, 4, 4, 3, 2, 1])
+    batch["is_chosen"] = torch.tensor([1, 0, 1, 0, 1, 0, 1, 0])
+    return batch
+
+
+# ----------------------------------------------------------------------------------------------- critic
+
+
+def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
+    critic = started(
+        FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_eps_clip=None)
+    )
+    batch = random_batch(LENGTHS)
+    mask = batch["loss_mask"].bool()
+    batch["returns"] = torch.where(mask, (batch["input_ids"].roll(1, 1) % 5).float(), 0.0)
+    errors = []
+    for _ in range(60):
+        batch["values"] = critic.compute_values(batch)
+        errors.append((batch["values"] - batch["returns"])[mask].square().mean().item())
+        stats = critic.ppo_update(batch)[0]
+    # the return of a token depends on the token before it, which is what its value sees
+    assert errors[-1] < 0.1 * errors[0]
+    assert stats["value_error"] == pytest.approx(errors[-1], rel=1e-3)
+    assert batch["values"][~mask].abs().sum() == 0
+
+
+def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
+    config = engine_config(
+        model_dirs["qwen2"], PPOCriticConfig, value_norm=True, value_eps_clip=None
+    )
+    critic = started(FSDPPPOCritic, config)
+    batch = random_batch(LENGTHS)
+    mask = batch["loss_mask"].bool()
+    batch["returns"] = torch.where(mask, 1000.0 + 50 * torch.randn(mask.shape), 0.0)
+    for _ in range(5):
+        batch["values"] = critic.compute_values(batch)
+        critic.ppo_update(batch)
+    values = critic.compute_values(batch)
+    assert 900 < values[mask].mean() < 1100
+    meta = SaveLoadMeta(str(tmp_path / "c"), "dcp", with_optim=True)
+    critic.save(meta)
+    other = started(FSDPPPOCritic, config)
+    other.load(meta)
+    assert torch.equal(other.compute_values(batch), values)
+
+
+def test_critic_names_what_is_missing(model_dirs):
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))
+    with pytest.raises(TrainingError, match="compute_values"):
+        critic.ppo_update(random_batch(LENGTHS))
+
+
+# ----------------------------------------------------------------------------------------- reward model
+
+
+def test_reward_model_learns_and_exports(model_dirs, tmp_path):
+    engine = started(FSDPRWEngine, engine_config(model_dirs["qwen2"], max_tokens_per_mb=30))
+    batch = pair_batch()
+    first = engine.evaluate_rw(batch)
+    for _ in range(30):
+        stats = engine.train_rw(batch)
+    assert stats["num_micro_batches"] > 1
+    assert stats["accuracy"] == 1.0 and stats["loss"] < 0.5 * first["loss"]
+    engine.save(SaveLoadMeta(str(tmp_path / "rm"), "hf"))
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    plain.config.pad_token_id = 0
+    ids = batch["input_ids"] * batch["attention_mask"]
+    expected = plain(input_ids=ids, attention_mask=batch["attention_mask"]).logits.squeeze(-1)
+    torch.testing.assert_close(engine.score(batch), expected.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_do_not_pair_up_are_refused(model_dirs):
+    engine = started(FSDPRWEngine, engine_config(model_dirs["qwen2"]))
+    with pytest.raises(DatasetError, match="do not pair up"):
+        engine.train_rw(select_rows(pair_batch(), [0, 1, 2]))
+
+
+# ------------------------------------------------------------------------------------------ preferences
+
+
+def dpo_engine(path, loss, **kwargs):
+    config = engine_config(path, PreferenceConfig, loss=loss, max_tokens_per_mb=30, **kwargs)
+    return started(FSDPDPOEngine, config)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
+def test_preferences_are_learned(model_dirs, loss):
+    engine = dpo_engine(model_dirs["qwen2"], loss, lr=3e-3)
+    batch = pair_batch()
+    reference = engine.forward(batch)["logp"]
+    if engine.config.needs_reference:
+        with pytest.raises(TrainingError, match="ref_logp"):
+            engine.train_dpo(batch)
+        batch["ref_logp"] = reference
+    first = engine.evaluate_dpo(batch)
+    for _ in range(20):
+        stats = engine.train_dpo(batch)
+    change = ((engine.forward(batch)["logp"] - reference) * batch["loss_mask"]).sum(1)
+    good = batch["is_chosen"].bool()
+    assert stats["loss"] < first["loss"]
+    assert change[good].mean() > change[~good].mean()
+    if loss == "dpo":
+        assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the reference itself: −log σ(0)
+
+
+def _dpo_on_rank(rank, path):
+    engine = dpo_engine(path, "dpo")
+    losses = []
+    for step in range(3):
+        batch = pair_batch(step)
+        batch["ref_logp"] = torch.full(batch["logprobs"].shape, -4.0)
+        rows = list(range(8)) if rank is None else [[0, 1, 2, 5, 6, 7], [3, 4]][rank]
+        stats = engine.train_dpo(select_rows(batch, rows))
+        losses.append([stats["loss"], stats["grad_norm"], stats["accuracy"]])
+    return losses
+
+
+def test_preferences_on_two_ranks_equal_one(model_dirs, two_ranks):
+    one = _dpo_on_rank(None, model_dirs["llama"])
+    two = two_ranks.run(_dpo_on_rank, model_dirs["llama"])
+    assert two[0] == two[1]
+    assert torch.tensor(two[0]).allclose(torch.tensor(one), rtol=1e-4)
