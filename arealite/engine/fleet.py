@@ -12,6 +12,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
+import torch
+
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
@@ -42,6 +44,10 @@ class Wire(Protocol):
 
     async def continue_server(self, server: Server) -> None: ...
 
+    def can_swap(self, server: Server) -> bool:
+        """Whether `load_weights` may be called while the server generates."""
+        ...
+
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
         ...
@@ -61,6 +67,7 @@ class Fleet:
         self.router = Router()
         self.version = 0
         self._published: WeightUpdateMeta | None = None
+        self._tensors: tuple[WeightUpdateMeta, dict[str, torch.Tensor]] | None = None
         self._changing_weights = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._reviving: set[Server] = set()
@@ -98,6 +105,12 @@ class Fleet:
         self.router.release(await self.router.acquire(wait))
 
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
+        if self.wire.can_swap(server) and server.is_open:
+            # it reads while it generates and swaps between two steps: nothing has to stop
+            await self.wire.load_weights(server, meta)
+            await self._verify(server, meta)
+            server.version = meta.version
+            return
         self.router.close(server)
         await self.wire.pause_server(server)
         try:
@@ -110,10 +123,11 @@ class Fleet:
 
     async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
         held = await self.wire.fingerprints(server)
-        published = read_published(meta) if held is not None else None
-        if held is None or published is None:
+        if held is None:
             return
-        name = first_mismatch(published, held)
+        if self._tensors is None or self._tensors[0] != meta:  # read once for all servers
+            self._tensors = (meta, read_published(meta))
+        name = first_mismatch(self._tensors[1], held)
         if name is not None:
             raise WeightUpdateError(
                 f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "

@@ -16,12 +16,12 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils.shared_weights import SharedWeights
 
 
-def read_published(meta: WeightUpdateMeta) -> dict[str, torch.Tensor] | None:
-    """Named tensors at `meta.path`, mapped and not copied; None if `meta` leaves nothing to read."""
+def read_published(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
+    """Named tensors at `meta.path`, mapped and not copied; none if `meta` leaves nothing to read."""
     if meta.type == "shm":
         return SharedWeights.attach(meta.path).tensors
     if meta.type != "disk":
-        return None
+        return {}
     folder = Path(meta.path)
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]

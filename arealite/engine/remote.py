@@ -117,6 +117,9 @@ class RemoteEngine(CollectingEngine):
     async def continue_server(self, server: Server) -> None: ...
 
     @abc.abstractmethod
+    def can_swap(self, server: Server) -> bool: ...
+
+    @abc.abstractmethod
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
 
     @abc.abstractmethod
@@ -161,6 +164,9 @@ class RemoteEngine(CollectingEngine):
         super().destroy()
 
     async def _disconnect(self, http: HttpClient) -> None:
+        for server in self.router.servers.values():
+            for task in server.requests:
+                task.cancel()
         await self.fleet.close()
         await http.close()
 

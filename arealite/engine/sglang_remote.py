@@ -58,6 +58,9 @@ class RemoteSGLangEngine(RemoteEngine):
     async def continue_server(self, server: Server) -> None:
         await self._control(server, "continue_generation", {})
 
+    def can_swap(self, server: Server) -> bool:
+        return server.is_arealite and self.config.pause_mode == "in_place"
+
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         # in place, requests in flight keep their KV cache: there is nothing that could be flushed
         common = {

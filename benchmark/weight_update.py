@@ -1,0 +1,149 @@
+"""How long does an update of weights take, each way, against a plain memory copy, and how long does generation stand still?
+
+    python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5]
+
+One process publishes (as the trainer does), a real server in another loads while it generates. Prints a table and one JSON line. `publish` runs
+while generation goes on; `pause` is the longest time without a token around an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import torch
+from common import describe_machine, print_table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from arealite.api.cli_args import InferenceEngineConfig  # noqa: E402
+from arealite.api.io_struct import WeightUpdateMeta  # noqa: E402
+from arealite.engine.sglang_remote import RemoteSGLangEngine  # noqa: E402
+from arealite.utils.shared_weights import SharedWeights  # noqa: E402
+from tests.server_process import server_process  # noqa: E402
+
+
+class Stream(threading.Thread):
+    """Reads one generation token by token and notes when each came."""
+
+    def __init__(self, address: str):
+        super().__init__(daemon=True)
+        params = {"max_new_tokens": 2000, "ignore_eos": True}
+        body = {"input_ids": [5] * 8, "sampling_params": params, "stream": True}
+        self.request = urllib.request.Request(
+            f"http://{address}/generate", json.dumps(body).encode()
+        )
+        self.times: list[float] = []
+
+    def run(self) -> None:
+        with urllib.request.urlopen(self.request, timeout=600) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    self.times.append(time.perf_counter())
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """The longest time without a token between two moments, less what a token usually takes."""
+        gaps = [(b, b - a) for a, b in itertools.pairwise(self.times)]
+        usual = statistics.median(gap for _, gap in gaps)
+        inside = [gap for when, gap in gaps if begin <= when and when - gap <= end]
+        return max([0.0, *(gap - usual for gap in inside)])
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=4096,
+        tie_word_embeddings=True, eos_token_id=0,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
+    """A plain copy of all weights into memory that exists: what nothing can beat."""
+    target = {name: torch.empty_like(value) for name, value in weights.items()}
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for name, value in weights.items():
+            target[name].copy_(value)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def measure(way: str, model: Qwen2ForCausalLM, work: Path, repeats: int) -> dict[str, float]:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    shared = (
+        SharedWeights.create(f"/dev/shm/arealite-bench-{way}", weights) if way == "shm" else None
+    )
+    publish_s, load_s, pauses_s = [], [], []
+    with server_process(work / "model", context_length=4096, max_total_tokens=16384) as server:
+        config = InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120)
+        engine = RemoteSGLangEngine(config)
+        engine.initialize([server.address])
+        stream = Stream(server.address)
+        stream.start()
+        moments = []
+        for version in range(1, repeats + 1):
+            began = time.perf_counter()
+            if shared is not None:
+                path = str(shared.path)
+                for name, value in weights.items():
+                    shared.tensors[name].copy_(value)
+            else:
+                path = str(work / f"v{version}")
+                model.save_pretrained(path)
+            published = time.perf_counter()
+            engine.update_weights(WeightUpdateMeta(way, path, version))  # pyright: ignore
+            publish_s.append(published - began)
+            load_s.append(time.perf_counter() - published)
+            moments.append((published, time.perf_counter()))
+        engine.destroy()
+        pauses_s = [stream.longest_gap(*moment) for moment in moments]
+    if shared is not None:
+        shared.unlink()
+    return {
+        "publish_s": statistics.median(publish_s),
+        "load_s": statistics.median(load_s),
+        "pause_s": statistics.median(pauses_s),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = make_model(work / "model", options.hidden, options.layers)
+        size_gb = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+        copy_s = copy_seconds({name: p.detach() for name, p in model.named_parameters()})
+        ways = {way: measure(way, model, work, options.repeats) for way in ("disk", "shm")}
+    rows = [["plain copy", f"{copy_s:.3f}", "", "", f"{size_gb / copy_s:.2f}", "1.0"]]
+    for way, t in ways.items():
+        total = t["publish_s"] + t["load_s"]
+        cells = [f"{total:.3f}", f"{t['publish_s']:.3f}", f"{t['pause_s']:.3f}"]
+        # an update needs two copies: out of the trainer and into the server
+        rows.append([way, *cells, f"{size_gb / total:.2f}", f"{total / (2 * copy_s):.2f}"])
+    print(f"{size_gb:.2f} GB of weights")
+    print_table(["way", "total s", "publish s", "pause s", "GB/s", "times two plain copies"], rows)
+    line = {"benchmark": "weight_update", "size_gb": size_gb, "copy_s": copy_s, "ways": ways}
+    print(json.dumps({**line, **describe_machine()}))
+
+
+if __name__ == "__main__":
+    main()
