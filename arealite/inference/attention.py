@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from arealite.api.errors import ConfigError
+
 ATTENTION_NAME = "arealite_paged"
 
 
@@ -56,6 +58,27 @@ class PagedBatch:
     write_to: torch.Tensor  # [N] flat token positions in the cache
     tiles: list[Tile]
 
+    def attention(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Write keys and values [1, Hkv, N, D], attend with queries [1, H, N, D]; returns [1, N, H, D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        num_kv, dim = keys.shape[2:]
+        keys.view(-1, num_kv, dim).index_copy_(0, self.write_to, key[0].transpose(0, 1))
+        values.view(-1, num_kv, dim).index_copy_(0, self.write_to, value[0].transpose(0, 1))
+        query = query[0].transpose(0, 1)  # [N, H, D]
+        parts = [
+            _attend(tile, query, keys, values, self.block_size, scale, window)
+            for tile in self.tiles
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
 
 def paged_attention(
     module: torch.nn.Module,
@@ -64,28 +87,21 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    paged: PagedBatch,
+    paged: Any,  # a PagedBatch, or on CUDA a DeviceBatch
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer; returns [1, N, H, D]."""
     if s_aux is not None or softcap is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} uses attention sinks or soft-capping, which the embedded engine does not have"
+        raise ConfigError(
+            f"{type(module).__name__} uses attention sinks or soft-capping, which the embedded engine does not have: "
+            "serve this model with sglang or vllm"
         )
-    keys, values = paged.keys[module.layer_idx], paged.values[module.layer_idx]
-    num_kv, dim = keys.shape[2:]
-    keys.view(-1, num_kv, dim).index_copy_(0, paged.write_to, key[0].transpose(0, 1))
-    values.view(-1, num_kv, dim).index_copy_(0, paged.write_to, value[0].transpose(0, 1))
-    query = query[0].transpose(0, 1)  # [N, H, D]
-    parts = [
-        _attend(tile, query, keys, values, paged.block_size, scaling, sliding_window)
-        for tile in paged.tiles
-    ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.unsqueeze(0), None  # [1, N, H, D]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return paged.attention(module.layer_idx, query, key, value, scale, sliding_window), None
 
 
 def _attend(
@@ -94,7 +110,7 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     block_size: int,
-    scale: float | None,
+    scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """Attention of one tile, [b * t, H, D]."""

@@ -19,7 +19,13 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError, ServerError
 from arealite.inference.kv_cache import BlockPool
-from arealite.inference.loading import load_model, load_tokenizer, prepare_model, shape_of
+from arealite.inference.loading import (
+    ModelShape,
+    load_model,
+    load_tokenizer,
+    prepare_model,
+    shape_of,
+)
 from arealite.inference.model_runner import ModelRunner, Step
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.scheduler import Scheduler
@@ -27,7 +33,6 @@ from arealite.inference.sequence import Request, SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import (
     SharedReader,
-    copy_weights,
     fingerprint,
     match_weights,
     read_folder,
@@ -54,7 +59,7 @@ class Engine:
             self.tokenizer = tokenizer or load_tokenizer(config.model_path)
         self.model = prepare_model(model)
         self.shape = shape_of(model, config.context_length)
-        self.runner = ModelRunner(model, self.shape, config)
+        self.runner = _make_runner(model, self.shape, config)
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
@@ -66,6 +71,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.paused = False
         self.busy_s = 0.0
+        self.last_update_s = 0.0  # how long the last weight update held up generation
         self._started_s = time.monotonic()
         self._shared = SharedReader()
         self._requests: dict[str, Request] = {}
@@ -120,14 +126,14 @@ class Engine:
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
-        pairs = match_weights(self.model, read_folder(path), path)
+        pairs = self.runner.stage(match_weights(self.model, read_folder(path), path))
         return self._call(lambda: self._update(pairs, version, flush_cache))
 
     def update_weights_from_shm(
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Copy weights a trainer on this machine has put into shared memory."""
-        pairs = match_weights(self.model, self._shared.read(path), path)
+        pairs = self.runner.stage(match_weights(self.model, self._shared.read(path), path))
         return self._call(lambda: self._update(pairs, version, flush_cache))
 
     def set_version(self, version: int) -> Future[None]:
@@ -153,6 +159,7 @@ class Engine:
             "cached_tokens": scheduler.cached_tokens,
             "generated_tokens": self.post.generated_tokens,
             "busy_s": self.busy_s,
+            "last_update_s": self.last_update_s,
             "uptime_s": time.monotonic() - self._started_s,
             "paused": self.paused,
             "weight_version": str(self.version),
@@ -188,6 +195,9 @@ class Engine:
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
+        if plan and self._in_flight and self.runner.needs_tokens(plan.slots):
+            self._settle()
+            plan.slots = plan.slots[self.scheduler.slots.decoding[plan.slots]]
         if plan:
             self._in_flight.append(self.runner.launch(plan))
             self.scheduler.slots.length[plan.slots] += 1
@@ -274,11 +284,13 @@ class Engine:
         return True
 
     def _update(self, pairs: list, version: int, flush_cache: bool) -> int:
+        begin = time.perf_counter()
         self._settle()
-        copy_weights(pairs)
+        self.runner.load(pairs)
         if flush_cache:
             self.scheduler.pool.flush()
         self._set_version(version)
+        self.last_update_s = time.perf_counter() - begin
         return self.scheduler.num_running
 
     def _set_version(self, version: int) -> None:
@@ -333,6 +345,15 @@ class Engine:
         self._requests.clear()
         for future in waiting:
             _answer(future, cause)
+
+
+def _make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Any:
+    """The runner for the model's device. Triton is needed, and imported, only for CUDA."""
+    if next(model.parameters()).device.type == "cuda":
+        from arealite.inference.cuda_runner import CudaRunner
+
+        return CudaRunner(model, shape, config)
+    return ModelRunner(model, shape, config)
 
 
 def _answer(future: Future, value: Any) -> None:

@@ -20,6 +20,7 @@ from arealite.inference.loading import ModelShape
 from arealite.inference.sampler import make_batch, sample
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.slots import SlotTable
+from arealite.inference.weights import copy_weights
 
 _CPU_CACHE_BYTES = 2 << 30  # a trainer usually lives in the same memory
 
@@ -58,7 +59,8 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.block_size = config.block_size
-        self.num_blocks = self._count_blocks() + 1  # block 0 takes the padding
+        blocks = count_blocks(config, shape, self.dtype, self._free_bytes())
+        self.num_blocks = blocks + 1  # block 0 takes the padding
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
         # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
         self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
@@ -81,6 +83,17 @@ class ModelRunner:
             for cache in (*self.keys, *self.values):
                 cache[target] = cache[source]
         return Step(self._decode(plan.slots) if len(plan.slots) else None)
+
+    def needs_tokens(self, slots: np.ndarray) -> bool:
+        """Whether the next step depends on tokens still in flight; here nothing is."""
+        return False
+
+    def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
+        """Prepare new weights off the engine's thread; here there is nothing to prepare."""
+        return pairs
+
+    def load(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copy_weights(pairs)
 
     def clear_blocks(self, blocks: list[int]) -> None:
         """Forget what a sequence with non-finite numbers left behind."""
@@ -203,20 +216,23 @@ class ModelRunner:
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
-    def _count_blocks(self) -> int:
-        config = self.config
-        wanted = config.max_running_requests * self.shape.context_length
-        if config.max_total_tokens is not None:
-            tokens = config.max_total_tokens
-        else:
-            tokens = min(wanted, self._free_bytes() // self.shape.kv_bytes_per_token(self.dtype))
-        if tokens < 2 * config.block_size:
-            raise ConfigError(
-                f"the KV cache has room for {tokens} tokens, it needs at least {2 * config.block_size}: "
-                "raise max_total_tokens or mem_fraction, or use a smaller model"
-            )
-        return tokens // config.block_size
-
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES))
+
+
+def count_blocks(
+    config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int
+) -> int:
+    """Blocks of the KV cache: as configured, else what fits, but no more than can ever be used."""
+    if config.max_total_tokens is not None:
+        tokens = config.max_total_tokens
+    else:
+        wanted = config.max_running_requests * shape.context_length
+        tokens = min(wanted, free_bytes // shape.kv_bytes_per_token(dtype))
+    if tokens < 2 * config.block_size:
+        raise ConfigError(
+            f"the KV cache has room for {tokens} tokens, it needs at least {2 * config.block_size}: "
+            "raise max_total_tokens or mem_fraction, or use a smaller model"
+        )
+    return tokens // config.block_size

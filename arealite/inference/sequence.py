@@ -6,9 +6,10 @@ engine's thread alone changes requests and sequences after they were submitted.
 
 from __future__ import annotations
 
+import itertools
 import math
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ from arealite.api.errors import RequestError
 
 MAX_SAMPLES = 4096
 MAX_STOP_IDS = 64
+_PREFIX, _COUNTER = secrets.token_hex(6), itertools.count()  # ids of requests that bring none
 
 
 @dataclass(slots=True)
@@ -170,7 +172,7 @@ class Request:
         want_raw_logprobs: bool = False,
         on_progress: Callable[[Sequence], None] | None = None,
     ):
-        self.rid = rid or uuid.uuid4().hex
+        self.rid = rid or f"{_PREFIX}-{next(_COUNTER)}"
         self.prompt = np.asarray(prompt_ids, dtype=np.int32)
         self.params = params
         self.want_text = want_text or bool(params.stop)

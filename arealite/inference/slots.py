@@ -13,6 +13,14 @@ from arealite.inference.sequence import MAX_STOP_IDS, Sequence
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
+class Journal:
+    """Slots whose state a device copy of the table has not seen yet."""
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()  # filled anew
+        self.grown: set[int] = set()  # got one more block
+
+
 class SlotTable:
     """Arrays over slots. `np.zeros` pages are only committed when touched, so M may be large."""
 
@@ -47,6 +55,7 @@ class SlotTable:
         self.wants_raw = np.zeros(num_slots, bool)
         self.watched = np.zeros(num_slots, bool)
         self.sequence: list[Sequence | None] = [None] * num_slots
+        self.journal: Journal | None = None  # kept for runners with tables of their own
         self._free = list(range(num_slots - 1, -1, -1))
         self._next_ticket = 1
 
@@ -103,10 +112,14 @@ class SlotTable:
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
         self.block_table[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
+        if self.journal is not None:
+            self.journal.taken.add(slot)
 
     def add_block(self, slot: int, block: int) -> None:
         self.block_table[slot, self.num_blocks[slot]] = block
         self.num_blocks[slot] += 1
+        if self.journal is not None:
+            self.journal.grown.add(slot)
 
     def free(self, slot: int) -> None:
         seq = self.sequence[slot]

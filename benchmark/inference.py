@@ -1,0 +1,308 @@
+"""How fast does the embedded engine generate, and are its log-probs right?
+
+    python benchmark/inference.py                                    on a GPU: 0.5B shape, 256 at once, 128 in, 512 out
+    python benchmark/inference.py shape=1.5b concurrency=256 http=true
+    python benchmark/inference.py workload=mixed groups=125          log-normal lengths 32-2048, groups of 8
+    python benchmark/inference.py device=cpu                         against Hugging Face `generate` on mixed lengths
+
+Random weights of a known shape, random prompts, temperature 1, log-probs returned. Prints a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from arealite.api.cli_args import ServerConfig
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.utils.config import load_config
+from arealite.utils.shared_weights import SharedWeights
+
+# hidden, mlp, layers, heads, KV heads, vocabulary, tied
+SHAPES = {
+    "tiny": (128, 384, 2, 4, 2, 32, True),
+    "135m": (576, 1536, 30, 9, 3, 49152, True),
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+@dataclass
+class Options:
+    """What is measured."""
+
+    shape: str = field(default="", metadata={"help": "tiny, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."})
+    device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
+    workload: str = field(default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."})
+    concurrency: int = field(default=256, metadata={"help": "Sequences decoded at once."})
+    waves: int = field(default=2, metadata={"help": "Requests per concurrent slot (fixed workload)."})
+    groups: int = field(default=125, metadata={"help": "Prompts of the mixed workload, eight samples each."})
+    input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
+    output_len: int = field(default=512, metadata={"help": "Sampled tokens (fixed workload)."})
+    max_output: int = field(default=2048, metadata={"help": "Longest output of the mixed workload."})
+    http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
+    update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
+    profile: bool = field(default=False, metadata={"help": "Also print where a decode step spends its time."})
+    repeats: int = field(default=2, metadata={"help": "Runs of each measurement; the best counts."})
+
+
+@dataclass
+class Job:
+    """One request of the workload."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    n: int
+
+
+def main() -> None:
+    options = load_config(sys.argv[1:], Options)
+    cuda = options.device != "cpu" and torch.cuda.is_available()
+    options.shape = options.shape or ("0.5b" if cuda else "tiny")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(options.shape, "cuda" if cuda else "cpu")
+        jobs = make_jobs(options, model.config.vocab_size)
+        if options.http:
+            model.save_pretrained(folder)
+        if not cuda:
+            results["generate"] = best(options, lambda: run_generate(model, jobs))
+        results |= run_in_process(options, model, jobs, cuda)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        if options.http:
+            results |= asyncio.run(run_http(options, folder, jobs, cuda))
+    report(options, results, cuda)
+
+
+# ------------------------------------------------------------------------------------------------ workload
+
+
+def make_model(shape: str, device: str) -> PreTrainedModel:
+    hidden, mlp, layers, heads, kv_heads, vocab, tied = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    config.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(config.dtype)
+    try:
+        with torch.device(device):
+            return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def make_jobs(options: Options, vocab: int) -> list[Job]:
+    generator = torch.Generator().manual_seed(1)
+
+    def prompt() -> list[int]:
+        return torch.randint(0, vocab, (options.input_len,), generator=generator).tolist()
+
+    if options.workload == "fixed":
+        return [Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)]
+    # Median 256, one in six beyond 700: the shape of reasoning traces.
+    lengths = torch.randn(options.groups, generator=generator).exp_() * 256
+    lengths = lengths.clamp_(32, options.max_output).int().tolist()
+    return [Job(prompt(), length, 8) for length in lengths]
+
+
+def best(options: Options, measure: Any) -> float:
+    return max(measure() for _ in range(options.repeats))
+
+
+def params(job: Job) -> SamplingParams:
+    return SamplingParams(n=job.n, max_new_tokens=job.max_new_tokens, ignore_eos=True)
+
+
+# --------------------------------------------------------------------------------------------- measurements
+
+
+def run_in_process(
+    options: Options, model: PreTrainedModel, jobs: list[Job], cuda: bool
+) -> dict[str, Any]:
+    plain = copy.copy(model.config._attn_implementation)
+    begin = time.perf_counter()
+    config = ServerConfig(max_running_requests=options.concurrency, context_length=4096)
+    engine = Engine(config, model=model).start()
+    results: dict[str, Any] = {"engine_start_s": time.perf_counter() - begin}
+    outputs: list[SampleOutput] = []
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        futures = [engine.submit(Request(job.prompt, params(job))) for job in jobs]
+        groups = [future.result(600) for future in futures]
+        outputs[:] = [output for group in groups for output in group]
+        return sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - begin)
+
+    try:
+        results["in_process"] = best(options, measure)
+        if options.update:
+            results |= measure_update(engine, jobs[: options.concurrency])
+        if options.profile and cuda:
+            profile(engine, jobs)
+    finally:
+        engine.close()
+    model.config._attn_implementation = plain
+    prompts = [job.prompt for job in jobs for _ in range(job.n)]
+    results |= compare_logprobs(model, prompts[:32], outputs[:32])
+    return results
+
+
+def measure_update(engine: Engine, jobs: list[Job]) -> dict[str, float]:
+    """How long generation stands still while new weights come through shared memory."""
+    weights = {name: tensor.detach().cpu() for name, tensor in engine.model.named_parameters()}
+    path = Path("/dev/shm") / f"arealite-bench-{os.getpid()}"
+    shared = SharedWeights.create(path, weights)
+    try:
+        for name, tensor in weights.items():
+            shared.tensors[name].copy_(tensor)
+        pauses = []
+        futures = [engine.submit(Request(job.prompt, params(job))) for job in jobs]
+        for version in range(1, 4):
+            time.sleep(0.1)
+            engine.update_weights_from_shm(str(path), version).result(60)
+            pauses.append(engine.last_update_s)
+        engine.abort().result(60)
+        [future.result(60) for future in futures]
+    finally:
+        shared.unlink()
+    return {"update_pause_ms": 1e3 * statistics.median(pauses)}
+
+
+def profile(engine: Engine, jobs: list[Job]) -> None:
+    futures = [engine.submit(Request(job.prompt, params(job))) for job in jobs]
+    time.sleep(0.4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        time.sleep(0.1)
+    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60))
+    engine.abort().result(60)
+    [future.result(60) for future in futures]
+
+
+@torch.inference_mode()
+def compare_logprobs(
+    model: PreTrainedModel, prompts: list[list[int]], outputs: list[SampleOutput]
+) -> dict[str, float]:
+    """The engine's log-probs against a teacher-forced pass of the same modules, as a trainer makes it."""
+    differences = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt + output.token_ids], device=model.device)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        picked = logits.gather(1, ids[0, len(prompt) :, None])[:, 0] - logits.logsumexp(-1)
+        differences.append(picked.cpu() - torch.tensor(output.logprobs))
+    delta = torch.cat(differences)
+    size = delta.abs()
+    return {
+        "logprob_mean": size.mean().item(),
+        "logprob_p99": size.quantile(0.99).item() if len(size) < 10**7 else float("nan"),
+        "logprob_max": size.max().item(),
+        "mismatch_kl": (delta.exp() - 1 - delta).mean().item(),
+    }
+
+
+@torch.inference_mode()
+def run_generate(model: PreTrainedModel, jobs: list[Job]) -> float:
+    """Static batches of Hugging Face `generate`: each batch runs as long as its longest member."""
+    begin, useful = time.perf_counter(), 0
+    rows = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
+    for start in range(0, len(rows), 64):
+        part = rows[start : start + 64]
+        ids = torch.tensor([prompt for prompt, _ in part])
+        longest = max(length for _, length in part)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=longest,
+            do_sample=True,
+            pad_token_id=0,
+        )
+        useful += sum(length for _, length in part)
+    return useful / (time.perf_counter() - begin)
+
+
+async def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict[str, Any]:
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}", "context_length=4096",
+            f"max_running_requests={options.concurrency}", f"device={'cuda' if cuda else 'cpu'}",
+        ],  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = process.stdout.readline().split()[-1]
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+            await post(session, Job([1], 1, 1))
+            results = {"start_to_first_token_s": time.perf_counter() - begin}
+            rates = []
+            for _ in range(options.repeats):
+                begin = time.perf_counter()
+                counts = await asyncio.gather(*(post(session, job) for job in jobs))
+                rates.append(sum(counts) / (time.perf_counter() - begin))
+            results["through_http"] = max(rates)
+            return results
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+async def post(session: aiohttp.ClientSession, job: Job) -> int:
+    sampling = {"n": job.n, "max_new_tokens": job.max_new_tokens, "ignore_eos": True}
+    body = {"input_ids": job.prompt, "sampling_params": sampling}
+    async with session.post("/generate", json=body) as answer:
+        answer.raise_for_status()
+        outputs = json.loads(await answer.read())
+    return sum(len(o["output_ids"]) for o in (outputs if job.n > 1 else [outputs]))
+
+
+def report(options: Options, results: dict[str, Any], cuda: bool) -> None:
+    for name, value in results.items():
+        print(f"{name:24} {value:14,.4f}" if value < 10 else f"{name:24} {value:14,.1f}")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    hardware = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    line = {"benchmark": "inference", "commit": commit, "hardware": hardware} | versions
+    print(json.dumps(line | asdict(options) | results))
+
+
+if __name__ == "__main__":
+    main()

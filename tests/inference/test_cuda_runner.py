@@ -1,0 +1,131 @@
+"""The CUDA path against Hugging Face. Where there is no GPU but Triton is installed, its interpreter runs the same kernels."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from arealite.api.cli_args import ServerConfig
+from arealite.inference import engine as engine_module
+from arealite.inference.engine import Engine
+from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
+from tests.inference.conftest import submit as submit_request
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+SCALE = 1 if GPU else 4  # the interpreter is slow
+
+
+@pytest.fixture
+def make_engine(monkeypatch):
+    cuda_runner = pytest.importorskip("arealite.inference.cuda_runner")
+    monkeypatch.setattr(engine_module, "_make_runner", cuda_runner.CudaRunner)
+    engines = []
+
+    def make(model, **settings):
+        settings = {
+            "max_total_tokens": 2048,
+            "block_size": 4,
+            "max_running_requests": 16,
+            "max_prefill_tokens": 64,
+        } | settings
+        made = copy.deepcopy(model).to("cuda" if GPU else "cpu")
+        engines.append(Engine(ServerConfig(**settings), model=made))
+        return engines[-1].start()
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
+    if not fused:
+        monkeypatch.setattr("arealite.inference.cuda_runner.can_fuse", lambda model: False)
+    model = make_model(family)
+    engine = make_engine(model)
+    asked = prompts(8 // SCALE + 1)
+    futures = [
+        submit_request(engine, p, temperature=0.0, max_new_tokens=24 // SCALE, ignore_eos=True)
+        for p in asked
+    ]
+    for prompt, future in zip(asked, futures, strict=True):
+        (output,) = future.result(120)
+        assert output.token_ids == generate(model, prompt, 24 // SCALE, None)
+        expected = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine):
+    model = make_model()
+    device = make_engine(model)
+    host = Engine(
+        ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model)
+    )
+    host.runner = engine_module.ModelRunner(host.model, host.shape, host.config)
+    host.runner.attach(host.scheduler.slots)
+    host.start()
+    cases = [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"top_p": 0.8, "top_k": 20},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"logit_bias": {5: 4.0, 7: -100.0}},
+        {"min_new_tokens": 5, "stop_token_ids": list(range(40))},
+    ]
+    try:
+        for seed, params in enumerate(cases):
+            outputs = [
+                run(engine, [1, 2, 3, 4, 5], n=3, max_new_tokens=8, sampling_seed=seed, **params)
+                for engine in (device, host)
+            ]
+            for ours, theirs in zip(*outputs, strict=True):
+                assert ours.token_ids == theirs.token_ids, params
+                assert ours.finish_reason == theirs.finish_reason
+                torch.testing.assert_close(
+                    torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0
+                )
+    finally:
+        host.close()
+
+
+def test_preemption_prefix_reuse_and_aborts_leave_no_trace(make_engine):
+    model = make_model()
+    tight = make_engine(model, max_total_tokens=96 if GPU else 48)
+    asked = prompts(8 if GPU else 2, low=4, high=12)
+    futures = [
+        submit_request(tight, p, max_new_tokens=32 if GPU else 14, ignore_eos=True, sampling_seed=i, n=2)
+        for i, p in enumerate(asked)
+    ]
+    outputs = [future.result(300) for future in futures]
+    assert tight.stats()["preemptions"] > 0
+    for prompt, group in zip(asked, outputs, strict=True):
+        for output in group:
+            expected = forward_logprobs(model, prompt, output.token_ids)
+            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+    ended = submit_request(tight, asked[0], rid="x", max_new_tokens=36, ignore_eos=True)
+    tight.abort("x").result(60)
+    assert ended.result(60)[0].finish_reason["type"] == "abort"
+    assert tight.stats()["free_blocks"] == tight.stats()["total_blocks"]
+
+
+def test_a_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
+    model, other = make_model(), make_model(seed=1)
+    engine = make_engine(model)
+    run(engine, [1, 2, 3], max_new_tokens=4)
+    other.save_pretrained(tmp_path)
+    engine.update_weights_from_disk(str(tmp_path), 3).result(60)
+    (output,) = run(engine, [1, 2, 3], temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    assert output.token_ids == generate(other, [1, 2, 3], 6, None)
+    assert output.version_spans == [(3, 0, 6)]
