@@ -23,6 +23,22 @@ from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir
 
 
+class Follower:
+    """Copies what is appended to a log on the shared folder to the console."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.position = path.stat().st_size if path.exists() else 0
+
+    def copy(self) -> None:
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                sys.stdout.write(file.read().decode(errors="replace"))
+                self.position = file.tell()
+            sys.stdout.flush()
+
+
 @dataclass
 class Job:
     """What to run and on what. `devices` lists each node's devices (places for processes where there are none)."""
@@ -33,9 +49,13 @@ class Job:
     devices: list[list[int]]
     on_gpu: bool
     attempt: int = 0
+    cwd: str = field(default_factory=os.getcwd)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def __post_init__(self) -> None:
+        cluster = self.config.cluster
+        root = (Path(self.cwd) / Path(cluster.fileroot).expanduser()).absolute()
+        self.config.cluster = dataclasses.replace(cluster, fileroot=str(root))
         server = self.config.server
         if len(self.devices) > 1 and server.host == "127.0.0.1":
             # Other machines must reach the servers; then they ask for a key.
@@ -45,8 +65,7 @@ class Job:
     @property
     def run_dir(self) -> RunDir:
         config = self.config
-        root = Path(config.cluster.fileroot).expanduser().absolute()
-        return RunDir(root / config.experiment_name / config.trial_name)
+        return RunDir(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
 
     @property
     def names_folder(self) -> Path:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import Job
@@ -30,11 +31,11 @@ from arealite.utils.network import free_port, host_address, is_free
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 
 
-def run_node(job: Job, node: int) -> int:
+def run_node(job: Job, node: int, part_class: type[NodePart] | None = None) -> int:
     """Run this node's part to its end; returns the exit code. Leaves no process behind."""
     names = FileNames(job.names_folder)
     with Supervisor(job.config.launcher.stop_timeout_s) as supervisor:
-        part = _NodePart(job, node, names, supervisor)
+        part = (part_class or NodePart)(job, node, names, supervisor)
         try:
             code = part.run()
         except Interrupted as interrupt:
@@ -48,7 +49,7 @@ def run_node(job: Job, node: int) -> int:
     return code
 
 
-class _NodePart:
+class NodePart:
     """State of one node: which servers start, which run, which ranks are left."""
 
     def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
@@ -128,7 +129,8 @@ class _NodePart:
         spread = self.rendezvous(server, place) if len(server.places) > 1 else None
         command = server_command(self.config, backend, port, spread)
         name = f"server{server.index}" + (f".{place}" if place else "")
-        child = self.supervisor.start(ChildSpec(name, command, self.logs / f"{name}.log", env))
+        spec = ChildSpec(name, command, self.logs / f"{name}.log", env, cwd=Path(self.job.cwd))
+        child = self.supervisor.start(spec)
         if place:
             self.followers.append(child)
         else:
@@ -182,16 +184,21 @@ class _NodePart:
 
     def start_ranks(self) -> None:
         """When every server of the job has a name, and rank 0's node has said where the ranks meet."""
-        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
+        servers, master = self.meet_servers()
         mine = self.plan.ranks_on(self.node)
-        if mine[0].rank == 0:
+        for rank in mine:
+            env = self.rank_env(servers, master, len(mine))
+            env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank)}
+            self.ranks.append(self.supervisor.start(self.rank_spec(rank.rank, env)))
+
+    def meet_servers(self) -> tuple[list[str], str]:
+        """(addresses of all servers, where the ranks meet), once they are known."""
+        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
+        if self.plan.ranks_on(self.node)[0].rank == 0:
             self.names.publish("master", f"{self.host}:{self.trainer_port()}")
         servers = wait_for_names(self.names, "servers/", len(self.plan.servers), timeout_s, who)
         master = wait_for_names(self.names, "master", 1, timeout_s, who)["master"]
-        for rank in mine:
-            env = self.rank_env(list(servers.values()), master, len(mine))
-            env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank)}
-            self.ranks.append(self.supervisor.start(self.rank_spec(rank.rank, env)))
+        return list(servers.values()), master
 
     def trainer_port(self) -> int:
         port = self.config.launcher.trainer_port or free_port(self.host)
@@ -228,7 +235,8 @@ class _NodePart:
         env = {**env, "AREALITE_LOG_FILE": str(log_path)}
         if rank == 0 and sys.stdout.isatty():
             env["AREALITE_TTY_FD"] = str(sys.stdout.fileno())
-        return ChildSpec(f"rank{rank}", self.job.command(), log_path, env, echo=rank == 0)
+        cwd = Path(self.job.cwd)
+        return ChildSpec(f"rank{rank}", self.job.command(), log_path, env, echo=rank == 0, cwd=cwd)
 
 
 def main(argv: list[str]) -> int:

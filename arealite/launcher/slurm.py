@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.launcher.job import Job
+from arealite.launcher.job import Follower, Job
 from arealite.launcher.local import command_line
 from arealite.launcher.plan import cluster_slots, read_launch_config
 from arealite.utils.config import run_main
@@ -108,19 +108,18 @@ def _follow(job: Job, job_id: str) -> int:
         stop.set()
 
     old = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    shown = job.run_dir.logs / "rank0.log"
-    position = shown.stat().st_size if shown.exists() else 0
+    shown = Follower(job.run_dir.logs / "rank0.log")
     try:
         while True:
             stop.wait(_LOOK_INTERVAL_S)
-            position = _copy(shown, position)
+            shown.copy()
             if caught:
                 print(f"cancelling Slurm job {job_id}", file=sys.stderr, flush=True)
                 _client("scancel", "--full", job_id)
                 return 128 + caught[0]
             state, code = _state(job_id)
             if state in _ENDED:
-                _copy(shown, position)
+                shown.copy()
                 return _report(job, job_id, state, code)
     finally:
         for number, handler in old.items():
@@ -137,16 +136,6 @@ def _report(job: Job, job_id: str, state: str, code: int) -> int:
         f"the last lines of {log}:", *(f"  | {line}" for line in lines), sep="\n", file=sys.stderr
     )
     return code or 1
-
-
-def _copy(path: Path, position: int) -> int:
-    if path.exists():
-        with path.open("rb") as file:
-            file.seek(position)
-            sys.stdout.write(file.read().decode(errors="replace"))
-            position = file.tell()
-        sys.stdout.flush()
-    return position
 
 
 def _state(job_id: str) -> tuple[str, int]:

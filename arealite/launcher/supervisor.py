@@ -93,6 +93,7 @@ class Supervisor:
         self._warden = subprocess.Popen(
             [sys.executable, "-m", "arealite.launcher.warden"],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
             start_new_session=True,
@@ -111,10 +112,7 @@ class Supervisor:
         finally:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
-            assert self._warden is not None and self._warden.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it may itself have been killed
-                self._warden.stdin.close()
-            self._warden.wait()
+            self._dismiss_warden()
             self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -221,6 +219,15 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.process.pid, signal.SIGKILL)
         os.write(self._wake_write, b"!")
+
+    def _dismiss_warden(self) -> None:
+        assert self._warden is not None and self._warden.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it may itself have been killed
+            self._warden.stdin.close()
+        assert self._warden.stdout is not None
+        self._warden.stdout.read()
+        self._warden.stdout.close()
+        self._warden.wait()
 
     def _tell_warden(self, line: str) -> None:
         assert self._warden is not None and self._warden.stdin is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from arealite.utils.config import load_config, run_main
 def main(argv):
     config = load_config(argv, GRPOConfig)
     rank, behaviour = os.environ["RANK"], config.tokenizer_path
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']}", flush=True)
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
     if behaviour == "once" and os.environ["AREALITE_ATTEMPT"] == "0":
@@ -43,6 +44,11 @@ def main(argv):
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)
+
+    if behaviour == "until":
+        pathlib.Path(f"up{rank}").touch()
+        while not pathlib.Path("finish").exists():
+            time.sleep(0.1)
 
 run_main(main)
 """
@@ -83,4 +89,14 @@ def carriers(folder: Path) -> list[str]:
                     found.append((entry / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-    return [line for line in found if "pytest" not in line]
+    # A cluster that the test itself made here is not what a launcher left.
+    return [
+        line for line in found if not any(word in line for word in ("pytest", "/ray/", "ray::"))
+    ]
+
+
+def wait_until_gone(folder: Path, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := carriers(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

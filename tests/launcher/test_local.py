@@ -13,7 +13,7 @@ import pytest
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import launch
 from arealite.utils.names import FileNames
-from tests.launcher.conftest import carriers
+from tests.launcher.conftest import carriers, wait_until_gone
 
 RUN = Path("runs/e/t")
 
@@ -38,13 +38,6 @@ def wait_for(*paths: Path, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{paths} did not appear"
-        time.sleep(0.02)
-
-
-def wait_until_nothing_runs(work: Path, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while carriers(work):
-        assert time.monotonic() < deadline, carriers(work)
         time.sleep(0.02)
 
 
@@ -141,7 +134,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
     assert len(carriers(work)) >= 9, "launcher, warden, servers, ranks and their children"
     process.kill()
     process.communicate()
-    wait_until_nothing_runs(work)
+    wait_until_gone(work)
 
 
 def test_restart_after_a_crash(work, arguments, capfdbinary):

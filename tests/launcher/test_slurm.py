@@ -12,7 +12,7 @@ import pytest
 
 from arealite.api.errors import AllocationError
 from arealite.launcher.slurm import launch
-from tests.launcher.conftest import carriers
+from tests.launcher.conftest import wait_until_gone
 from tests.launcher.slurm_cluster import SlurmCluster, why_not
 
 RUN = Path("runs/e/t")
@@ -92,7 +92,7 @@ def test_a_job_over_four_nodes(work, arguments, cluster):
     assert "rank 0 of 2" in out and "COMPLETED" in out
     (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
     assert len(set(addresses.split(","))) == 6
-    wait_for(lambda: carriers(work) == [], 30)
+    wait_until_gone(work, 30)
 
 
 @pytest.mark.slurm
@@ -108,7 +108,7 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, cluster):
     out, _ = process.communicate(timeout=100)
     assert process.returncode not in (0, None)
     assert "FAILED" in out and "rank one has a problem" in out
-    wait_for(lambda: carriers(work) == [], 30)
+    wait_until_gone(work, 30)
 
 
 @pytest.mark.slurm
@@ -130,7 +130,7 @@ def test_cancelling_leaves_nothing(work, arguments, cluster, how):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if how == "ctrl-c" else 1), out
     assert ("cancelling Slurm job" if how == "ctrl-c" else "CANCELLED") in out
-    wait_for(lambda: carriers(work) == [], 30)
+    wait_until_gone(work, 30)
 
 
 @pytest.mark.slurm
@@ -149,4 +149,4 @@ def test_a_requeued_job_goes_on(work, arguments, cluster):
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
     assert "attempt 0" in out and "attempt 1" in out and "COMPLETED" in out
-    wait_for(lambda: carriers(work) == [], 30)
+    wait_until_gone(work, 30)

@@ -1,0 +1,98 @@
+"""With torchrun: `python -m arealite.launcher.torchrun script.py --config file.yaml key=value… [--dry-run]`.
+
+As the local launcher, but the trainer ranks belong to torchrun: a rank that dies is restarted with all others inside the running job (`recover.retries` times,
+from the recover checkpoint) while the servers stay up. On several machines run the same command on each; they meet through the
+run directory, which they share. Nodes take their numbers in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from arealite.api.errors import ConfigError
+from arealite.launcher.job import Job
+from arealite.launcher.local import command_line
+from arealite.launcher.node import NodePart, run_node
+from arealite.launcher.plan import cluster_slots, local_slots, read_launch_config
+from arealite.launcher.supervisor import ChildSpec
+from arealite.utils.config import run_main
+from arealite.utils.names import FileNames, wait_for_names
+
+
+def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
+    """Run this machine's part of `script`; returns the exit code."""
+    config = read_launch_config(str(script), argv)
+    nodes = config.cluster.n_nodes
+    devices, on_gpu = local_slots(config)
+    all_devices, on_gpu = ([devices], on_gpu) if nodes == 1 else cluster_slots(config)
+    job = Job(config, str(script), argv, all_devices, on_gpu)
+    if dry_run:
+        print(job.describe())
+        return 0
+    job.plan()
+    print(f"run directory: {job.run_dir.path}", flush=True)
+    if nodes == 1:
+        job.save()
+        try:
+            return run_node(job, 0, TorchrunPart)
+        finally:
+            shutil.rmtree(job.names_folder, ignore_errors=True)
+    job, node = _meet(job)
+    return run_node(job, node, TorchrunPart)
+
+
+def _meet(job: Job) -> tuple[Job, int]:
+    """Agree with the other machines on one job and on who is which node."""
+    names = FileNames(job.run_dir.names)
+    count = len(job.devices)
+    node = next((n for n in range(count) if names.claim(f"node/{n}", f"{os.uname().nodename}/{os.getpid()}")), None)  # fmt: skip
+    if node is None:
+        raise ConfigError(
+            f"cluster.n_nodes={count}, and so many machines have joined already: end the earlier run, or raise cluster.n_nodes"
+        )
+    path = job.run_dir.path / "job.json"
+    if node == 0:
+        job.save()
+        names.publish("job", job.id)
+    found = wait_for_names(names, "job", 1, job.config.setup_timeout_s, f"node {node}")
+    agreed = Job.load(path)
+    if agreed.id != found["job"]:
+        raise ConfigError(f"{path} is of another job: is {job.run_dir.path} on a shared folder?")
+    names.close()
+    return replace(agreed, cwd=job.cwd), node
+
+
+class TorchrunPart(NodePart):
+    """A node whose ranks are children of one torchrun."""
+
+    def start_ranks(self) -> None:
+        servers, master = self.meet_servers()
+        nodes = sorted({rank.node for rank in self.plan.ranks})
+        ranks = self.plan.ranks_on(self.node)
+        log_path = self.logs / f"torchrun{self.node}.log"
+        env = self.rank_env(servers, master, len(ranks))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name)  # torchrun's own
+        # A restarted group would meet the keys of the one before it in a shared store.
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += [f"--nnodes={len(nodes)}", f"--nproc-per-node={len(ranks)}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={master}", f"--rdzv-id={self.job.id}"]
+        # Said outright, because a host's name and its addresses often do not match.
+        is_host = int(ranks[0].rank == 0)
+        command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={self.host}"]
+        command += [f"--max-restarts={self.config.recover.retries}", "--monitor-interval=0.5"]
+        command += [f"--node-rank={nodes.index(self.node)}", f"--log-dir={self.logs / 'torchrun'}"]
+        command += ["--redirects=3", "--tee=0:3"] if ranks[0].rank == 0 else ["--redirects=3"]
+        script = self.job.command()[1:]
+        command += ["--module", *script[1:]] if script[0] == "-m" else script
+        spec = ChildSpec("torchrun", command, log_path, env, echo=True, cwd=Path(self.job.cwd))
+        self.ranks.append(self.supervisor.start(spec))
+
+
+if __name__ == "__main__":
+    run_main(command_line("torchrun", launch, __doc__))

@@ -1,0 +1,151 @@
+"""The Ray launcher on a real Ray of several logical nodes on this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.launcher.ray import launch
+from tests.launcher.conftest import wait_until_gone
+
+RUN = Path("runs/e/t")
+ray_marker = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    try:
+        import ray  # noqa: F401
+        from ray.cluster_utils import Cluster
+    except ImportError:
+        assert "CI" not in os.environ, "Ray must be installed in CI"
+        pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
+    for _ in range(3):
+        made.add_node(num_cpus=1, num_gpus=4)
+    yield made
+    made.shutdown()
+
+
+def start(cluster, argv: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arealite.launcher.ray", "script.py", *argv],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def on_cpu(arguments, *more: str, mode: str) -> list[str]:
+    return arguments("server.device=cpu", "actor.device=cpu", *more, mode=mode)
+
+
+def wait_for(condition, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def test_dry_run_needs_no_cluster(work, arguments, capsys):
+    # The command line of the seeds.
+    argv = arguments("cluster.n_nodes=4", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
+    assert launch("script.py", argv, dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert "server 11: node 2 gpu 3" in out and "rank 3: node 3 gpu 3" in out
+
+
+@ray_marker
+def test_a_job_over_four_nodes(work, arguments, cluster):
+    argv = on_cpu(
+        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
+    )
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
+    assert len(set(addresses.split(","))) == 6
+    assert {p.name for p in (RUN / "logs").glob("node*.log")} == {f"node{i}.log" for i in range(4)}
+    wait_until_gone(work, 30)
+
+
+@ray_marker
+def test_devices_come_from_ray(work, arguments, cluster):
+    argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d4+d4")
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    assert "devices 0,1,2,3" in out
+
+
+@ray_marker
+def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, cluster):
+    argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=8", mode="sglang.d8+d8")
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert (
+        "needs 2 nodes with 8 GPU each" in out
+        and "4 nodes with 0, 4, 4, 4 GPU: 0 of them fit" in out
+    )
+
+
+@ray_marker
+def test_a_failing_rank_is_shown(work, arguments, cluster):
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=raise",
+        mode="sglang.d2+d2",
+    )
+    process = start(cluster, argv)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "rank one has a problem" in out
+    wait_until_gone(work, 30)
+
+
+@ray_marker
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_launcher_leaves_nothing(work, arguments, cluster, number):
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=2",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=wait",
+        mode="sglang.d2+d2",
+    )
+    process = start(cluster, argv)
+    wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    wait_until_gone(work, 60)
+
+
+@ray_marker
+def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, cluster):
+    argv = on_cpu(
+        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=1", "tokenizer_path=until", "recover.mode=auto", "recover.retries=1", mode="sglang.d3+d1"
+    )  # fmt: skip
+    process = start(cluster, argv)
+    wait_for(lambda: (work / "up0").exists())
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    cluster.add_node(num_cpus=1, num_gpus=4)
+    # Whichever node it was: its servers are started anew, or (with the trainer) the run restarts.
+    assert process.stdout is not None
+    lines = []
+    while "was lost" not in (line := process.stdout.readline()):
+        lines.append(line)
+        assert line, lines
+    (work / "finish").touch()
+    out, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, out
+    wait_until_gone(work, 30)
