@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from reverse import make_model, make_rows, make_tokenizer, supervised_batch
+from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import GRPOConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(folders.path, ignore_errors=True)
     start, supervised = folders.path / "model" / "random", folders.path / "model" / "supervised"
 
+    disable_progress_bar()  # one table is enough
     print(f"supervised: {SFT_STEPS} steps on {SFT_STEPS * SFT_BATCH} worked examples", flush=True)
     make_model(start, seed=1)
     loss = supervise(start, supervised, seed=1)

@@ -1,0 +1,43 @@
+"""What README shows must run as printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from server_process import server_process
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_workflow_in_readme_plays_episodes(model_path, tokenizer):
+    (block,) = [b for b in python_blocks() if "class SecondChance" in b]
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    workflow = names["SecondChance"](GenerationHyperparameters(max_new_tokens=6), tokenizer)
+    rows = [{"prompt": "one: ", "answer": ""}, {"prompt": "two: ", "answer": "never said"}]
+    with server_process(model_path) as server:
+        rollout = RemoteSGLangEngine(InferenceEngineConfig())
+        rollout.initialize([server.address], train_batch_size=2)
+        batch = rollout.rollout_batch(rows, workflow)
+        rollout.destroy()
+    assert batch["rewards"].tolist() == [1.0, 0.0]
+    # the second row was asked twice, and the hint between is not trained on
+    trained = batch["loss_mask"].sum(dim=1)
+    assert 1 <= trained[0] <= 6 and 2 <= trained[1] <= 12
+    assert torch.equal(batch["loss_mask"] == 1, batch["versions"] >= 0)
+
+
+def test_every_folder_of_the_house_is_in_the_tree():
+    tree = README.split("## The house")[1]
+    root = Path(__file__).parents[1] / "arealite"
+    for room in sorted(p.name for p in root.iterdir() if (p / "__init__.py").exists()):
+        assert f"{room}/" in tree, room
