@@ -9,6 +9,9 @@ N packed tokens, M tokens whose log-prob is asked for, H hidden size, V vocabula
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 
 # Below this many logits (16 MiB in fp32) recomputing costs more than keeping them.
@@ -45,13 +48,14 @@ def packed_logprobs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     first_row: int = 0,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`logp [N]` of `input_ids [N]` at `positions [M]` (zero elsewhere), and `entropy [N]` of those predictions.
 
     `logp_t = log softmax(z_{t-1})[id_t]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`;
     `entropy_t = −Σ_v p_v log p_v` of the same distribution (zeros when `with_entropy` is off). Both are fp32 and
     differentiable in `hidden`, `weight` and `bias`. Where `hidden` is only a piece of the packed tokens, `first_row` says
-    where it starts, and log-probs that come from other pieces are zero.
+    where it starts, and log-probs that come from other pieces are zero. `fused` compiles what happens to a chunk's logits.
     """
     if hidden.dim() != 2 or input_ids.dim() != 1:
         raise ValueError(
@@ -61,88 +65,115 @@ def packed_logprobs(
     if len(hidden) != len(input_ids):
         mine = (rows >= 0) & (rows < len(hidden))
         rows, positions = rows[mine], positions[mine]
+    settings = _Settings(temperature, softcap, chunk_size, with_entropy, fused)
     logp, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, bias, rows, input_ids[positions], temperature, softcap, chunk_size, with_entropy
-    )  # fmt: skip
-    return tuple(x.new_zeros(len(input_ids)).index_copy(0, positions, x) for x in (logp, entropy))
+        hidden, weight, bias, rows, input_ids[positions], settings
+    )
+    zeros = logp.new_zeros(len(input_ids))
+    return zeros.index_copy(0, positions, logp), zeros.index_copy(0, positions, entropy)
+
+
+class _Settings(NamedTuple):
+    temperature: float
+    softcap: float | None
+    chunk_size: int
+    with_entropy: bool
+    fused: bool
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-prob and entropy of `labels [M]` predicted from rows `rows [M]` (all different) of `hidden [N, H]`."""
+    """Log-prob and entropy of `labels [M]` predicted from rows `rows [M]` (all different) of `hidden [n, H]`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, labels, temperature, softcap, chunk, with_entropy):
+    def forward(ctx, hidden, weight, bias, rows, labels, settings):
         num = len(rows)
         logp = torch.empty(num, dtype=torch.float32, device=hidden.device)
-        entropy = torch.zeros_like(logp)
-        lse = torch.empty_like(logp)
+        lse, entropy = torch.empty_like(logp), torch.zeros_like(logp)
         keep = num * weight.shape[0] <= _KEEP_LOGITS
-        chunk = num if keep else chunk
+        chunk = num if keep else settings.chunk_size
+        measure = _compiled(_measure) if settings.fused else _measure
         kept = None
         for start in range(0, num, max(chunk, 1)):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[rows[part]], weight, bias, temperature, softcap)
-            lse[part] = logits.logsumexp(dim=-1)
-            logp[part] = logits.gather(1, labels[part, None]).squeeze(1) - lse[part]
-            if with_entropy:
-                probs = (logits - lse[part, None]).exp_()
-                entropy[part] = lse[part] - (probs.mul_(logits)).sum(dim=-1)
-            kept = logits if keep else None
+            raw = torch.nn.functional.linear(hidden[rows[part]].to(weight.dtype), weight, bias)
+            logp[part], lse[part], entropy[part] = measure(
+                raw, labels[part], settings.temperature, settings.softcap, settings.with_entropy
+            )
+            kept = raw if keep else None
         ctx.save_for_backward(hidden, weight, bias, rows, labels, lse, entropy, kept)
-        ctx.settings = (temperature, softcap, chunk)
+        ctx.settings, ctx.chunk = settings, chunk
+        ctx.set_materialize_grads(
+            False
+        )  # an entropy that is only reported has no gradient to compute
         return logp, entropy
 
     @staticmethod
     def backward(ctx, *grads):
-        grad_logp, grad_entropy = grads
         hidden, weight, bias, rows, labels, lse, entropy, kept = ctx.saved_tensors
-        temperature, softcap, chunk = ctx.settings
+        grad_logp = torch.zeros_like(lse) if grads[0] is None else grads[0]
+        settings, chunk = ctx.settings, ctx.chunk
+        differentiate = _compiled(_differentiate) if settings.fused else _differentiate
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        uses_entropy = bool(grad_entropy.any())
+        # Chunks are added up in fp32: in bf16 a sum of many small parts loses most of them. A gradient of zeros is
+        # needed even where no token asked for it: sharded training wants one from every rank.
+        several = len(rows) > chunk
+        total_type = torch.float32 if several else weight.dtype
+        grad_weight = (
+            torch.zeros_like(weight, dtype=total_type) if ctx.needs_input_grad[1] else None
+        )
         for start in range(0, len(rows), max(chunk, 1)):
             part = slice(start, start + chunk)
-            states = hidden[rows[part]]
-            logits = (
-                kept if kept is not None else _logits(states, weight, bias, temperature, softcap)
-            )
-            # d logp / d z = onehot − p;  d entropy / d z = −p·(log p + entropy)
-            grad = (logits - lse[part, None]).exp()
-            if uses_entropy:
-                log_probs = logits - (lse[part] - entropy[part])[:, None]
-                grad *= log_probs.mul_(grad_entropy[part, None]).add_(grad_logp[part, None]).neg_()
-            else:
-                grad *= grad_logp[part, None].neg()
-            grad.scatter_add_(1, labels[part, None], grad_logp[part, None])
-            if softcap is not None:
-                grad *= 1 - (logits * (temperature / softcap)).square_()
-            if temperature != 1.0:
-                grad /= temperature
-            grad_low = grad.to(weight.dtype)
-            grad_hidden[rows[part]] = (grad_low @ weight).to(hidden.dtype)
-            if ctx.needs_input_grad[1]:
-                # Chunks are added up in fp32: in bf16 a sum of many small parts loses most of them.
-                product = grad_low.T @ states.to(weight.dtype)
-                single = len(rows) <= chunk
-                grad_weight = product if single else _add_fp32(grad_weight, product)
+            states = hidden[rows[part]].to(weight.dtype)
+            raw = kept if kept is not None else torch.nn.functional.linear(states, weight, bias)
+            grad = differentiate(
+                raw, labels[part], lse[part], entropy[part], grad_logp[part],
+                None if grads[1] is None else grads[1][part], settings.temperature, settings.softcap,
+            )  # fmt: skip
+            grad_hidden[rows[part]] = (grad @ weight).to(hidden.dtype)
+            if grad_weight is not None and several:
+                grad_weight += grad.T @ states
+            elif grad_weight is not None:
+                grad_weight = grad.T @ states
             if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
-        if grad_weight is None and ctx.needs_input_grad[1]:
-            # No token asked for: sharded training still needs a gradient from every rank.
-            grad_weight = torch.zeros_like(weight)
+                grad_bias += grad.sum(dim=0, dtype=torch.float32)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(states, weight, bias, temperature, softcap) -> torch.Tensor:
-    """fp32 logits `[C, V]`; the product itself runs in the weights' type."""
-    logits = torch.nn.functional.linear(states.to(weight.dtype), weight, bias).float()
+def _scaled(raw: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
+    """The logits that are sampled from, fp32."""
+    logits = raw.float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _add_fp32(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    return part.float() if total is None else total.add_(part)
+def _measure(raw, labels, temperature, softcap, with_entropy):
+    """Log-prob of `labels [C]`, log-sum-exp and entropy (0 unless asked for) of logits `[C, V]`."""
+    logits = _scaled(raw, temperature, softcap)
+    lse = logits.logsumexp(dim=-1)
+    logp = logits.gather(1, labels[:, None]).squeeze(1) - lse
+    if not with_entropy:
+        return logp, lse, torch.zeros_like(lse)
+    expected = ((logits - lse[:, None]).exp() * logits).sum(dim=-1)
+    return logp, lse, lse - expected
+
+
+def _differentiate(raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap):
+    """Gradient of the raw logits `[C, V]`, in their type: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy)."""
+    logits = _scaled(raw, temperature, softcap)
+    factor = grad_logp[:, None]
+    if grad_entropy is not None:
+        factor = factor + grad_entropy[:, None] * (logits - (lse - entropy)[:, None])
+    grad = -(logits - lse[:, None]).exp() * factor
+    grad = grad.scatter_add(1, labels[:, None], grad_logp[:, None])
+    if softcap is not None:
+        grad = grad * (1.0 - (logits * (temperature / softcap)).square())
+    return (grad if temperature == 1.0 else grad / temperature).to(raw.dtype)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function, dynamic=True)

@@ -16,14 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from arealite.algo.logprobs import target_positions
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, WeightUpdateMeta
 from arealite.engine import checkpoint
-from arealite.engine.hf_model import PackedModel, load_config, load_model, resolve_path, shard
+from arealite.engine.flops import FlopCounter, peak_flops
+from arealite.engine.hf_model import (
+    PackedModel,
+    decoder_layers,
+    load_config,
+    load_model,
+    resolve_path,
+    shard,
+)
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
 from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout
 from arealite.utils import distributed
@@ -42,7 +52,7 @@ logger = logging.getLogger("arealite.engine")
 class MicroBatch(NamedTuple):
     rows: list[int]  # of the padded batch; empty for a filler that keeps ranks in step
     data: Batch
-    max_seqlen: int
+    lengths: list[int]
 
 
 class FSDPEngine(TrainEngine):
@@ -86,20 +96,30 @@ class FSDPEngine(TrainEngine):
             if first
             else None
         )
-        if distributed.world_size() == 1 and self.config.dtype == self.config.param_dtype:
+        config = self.config
+        one_type = config.dtype == config.param_dtype
+        if distributed.world_size() == 1 and one_type and not config.cpu_offload:
             # One rank has nothing to shard, and without a second type nothing to cast: FSDP would only copy.
             assert full is not None
-            self.module = PackedModel(full, self.config.logprob_chunk_size).to(self.device)
+            self._prepare_layers(full)
+            self.module = PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._flops = FlopCounter(self.model)
+        self._peak_flops = peak_flops(self.device)
         if self.config.optimizer is not None:
             self.optimizer = make_optimizer(self.model, self.config.optimizer)
             self.total_steps = ft_spec.total_train_steps if ft_spec else 0
             self._set_lr()
 
-    def _initialize_sharded(self, full) -> None:
+    def _prepare_layers(self, model: PreTrainedModel) -> None:
+        if self.config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.compile:
+            for layer in decoder_layers(model):
+                layer.compile(dynamic=True)
+
+    def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
         if not dist.is_initialized():
             # Mixed precision is FSDP's doing, which wants a group even for one rank.
             store = dist.HashStore()
@@ -109,9 +129,10 @@ class FSDPEngine(TrainEngine):
             empty = load_model(
                 self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head
             )
-        self.module = PackedModel(empty, self.config.logprob_chunk_size, self.layout.cp_group)
+        self.module = PackedModel(empty, self.config, self.layout.cp_group)
         if self.parallel.tensor > 1:
             names = _names_of(apply_tensor_parallel(empty, self.layout), empty)
+        self._prepare_layers(empty)
         shard(self.module, full, self.layout.fsdp, self.config)
         if self.parallel.tensor > 1:
             self._partial = [self.model.get_parameter(name) for name in names]
@@ -168,19 +189,34 @@ class FSDPEngine(TrainEngine):
             _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
         stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
         norm = self._step()
-        tokens = sum(len(mb.data["input_ids"]) for mb in micro_batches if mb.rows)
-        result = self.reduce_stats(
-            stats | {"num_tokens": Stat(torch.tensor(float(tokens)), 1.0 / self.dp_size)}
-        )
+        result = self.reduce_stats(stats | self._work(micro_batches))
         seconds = time.perf_counter() - start
+        flops = result.pop("flops")
         result |= {
             "grad_norm": norm,
             "lr": self.optimizer.param_groups[0]["lr"],
             "bad_steps": float(self.bad_steps),
             "num_micro_batches": float(len(micro_batches)),
             "train_tokens_per_s": result["num_tokens"] / seconds,
+            "train_tflops": flops / seconds / 1e12,
         }
+        if self._peak_flops is not None:
+            result["mfu"] = flops / seconds / (self._peak_flops * self.parallel.world_size)
         return result
+
+    def _work(self, micro_batches: list[MicroBatch]) -> dict[str, Stat]:
+        """Tokens and operations of the step, summed over ranks (fillers are not counted)."""
+        tokens, flops = 0, 0.0
+        for mb in micro_batches:
+            if mb.rows:
+                tokens += sum(mb.lengths)
+                predicted = len(mb.data["target_positions"])
+                flops += self._flops.train(mb.lengths, predicted)
+        share = 1.0 / self.dp_size
+        return {
+            "num_tokens": Stat(torch.tensor(float(tokens)), share),
+            "flops": Stat(torch.tensor(flops, dtype=torch.float64), share),
+        }
 
     def eval_batch(
         self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
@@ -237,9 +273,12 @@ class FSDPEngine(TrainEngine):
         for group in self._row_groups(batch):
             part = select_rows(batch, group) if group else _blank_row(batch)
             data = pack(part)
-            longest = int(data.pop("max_seqlen"))
-            data = {k: v.to(self.device) for k, v in data.items()}
-            packed.append(MicroBatch(group, data, longest))
+            del data["max_seqlen"]
+            lengths = data["cu_seqlens"].diff().tolist()
+            # On the host, where finding them makes no accelerator wait.
+            data["target_positions"] = target_positions(data["cu_seqlens"], data.get("loss_mask"))
+            data = {k: v.to(self.device, non_blocking=True) for k, v in data.items()}
+            packed.append(MicroBatch(group, data, lengths))
         return packed
 
     def _total_weight(self, micro_batches, loss_weight_fn: LossWeightFn) -> float:
@@ -256,7 +295,7 @@ class FSDPEngine(TrainEngine):
         return weight
 
     def _forward(self, mb: MicroBatch) -> Batch:
-        return self.module(mb.data, mb.max_seqlen, self.temperature, self.with_entropy)
+        return self.module(mb.data, mb.lengths, self.temperature, self.with_entropy)
 
     def _step(self) -> float:
         """Clip, step and clear gradients. A non-finite norm skips the step on all ranks alike."""

@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -27,7 +27,7 @@ from transformers import (
     logging,
 )
 
-from arealite.algo.logprobs import packed_logprobs, target_positions
+from arealite.algo.logprobs import packed_logprobs
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
@@ -44,23 +44,26 @@ class PackedModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        chunk_size: int,
+        config: TrainEngineConfig,
         context_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
         self.model = model
-        self.chunk_size = chunk_size
+        self.chunk_size = config.logprob_chunk_size
+        self.fused = config.compile
         self.context_group = context_group
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.has_lm_head = model.get_output_embeddings() is not None
 
-    def forward(self, mb: Batch, max_seqlen: int, temperature: float, with_entropy: bool) -> Batch:
-        ids, positions, cu_seqlens, first = self._piece(mb)
+    def forward(
+        self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool
+    ) -> Batch:
+        ids, positions, cu_seqlens, lengths, first = self._piece(mb, lengths)
         outputs = self.model.base_model(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            **attention_kwargs(cu_seqlens, max_seqlen, self.context_group),
+            **attention_kwargs(cu_seqlens, lengths, self.context_group),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
         if not self.has_lm_head:
@@ -71,35 +74,39 @@ class PackedModel(nn.Module):
             hidden,
             head.weight,
             mb["input_ids"],
-            target_positions(mb["cu_seqlens"], mb.get("loss_mask")),
+            mb["target_positions"],
             bias=head.bias,
             temperature=temperature,
             softcap=self.softcap,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
             first_row=first,
+            fused=self.fused,
         )
         if self.context_group is not None:
             logp, entropy = (sum_pieces(x, self.context_group) for x in (logp, entropy))
         return {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
 
-    def _piece(self, mb: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    def _piece(
+        self, mb: Batch, lengths: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
         """This rank's tokens and positions, the sequences of all, and where its piece starts.
 
         Tokens are filled up to equal pieces; the filling is a sequence of its own.
         """
         ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
         if self.context_group is None:
-            return ids, positions, cu_seqlens, 0
+            return ids, positions, cu_seqlens, lengths, 0
         size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
         missing = -len(ids) % size
         if missing:
             ids = nn.functional.pad(ids, (0, missing))
             positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+            lengths = [*lengths, missing]
         length = len(ids) // size
         mine = slice(rank * length, (rank + 1) * length)
-        return ids[mine], positions[mine], cu_seqlens, rank * length
+        return ids[mine], positions[mine], cu_seqlens, lengths, rank * length
 
     def _whole(self, values: torch.Tensor, first: int, num_tokens: int) -> torch.Tensor:
         if self.context_group is None:
@@ -145,6 +152,7 @@ def load_model(
     cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
+        # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
         model = cls.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
     else:
         try:
@@ -171,11 +179,16 @@ def shard(
 ) -> None:
     """Shard an empty (meta) `module` layer by layer, then fill it from `full`, which only rank 0 has."""
     dtype = getattr(torch, config.dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    }
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     for layer in decoder_layers(module.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.to_empty(device=mesh.device_type)
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
     module.model.tie_weights()
     fill(module, full, mesh.device_type)
 
@@ -191,6 +204,10 @@ def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None
         if name in source:
             buffer.copy_(source[name])
         dist.broadcast(buffer, src=0)
+    # Offloaded weights live on the host, but buffers are used where the layers run.
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = buffer if buffer is None else buffer.to(device)
 
 
 def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:

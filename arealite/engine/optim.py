@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from arealite.api.cli_args import OptimizerConfig
+from arealite.engine.lowmem_adamw import LowMemoryAdamW
 
 
-def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay acts on matrices and embeddings, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -23,13 +24,11 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.type == "adamw_bf16":
+        return LowMemoryAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -56,7 +56,7 @@ def check_model(config: PreTrainedConfig) -> None:
 
 
 def attention_kwargs(
-    cu_seqlens: torch.Tensor, max_seqlen: int, context_group: dist.ProcessGroup | None = None
+    cu_seqlens: torch.Tensor, lengths: list[int], context_group: dist.ProcessGroup | None = None
 ) -> dict:
     """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`."""
     context = {} if context_group is None else {"context_group": context_group}
@@ -64,10 +64,10 @@ def attention_kwargs(
         return context | {
             "cu_seq_lens_q": cu_seqlens,
             "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": max_seqlen,
-            "max_length_k": max_seqlen,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
         }
-    return context | {"packed_layout": bucket_layout(cu_seqlens.diff().tolist())}
+    return context | {"packed_layout": bucket_layout(lengths)}
 
 
 def bucket_layout(lengths: list[int]) -> PackedLayout:

@@ -143,7 +143,9 @@ def _actor_on_rank(rank, path, world_size):
         batch["rewards"][:2] = 1.0
         stats = one_update(actor, select_rows(batch, rows))[0]
         # what is measured in seconds or counts of pieces may differ
-        answers.append({k: v for k, v in stats.items() if "per_s" not in k and "micro" not in k})
+        answers.append(
+            {k: v for k, v in stats.items() if not k.endswith(("per_s", "tflops", "micro_batches"))}
+        )
     return answers
 
 

@@ -1,0 +1,221 @@
+"""How fast and how lean is training? Prints a table and one JSON line.
+
+    python benchmark/training.py                     CPU: packed against padded
+    python benchmark/training.py --device cuda       MFU of the 1.5B and 0.5B shapes through the whole engine, log-prob memory,
+                                                     32k tokens in one sequence; against TRL where it is installed
+
+Lengths are log-normal like GSM8K answers. The model is made from its shape with random weights: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+
+import torch
+from common import describe_machine
+from transformers import Qwen2Config
+
+from arealite.algo.logprobs import packed_logprobs
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+
+SHAPES = {
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
+}  # fmt: skip
+
+
+def make_config_folder(shape: str, vocab_size: int, folder: str) -> str:
+    config = Qwen2Config(
+        **SHAPES[shape], num_key_value_heads=2, vocab_size=vocab_size, tie_word_embeddings=True,
+        max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return folder
+
+
+def lognormal_batch(num_tokens: int, mean: float, longest: int, vocab_size: int) -> Batch:
+    """About `num_tokens` in sequences of log-normal length; every token but the first of a sequence is trained."""
+    g = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < num_tokens:
+        draw = torch.empty(1).log_normal_(0.0, 0.6, generator=g).item() * mean
+        lengths.append(int(min(max(draw, 16), longest, num_tokens - sum(lengths) + 16)))
+    return fixed_batch(lengths, vocab_size)
+
+
+def fixed_batch(lengths: list[int], vocab_size: int) -> Batch:
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, mask.shape, generator=g)
+    return {"input_ids": ids * mask, "attention_mask": mask.long(), "loss_mask": mask.long()}
+
+
+def make_engine(path: str, device: str, **kwargs) -> FSDPLMEngine:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    config = TrainEngineConfig(
+        path=path, init_from_scratch=True, device=device, dtype=dtype, param_dtype=dtype,
+        optimizer=OptimizerConfig(lr=1e-5), **kwargs,
+    )  # fmt: skip
+    engine = FSDPLMEngine(config)
+    with torch.device(device):
+        engine.initialize(FinetuneSpec(1, 1000, 1))
+    return engine
+
+
+def timed_step(engine: FSDPLMEngine, batch: Batch, repeats: int, warmup: int) -> dict[str, float]:
+    """Seconds of the fastest step, with its statistics and the peak memory."""
+    cuda = engine.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    best: dict[str, float] = {}
+    for i in range(warmup + repeats):
+        start = time.perf_counter()
+        stats = engine.train_lm(batch)  # ends in a copy to the host, so the device is done
+        seconds = time.perf_counter() - start
+        if i >= warmup and seconds < best.get("seconds", float("inf")):
+            best = {**stats, "seconds": seconds}
+    if cuda:
+        best["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return best
+
+
+def matmul_peak() -> float:
+    """FLOP/s of a large bf16 product on random data: what this device really gives."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize()
+    return 10 * 2 * 8192**3 / (time.perf_counter() - start)
+
+
+def bench_mfu(shape: str, batch_kind: str, batch: Batch, peak: float, **kwargs) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(make_config_folder(shape, 151936, folder), "cuda", **kwargs)
+    start = time.perf_counter()
+    stats = timed_step(engine, batch, repeats=5, warmup=3)
+    row = {
+        "what": f"{shape} {batch_kind}",
+        "settings": ", ".join(k for k, v in kwargs.items() if v is True) or "eager",
+        "tokens_per_s": round(stats["num_tokens"] / stats["seconds"]),
+        "mfu_of_measured_peak": round(stats["train_tflops"] * 1e12 / peak, 3),
+        "peak_gib": round(stats["peak_gib"], 1),
+        "warm_up_s": round(time.perf_counter() - start, 1),
+        "loss": round(stats["loss"], 3),
+    }
+    engine.destroy()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    return row
+
+
+def bench_logprob_memory(num_tokens: int = 16384, vocab_size: int = 151936) -> dict:
+    """Peak memory above the inputs of log-prob and entropy, forward and backward, against whole logits."""
+    hidden = torch.randn(num_tokens, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab_size, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.randint(0, vocab_size, (num_tokens,), device="cuda")
+    positions = torch.arange(1, num_tokens, device="cuda")
+
+    def chunked():
+        return packed_logprobs(hidden, weight, ids, positions, with_entropy=True)[0]
+
+    def naive():
+        logp = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+        return logp[:-1].gather(1, ids[1:, None]).squeeze(1)
+
+    peaks, seconds = [], []
+    for function in (chunked, naive):
+        hidden.grad = weight.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function().sum().backward()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**30)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function().sum().backward()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "what": f"log-probs of {num_tokens} tokens, vocabulary {vocab_size}",
+        "chunked_gib": round(peaks[0], 2), "naive_gib": round(peaks[1], 2),
+        "share": round(peaks[0] / peaks[1], 3), "chunked_s": round(seconds[0], 4), "naive_s": round(seconds[1], 4),
+    }  # fmt: skip
+
+
+def run_cuda(quick: bool) -> list[dict]:
+    peak = matmul_peak()
+    rows = [
+        {"what": "peak of a bf16 product", "tflops": round(peak / 1e12)},
+        bench_logprob_memory(),
+    ]
+    small = lognormal_batch(32768, 256, 1024, 151936)
+    for shape in ("1.5B", "0.5B"):
+        for compiled in (True,) if quick else (True, False):
+            rows.append(
+                bench_mfu(shape, "32k tokens, log-normal", small, peak, compile=compiled, max_tokens_per_mb=16384)
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    long = fixed_batch([32768], 151936)
+    rows.append(
+        bench_mfu("1.5B", "one sequence of 32k", long, peak, compile=True, gradient_checkpointing=True, max_tokens_per_mb=32768)
+    )  # fmt: skip
+    return rows
+
+
+def run_cpu(threads: int) -> list[dict]:
+    """The same batch packed, and padded to its longest sequence (as rows of full length whose pads are not trained)."""
+    torch.set_num_threads(threads)
+    batch = lognormal_batch(4096, 64, 512, 512)
+    padded = dict(batch)
+    padded["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_config_folder("tiny", 512, folder)
+        for what, data in (("packed", batch), ("padded", padded)):
+            engine = make_engine(path, "cpu", max_tokens_per_mb=1 << 20)
+            stats = timed_step(engine, data, repeats=3, warmup=1)
+            real = int(batch["attention_mask"].sum())
+            rows.append(
+                {
+                    "what": what,
+                    "real_tokens_per_s": round(real / stats["seconds"]),
+                    "tokens_computed": round(stats["num_tokens"]),
+                    "seconds": round(stats["seconds"], 3),
+                }
+            )
+    rows.append(
+        {"what": "packed / padded", "speedup": round(rows[1]["seconds"] / rows[0]["seconds"], 2)}
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--quick", action="store_true", help="compiled runs only")
+    args = parser.parse_args()
+    rows = run_cuda(args.quick) if args.device == "cuda" else run_cpu(args.threads)
+    for row in rows:
+        print("  ".join(f"{k}={v}" for k, v in row.items()))
+    print(json.dumps({"benchmark": "training", **describe_machine(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

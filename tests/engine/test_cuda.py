@@ -1,0 +1,56 @@
+"""The engine on a CUDA device: variable-length attention, mixed precision, offloading, compiled layers."""
+
+import pytest
+import torch
+from engine_testing import SPEC, make_model, random_batch
+from transformers import AutoModelForCausalLM
+
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
+
+
+def cuda_engine(path, **kwargs):
+    settings = {"dtype": "bfloat16", "param_dtype": "bfloat16", "max_tokens_per_mb": 40, **kwargs}
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps_proportion=0.0)
+    engine = FSDPLMEngine(
+        TrainEngineConfig(path=path, device="cuda", optimizer=optimizer, **settings)
+    )
+    engine.initialize(SPEC)
+    return engine
+
+
+def reference_logp(path, batch):
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logp = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+    return torch.nn.functional.pad(logp, (1, 0))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "llama"])
+def test_packed_logprobs_equal_padded_ones(tmp_path, kind):
+    path, batch = make_model(tmp_path, kind), random_batch(LENGTHS)
+    mask = batch["loss_mask"].bool()
+    found = cuda_engine(path).forward(batch)["logp"]
+    torch.testing.assert_close(found[mask], reference_logp(path, batch)[mask], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"compile": True}, {"param_dtype": "float32"}, {"param_dtype": "float32", "cpu_offload": True}, {"gradient_checkpointing": True}],
+    ids=["bf16", "compile", "mixed", "offload", "checkpointing"],
+)  # fmt: skip
+def test_training_lowers_the_loss_alike(tmp_path, settings):
+    engine = cuda_engine(make_model(tmp_path, "qwen2"), **settings)
+    batch = random_batch(LENGTHS)
+    losses = [engine.train_lm(batch)["loss"] for _ in range(10)]
+    assert losses[0] == pytest.approx(4.20, abs=0.03)
+    assert losses[-1] < losses[0] - 0.1
