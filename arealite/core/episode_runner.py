@@ -44,7 +44,7 @@ class EpisodeRunner:
         self.running: dict[Episode, None] = {}  # in order of start; guarded by the executor's lock
         self._check, self._on_end, self._on_crash = check, on_end, on_crash
         self._timer: asyncio.TimerHandle | None = None
-        self._stopping = False
+        self.is_stopping = False
         self.loop = _new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
 
@@ -53,7 +53,7 @@ class EpisodeRunner:
 
     def stop(self) -> None:
         """Cancel everything and end the thread; idempotent."""
-        self._stopping = True
+        self.is_stopping = True
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout=10)
@@ -62,7 +62,8 @@ class EpisodeRunner:
         """Run `coroutine` on the loop for another thread, which waits for its result."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            return future.result(wait.left_s)
+            # a little more than it has itself: its own error says more than ours could
+            return future.result(None if wait.left_s is None else wait.left_s + 2.0)
         except TimeoutError:
             if future.done():
                 raise  # the coroutine's own error
@@ -90,7 +91,7 @@ class EpisodeRunner:
                 episode.result = check_trajectories(result)
                 self._check(episode, episode.result)
         except asyncio.CancelledError:
-            if not self._stopping:  # its own deadline
+            if not self.is_stopping:  # its own deadline
                 limit = f"rollout.episode_timeout_s={self.timeout_s:g}"
                 self._end(episode, TimeoutError(f"no result within {limit}"))
             raise
@@ -104,7 +105,8 @@ class EpisodeRunner:
 
     def _end(self, episode: Episode, error: BaseException | None) -> None:
         episode.task = None
-        self._on_end(episode, error)
+        if not self.is_stopping:
+            self._on_end(episode, error)
 
     def _arm_deadline(self, oldest: Episode) -> None:
         """All episodes have the same time-out, so one timer for the oldest serves them all."""
@@ -130,7 +132,7 @@ class EpisodeRunner:
             self._on_crash(error)
             raise
         finally:
-            self._stopping = True
+            self.is_stopping = True
             self._cancel_all()
             self.loop.close()
 

@@ -1,7 +1,8 @@
-"""Servers that join and leave a running job, by leases in its run directory.
+"""Servers that join and leave a running job, by leases in the name service.
 
-A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) keeps a lease with its address; the client on rank 0 reads the living ones. A server
-that is stopped withdraws its lease, one that is killed lets it expire.
+A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) keeps a lease with its address in the run directory; the launcher keeps one for each of
+its own, and starts one that died again under a new address. The client on rank 0 reads the living ones. A server that is stopped withdraws its
+lease, one that is killed lets it expire.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from arealite.utils.rundir import RunDir
 
 LEASE_S = 6.0
 LOOK_EVERY_S = 1.0
+LAUNCHER_PREFIX = "servers/"
 _PREFIX = "server/"
 
 
@@ -51,11 +53,18 @@ class Lease:
 class Members:
     """The client's side: who holds a lease."""
 
-    def __init__(self, run_dir: str | Path):
-        self._names = FileNames(lease_folder(run_dir), LEASE_S)
+    def __init__(self, run_dir: str | Path | None, launcher_names: str | None = None):
+        self._leases: list[tuple[FileNames, str]] = []
+        if run_dir is not None:
+            self._leases.append((FileNames(lease_folder(run_dir), LEASE_S), _PREFIX))
+        if launcher_names:
+            self._leases.append((FileNames(launcher_names), LAUNCHER_PREFIX))
 
     def living(self) -> set[str]:
-        return set(self._names.list(_PREFIX).values())
+        return {
+            address for names, prefix in self._leases for address in names.list(prefix).values()
+        }
 
     def close(self) -> None:
-        self._names.close()
+        for names, _ in self._leases:
+            names.close()

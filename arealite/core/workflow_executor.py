@@ -90,6 +90,11 @@ class WorkflowExecutor:
     def start(self) -> None:
         self.runner.start()
 
+    def abandon(self) -> None:
+        """Start nothing more, and take no notice of episodes that end from now on: the run is over."""
+        self._paused = True
+        self.runner.is_stopping = True
+
     def stop(self) -> None:
         """Cancel all episodes, end the loop, write the ledger; idempotent."""
         self.runner.stop()

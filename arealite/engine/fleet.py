@@ -85,6 +85,8 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.members is not None:
+            self.members.close()
 
     # ------------------------------------------------------------------------------------ weight updates
 
@@ -228,17 +230,21 @@ class Fleet:
         loop = asyncio.get_running_loop()
         while True:
             living = await loop.run_in_executor(None, members.living)
-            known = {a for a, s in self.router.servers.items() if s.is_elastic}
             for address in living - set(self.router.servers):
                 self._join(address)
-            for address in known - living:
-                logger.info("%s has left", address)
-                server = self.router.servers[address]
-                self.router.remove(address)
-                for task in server.requests:
-                    task.cancel()
-                server.is_lost = True
+            for address, server in list(self.router.servers.items()):
+                if address in living:
+                    server.is_elastic = True
+                elif server.is_elastic:
+                    self._leave(server)
             await asyncio.sleep(LOOK_EVERY_S)  # a shared folder cannot call back
+
+    def _leave(self, server: Server) -> None:
+        logger.info("%s has left", server.address)
+        self.router.remove(server.address)
+        server.is_lost = True
+        for task in server.requests:
+            task.cancel()
 
     def _join(self, address: str) -> None:
         logger.info("%s joins", address)

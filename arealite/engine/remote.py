@@ -28,6 +28,7 @@ from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpClient, HttpError
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
+NAMES_ENV = "AREALITE_NAMES"
 _INFO_TIMEOUT_S = 5.0
 
 
@@ -92,9 +93,11 @@ class RemoteEngine(CollectingEngine):
         self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
     ):
         super().__init__(config, seed, ledger_path)
-        # servers may join a job that has a run directory, which is where its ledger lies
-        is_elastic = ledger_path is not None and distributed.rank() == 0
-        self._members = Members(Path(ledger_path).parent) if is_elastic and ledger_path else None
+        self._members: Members | None = None
+        names = os.environ.get(NAMES_ENV)
+        if distributed.rank() == 0 and (ledger_path is not None or names):
+            # servers may join a job that has a run directory, which is where its ledger lies
+            self._members = Members(ledger_path and Path(ledger_path).parent, names)
         self.fleet = Fleet(config, self, self._members)
         self._http: HttpClient | None = None
 
@@ -158,6 +161,7 @@ class RemoteEngine(CollectingEngine):
 
     def destroy(self) -> None:
         if self._http is not None and self._executor is not None:
+            self._executor.abandon()
             wait = NamedWait("destroy", "connections to close", 10.0)
             self._executor.run_coroutine(self._disconnect(self._http), wait)
             self._http = None

@@ -1,0 +1,187 @@
+"""A real job of launcher, servers and trainer, with handles to hurt its parts and checks of what must hold afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from arealite.utils.process import process_table
+
+ROOT = Path(__file__).parents[2]
+BATCH, STEPS, ETA = 4, 12, 2
+
+
+class ChaosJob:
+    """`python -m arealite.launcher.local tests/chaos/task.py …` in a folder of its own."""
+
+    def __init__(self, folder: Path, model_path: Path, **overrides: object):
+        self.folder = folder
+        self.run_dir = folder / "runs" / "chaos" / "job"
+        options: dict[str, object] = {
+            "experiment_name": "chaos",
+            "trial_name": "job",
+            "allocation_mode": "embedded.d1+d1",
+            "cluster.fileroot": folder / "runs",
+            "total_train_epochs": 100,
+            "total_train_steps": STEPS,
+            "train_dataset.path": "generated",
+            "train_dataset.batch_size": BATCH,
+            "gconfig.n_samples": 2,
+            "gconfig.max_new_tokens": 24,
+            "rollout.max_head_offpolicyness": ETA,
+            "rollout.episode_timeout_s": 20,
+            "rollout.request_timeout_s": 60,
+            "rollout.health_timeout_s": 3,
+            "rollout.setup_timeout_s": 60,
+            "rollout.batch_timeout_s": 90,
+            "rollout.weight_update": "shm",
+            "server.device": "cpu",
+            "server.dtype": "float32",
+            "server.max_total_tokens": 8192,
+            "actor.path": model_path,
+            "actor.dtype": "float32",
+            "actor.device": "cpu",
+            "recover.mode": "auto",
+            "recover.retries": 5,
+            "recover.freq_steps": 2,
+            "launcher.server_restarts": 5,
+            "launcher.threads_per_process": 1,
+            "stats_logger.console": "false",
+            **overrides,
+        }
+        self.command = [
+            sys.executable,
+            "-m",
+            "arealite.launcher.local",
+            str(ROOT / "tests/chaos/task.py"),
+        ]
+        self.command += [f"{key}={value}" for key, value in options.items()]
+        self.eta = int(str(options["rollout.max_head_offpolicyness"]))
+        self.steps = int(str(options["total_train_steps"]))
+        self.log = (folder / "launcher.log").open("a")
+        self.env = {**os.environ, "CHAOS_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
+        self.start()
+
+    def start(self) -> None:
+        self.launcher = subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env=self.env,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def pids(self, part: str) -> list[int]:
+        """Processes of this job: `server`, `trainer` or `launcher`."""
+        words = {
+            "server": "arealite.cli.serve",
+            "trainer": "chaos/task.py",
+            "launcher": "launcher.local",
+        }
+        found = []
+        for pid in process_table():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                mine = f"CHAOS_FOLDER={self.folder}\0" in Path(f"/proc/{pid}/environ").read_text(
+                    errors="replace"
+                )
+            except OSError:
+                continue
+            is_launcher = words["launcher"] in command
+            if mine and words[part] in command and is_launcher == (part == "launcher"):
+                found.append(pid)
+        return found
+
+    def all_pids(self) -> list[int]:
+        mark = f"CHAOS_FOLDER={self.folder}\0".encode()
+        found = []
+        for pid, info in process_table().items():
+            try:
+                if not info.zombie and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+            except OSError:
+                continue
+        return found
+
+    def hurt(self, part: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to one process of a part, as soon as there is one."""
+        self.until(lambda: self.pids(part), f"a {part} process")
+        pid = self.pids(part)[0]
+        os.kill(pid, number)
+        return pid
+
+    def step(self) -> int:
+        """Steps done so far."""
+        path = self.run_dir / "stats.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return json.loads(lines[-1])["step"] + 1 if lines else 0
+
+    def wait_for_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step, f"step {step}")
+
+    def until(self, condition, what: str, timeout_s: float = 100.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} never came:\n{self.tail()}"
+            assert self.launcher.poll() is None or condition(), (
+                f"the launcher ended:\n{self.tail()}"
+            )
+            time.sleep(0.05)
+
+    def finish(self, timeout_s: float = 150.0) -> int:
+        return self.launcher.wait(timeout=timeout_s)
+
+    def tail(self) -> str:
+        logs = [self.folder / "launcher.log", *sorted((self.run_dir / "logs").glob("**/*.log"))]
+        return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever the test did."""
+        for pid in self.all_pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.launcher.wait(timeout=10)
+        self.log.close()
+
+    def check(self) -> None:
+        """What is promised after any fault: all steps once, the ledger balances, nothing too old, no orphan."""
+        steps = [
+            json.loads(line) for line in (self.run_dir / "stats.jsonl").read_text().splitlines()
+        ]
+        assert [row["step"] for row in steps] == list(range(self.steps)), self.tail()
+        assert max(row["staleness/max"] for row in steps) <= self.eta
+        db = sqlite3.connect(self.run_dir / "run.sqlite")
+        counts = dict(db.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state").fetchall())
+        per_step = dict(
+            db.execute(
+                "SELECT step, COUNT(*) FROM episodes WHERE state = 'trained' GROUP BY step"
+            ).fetchall()
+        )
+        too_old = db.execute(
+            "SELECT id, step, oldest_version FROM episodes WHERE state = 'trained' AND step - oldest_version > ?",
+            (self.eta,),
+        ).fetchall()
+        db.close()
+        assert counts["trained"] == self.steps * BATCH, counts
+        assert per_step == {step: BATCH for step in range(self.steps)}, per_step
+        assert not too_old, too_old
+        last = steps[-1]
+        assert last["trained"] == counts["trained"]
+        ended = last["accepted"] + last["rejected"] + last["failed"] + last["stale"]
+        assert last["admitted"] == last["running"] + ended
+        self.until_gone()
+
+    def until_gone(self, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.all_pids():
+            assert time.monotonic() < deadline, f"left behind: {self.all_pids()}\n{self.tail()}"
+            time.sleep(0.05)

@@ -1,0 +1,93 @@
+"""Faults upon a real job. The short form runs always; the others with `-m slow`; `python -m tests.chaos.run` goes on for hours."""
+
+import os
+import random
+import signal
+
+import pytest
+
+from tests.chaos.job import ChaosJob
+
+
+@pytest.fixture
+def job(tmp_path, model_path):
+    jobs = []
+
+    def start(**overrides):
+        jobs.append(ChaosJob(tmp_path, model_path, **overrides))
+        return jobs[-1]
+
+    yield start
+    for each in jobs:
+        each.end()
+
+
+@pytest.mark.timeout(280)
+def test_killed_server_and_killed_trainer_cost_no_episode(job):
+    run = job()
+    run.wait_for_step(2)
+    run.hurt("server")
+    run.wait_for_step(5)
+    run.hurt("trainer")
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_killed_launcher_leaves_nothing_and_a_new_one_goes_on(job):
+    run = job()
+    run.wait_for_step(4)
+    run.hurt("launcher")
+    run.launcher.wait()
+    run.until_gone()
+    run.start()
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_server_that_hangs_is_replaced_by_the_other(job):
+    run = job(allocation_mode="embedded.d2+d1")
+    run.wait_for_step(2)
+    pid = run.hurt("server", signal.SIGSTOP)
+    run.wait_for_step(8)
+    os.kill(pid, signal.SIGCONT)
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_killed_rank_of_two(job):
+    run = job(allocation_mode="embedded.d1+d2")
+    run.wait_for_step(3)
+    run.hurt("trainer")
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_all_servers_killed_at_once(job):
+    run = job(allocation_mode="embedded.d2+d1")
+    run.wait_for_step(2)
+    for pid in run.pids("server"):
+        os.kill(pid, signal.SIGKILL)
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_faults(job, seed):
+    rng = random.Random(seed)
+    run = job()
+    for _ in range(3):
+        run.wait_for_step(min(9, run.step() + rng.randint(0, 2)))
+        if run.launcher.poll() is None:
+            run.hurt(rng.choice(["server", "trainer"]))
+    assert run.finish() == 0, run.tail()
+    run.check()
