@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +24,42 @@ from arealite.api.cli_args import (
     DatasetConfig,
     GenerationHyperparameters,
     GRPOConfig,
-    InferenceEngineConfig,
     PPOActorConfig,
-    ServerConfig,
     SFTConfig,
     TrainEngineConfig,
 )
+from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError
 from arealite.trainer import evaluate, ppo, sft
 from arealite.utils.config import load_config, run_main, to_yaml
 from arealite.utils.rundir import RunDir
 
-# What `trainer.type` and `mode` may name.
+# What `trainer.type` and `mode` may name: a loop and its config.
 TRAINERS = {"grpo": (ppo, GRPOConfig), "sft": (sft, SFTConfig), None: (evaluate, GRPOConfig)}
 MODES = ("local", "torchrun", "ray", "slurm")
+DEFAULT_MODEL = "Qwen/Qwen2-0.5B"
 
 
-def _field(text: str, default: Any) -> Any:
-    if callable(default):
-        return field(default_factory=default, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+def _own_fields(config_class: type, **defaults: Callable[[], Any]) -> Any:
+    """A dataclass of what `config_class` has beyond every run's fields, for `trainer.<type>`."""
+    common = {f.name for f in dataclasses.fields(BaseExperimentConfig)}
+    types = typing.get_type_hints(config_class)
+    own = [f for f in dataclasses.fields(config_class) if f.name not in common]
+    fields = [
+        (f.name, types[f.name], help_field(f.metadata["help"], defaults[f.name]))
+        if f.name in defaults
+        else (f.name, types[f.name], f)
+        for f in own
+    ]
+    return dataclasses.make_dataclass(config_class.__name__, fields)
 
 
-def _default_actor() -> PPOActorConfig:
-    return PPOActorConfig(path="Qwen/Qwen2-0.5B")
+GRPOTree = _own_fields(
+    GRPOConfig,
+    actor=lambda: PPOActorConfig(path=DEFAULT_MODEL),
+    gconfig=lambda: GenerationHyperparameters(n_samples=4),
+)
+SFTTree = _own_fields(SFTConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
 
 
 def _default_dataset() -> DatasetConfig:
@@ -53,48 +67,24 @@ def _default_dataset() -> DatasetConfig:
 
 
 @dataclass
-class GRPOTree:
-    """trainer.grpo: what only reinforcement learning needs."""
-
-    gconfig: GenerationHyperparameters = _field(
-        "Sampling.", lambda: GenerationHyperparameters(n_samples=4)
-    )
-    rollout: InferenceEngineConfig = _field("Asynchronous rollout.", InferenceEngineConfig)
-    actor: PPOActorConfig = _field("The trained policy.", _default_actor)
-    ref: TrainEngineConfig | None = _field("The reference policy; null without KL.", None)
-    server: ServerConfig = _field("The embedded server.", ServerConfig)
-    sglang: dict[str, Any] = _field("Flags passed to SGLang as they are.", dict)
-    vllm: dict[str, Any] = _field("Flags passed to vLLM as they are.", dict)
-
-
-@dataclass
-class SFTTree:
-    """trainer.sft: what only supervised training needs."""
-
-    model: TrainEngineConfig = _field(
-        "The trained model.", lambda: TrainEngineConfig(path="Qwen/Qwen2-0.5B")
-    )
-
-
-@dataclass
 class TrainerTree:
     """trainer: which loop, and its own settings."""
 
-    type: str | None = _field("grpo, sft, or null to evaluate without training.", "grpo")
-    grpo: GRPOTree = _field("Reinforcement learning.", GRPOTree)
-    sft: SFTTree = _field("Supervised fine-tuning.", SFTTree)
+    type: str | None = help_field("grpo, sft, or null to evaluate without training.", "grpo")
+    grpo: GRPOTree = help_field("Reinforcement learning.", GRPOTree)
+    sft: SFTTree = help_field("Supervised fine-tuning.", SFTTree)
 
 
 @dataclass
 class MainConfig(BaseExperimentConfig):
     """The tree of this command line."""
 
-    experiment_name: str = _field("First part of the run directory's name.", "arealite")
-    trial_name: str = _field("Second part of the run directory's name.", "trial")
-    mode: str = _field("Launcher: local, torchrun, ray or slurm.", "local")
-    allocation_mode: str = _field("Devices and parallelism.", "embedded.d1p1t1+d1p1t1")
-    train_dataset: DatasetConfig = _field("Training data.", _default_dataset)
-    trainer: TrainerTree = _field("Which loop, and its settings.", TrainerTree)
+    experiment_name: str = help_field("First part of the run directory's name.", "arealite")
+    trial_name: str = help_field("Second part of the run directory's name.", "trial")
+    mode: str = help_field("Launcher: local, torchrun, ray or slurm.", "local")
+    allocation_mode: str = help_field("Devices and parallelism.", "embedded.d1p1t1+d1p1t1")
+    train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
+    trainer: TrainerTree = help_field("Which loop, and its settings.", TrainerTree)
 
     def check(self) -> None:
         if self.mode not in MODES:

@@ -14,10 +14,12 @@ from transformers import AutoTokenizer
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
+from arealite.utils.distributed import all_reduce_stats, world_size
 from arealite.utils.rundir import RunDir
 from arealite.utils.stats_logger import StatsLogger
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -28,16 +30,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean reward, share of prompts solved at least once, and mean length over `rows`."""
     batch = rollout.rollout_batch(rows, workflow)
-    rewards, groups = batch["rewards"].float(), batch["group_ids"]
-    _, group = torch.unique(groups, return_inverse=True)
-    best = torch.zeros(int(group.max()) + 1).scatter_reduce(0, group, rewards, "amax", include_self=False)
-    return {
-        "eval/reward": rewards.mean().item(),
-        "eval/best_of_group": best.mean().item(),
-        "eval/num_prompts": float(len(best)),
-        "eval/num_samples": float(len(rewards)),
-        "eval/output_tokens": batch["loss_mask"].sum(1).float().mean().item(),
-    }
+    rewards = batch["rewards"].float()
+    _, group = torch.unique(batch["group_ids"], return_inverse=True)
+    best = torch.zeros(int(group.max()) + 1)
+    best.scatter_reduce_(0, group, rewards, "amax", include_self=False)
+    return all_reduce_stats(
+        {
+            "eval/reward": Stat(rewards.sum(), float(len(rewards))),
+            "eval/best_of_group": Stat(best.sum(), float(len(best))),
+            "eval/answer_len": Stat(batch["loss_mask"].sum(), float(len(rewards))),
+            "eval/num_prompts": Stat(torch.tensor(float(len(best))), 1 / world_size()),
+        }
+    )
 
 
 def main(argv: list[str]) -> None:

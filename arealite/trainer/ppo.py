@@ -6,67 +6,110 @@ bit for bit: change both or none.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from arealite.api.cli_args import GRPOConfig
-from arealite.api.io_struct import FinetuneSpec
+from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
+from arealite.api.cli_args import GRPOConfig, TrainEngineConfig
+from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
+from arealite.trainer.evaluate import evaluate
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
+from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
 class PPOTrainer:
-    """Actor, optional reference, rollout client and data loader of one run."""
+    """Actor, rollout client and data loader of one run; reference, critic and teacher where the config has them."""
 
     def __init__(
-        self, config: GRPOConfig, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+        self,
+        config: GRPOConfig,
+        rows: list[dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        valid_rows: list[dict[str, Any]] | None = None,
     ):
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer, self.valid_rows = config, tokenizer, valid_rows
+        parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
+        size = self.dataloader.batch_size
         self.spec = FinetuneSpec(
-            config.total_train_epochs,
-            len(rows),
-            self.dataloader.batch_size,
-            config.total_train_steps,
+            config.total_train_epochs, len(rows), size, config.total_train_steps
         )
-        self.actor = FSDPPPOActor(config.actor)
+        self.actor = FSDPPPOActor(config.actor, parallel)
         self.actor.initialize(self.spec)
-        self.ref = FSDPEngine(config.ref) if config.ref else None
-        if self.ref:
-            self.ref.initialize()
+        self.critic = FSDPPPOCritic(config.critic, parallel) if config.critic else None
+        if self.critic:
+            self.critic.initialize(self.spec)
+        self.ref = _frozen(config.ref, parallel)
+        self.teacher = _frozen(config.teacher, parallel)
         self.rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
-        self.rollout.initialize(train_batch_size=self.dataloader.batch_size)
+        self.rollout.initialize(train_batch_size=size)
 
     def train(self, workflow: RolloutWorkflow) -> None:
-        config, actor, rollout = self.config, self.actor, self.rollout
-        with Run(config, self.spec, actor, rollout, self.dataloader, self.tokenizer) as run:
+        config, actor, critic, rollout = self.config, self.actor, self.critic, self.rollout
+        validate = (
+            partial(evaluate, rollout, self.valid_rows, workflow) if self.valid_rows else None
+        )
+        if config.dynamic_sampling:
+            workflow = DynamicSampling(workflow)
+        engines = {"actor": actor, "critic": critic} if critic else {"actor": actor}
+        parts = (config, self.spec, engines, rollout, self.dataloader, self.tokenizer)
+        with Run(*parts, validate) as run:
             weights = make_weight_meta(config, run.dir)
             for step in run.steps():
                 with run.phase("rollout"):
                     batch = rollout.prepare_batch(self.dataloader, workflow)
                 with run.phase("logp"):
-                    if config.actor.prox_logp == "recompute":
-                        batch["prox_logp"] = actor.compute_logp(batch)
-                    if self.ref:
-                        batch["ref_logp"] = self.ref.forward(batch)["logp"]
+                    self._add_predictions(batch)
                 with run.phase("update"):
                     actor.compute_advantages(batch)
                     stats = actor.ppo_update(batch)
                     actor.step_lr_scheduler()
+                    if critic:
+                        stats += with_prefix("critic/", critic.ppo_update(batch))
+                        critic.step_lr_scheduler()
                 with run.phase("weights"):
                     sync_weights(actor, rollout, weights.with_version(step + 1))
                 run.commit(step, stats)
+
+    def _add_predictions(self, batch: Batch) -> None:
+        """What the other models say of the batch."""
+        if self.config.actor.prox_logp == "recompute":
+            batch["prox_logp"] = self.actor.compute_logp(batch)
+        if self.ref:
+            batch["ref_logp"] = self.ref.forward(batch)["logp"]
+        if self.teacher:
+            batch["teacher_logp"] = self.teacher.forward(batch)["logp"]
+        if self.critic:
+            batch["values"] = self.critic.compute_values(batch)
+
+
+def with_prefix(prefix: str, stats: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{prefix + key: value for key, value in row.items()} for row in stats]
+
+
+def _frozen(
+    config: TrainEngineConfig | None, parallel: ParallelStrategy | None
+) -> FSDPEngine | None:
+    """A model that is only asked for log-probs."""
+    if config is None:
+        return None
+    engine = FSDPEngine(replace(config, optimizer=None), parallel)
+    engine.initialize()
+    return engine
 
 
 def main(argv: list[str]) -> None:
@@ -76,7 +119,9 @@ def main(argv: list[str]) -> None:
     task = find_task(config.train_dataset)
     workflow = RLVRWorkflow(task.reward, config.gconfig, tokenizer)
     rows = task.rl_rows(config.train_dataset, tokenizer)
-    PPOTrainer(config, rows, tokenizer).train(workflow)
+    valid = config.valid_dataset
+    valid_rows = find_task(valid).rl_rows(valid, tokenizer) if valid else None
+    PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
 
 
 if __name__ == "__main__":

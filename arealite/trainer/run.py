@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from arealite.engine.remote import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.utils.console import ProgressTable
 from arealite.utils.distributed import rank
+from arealite.utils.evaluator import Evaluator
 from arealite.utils.recover import Recover
 from arealite.utils.rundir import RunDir
 from arealite.utils.saver import Saver
@@ -39,12 +39,16 @@ class Run:
         self,
         config: BaseExperimentConfig,
         spec: FinetuneSpec,
-        engine: TrainEngine,
+        engines: TrainEngine | Mapping[str, TrainEngine],
         rollout: RemoteEngine | None = None,
         dataloader: StatefulDataLoader | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        evaluate: Callable[[], dict[str, float]] | None = None,
     ):
-        self.config, self.spec, self.engine, self.rollout = config, spec, engine, rollout
+        self.config, self.spec, self.rollout = config, spec, rollout
+        self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
+        # The first engine is the policy: it is what is exported and what servers generate with.
+        self.policy = next(iter(self.engines.values()))
         self.dir = RunDir(config)
         if rank() == 0:
             self.dir.create(config)
@@ -52,10 +56,11 @@ class Run:
         self.recover = Recover(
             config.recover,
             self.dir,
-            {"engine": engine},
+            self.engines,
             {name: part for name, part in parts.items() if hasattr(part, "state_dict")},
         )
-        self.saver = Saver(config.saver, self.dir, engine, tokenizer)
+        self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
+        self.evaluator = Evaluator(config.evaluator, evaluate) if evaluate else None
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
@@ -71,7 +76,8 @@ class Run:
         self.stats.close()
         if self.rollout is not None:
             self.rollout.destroy()
-        self.engine.destroy()
+        for engine in self.engines.values():
+            engine.destroy()
 
     def steps(self) -> Iterator[int]:
         """Global steps from 0, or from where the last attempt's checkpoint ends."""
@@ -92,11 +98,14 @@ class Run:
         return self.trace.phase(name)
 
     def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
-        """End a step: write checkpoints that are due, then its statistics. `stats` of several minibatches are averaged."""
+        """End a step: checkpoints and evaluation that are due, then its statistics. Those of several minibatches are averaged."""
         info = self._info(step)
         with self.phase("save"):
             self._save(info)
         values = _mean(stats) if isinstance(stats, list) else dict(stats)
+        if self.evaluator is not None:
+            with self.phase("evaluate"):
+                values |= self.evaluator.maybe_evaluate(info)
         if self.rollout is not None:
             values |= self.rollout.stats()
         times = self.trace.take()
@@ -125,7 +134,7 @@ class Run:
         first = 0 if last is None else last.global_step + 1
         if first and self.rollout is not None:
             weights = make_weight_meta(self.config, self.dir)
-            sync_weights(self.engine, self.rollout, weights.with_version(first))
+            sync_weights(self.policy, self.rollout, weights.with_version(first))
         # Without a checkpoint this is a new run: what an earlier one of the same name left is not its history.
         self.stats.resume(first)
         return first
@@ -136,22 +145,28 @@ class Run:
 
 
 class _Busy:
-    """Share of time the servers had nothing to do, from their own counters; empty where they keep none."""
+    """Share of time the servers had nothing to do, from their own counters; empty where they keep none.
+
+    Asked at most once a second: a short step should not wait for an answer each time.
+    """
 
     def __init__(self, rollout: RemoteEngine | None):
         self.rollout = rollout
-        self._last: tuple[float, float] | None = None
+        self._asked_at = -1.0
+        self._busy_s: float | None = None
+        self._shown: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        infos: list[dict[str, Any]] = self.rollout.server_info() if self.rollout else []
-        counted = [info for info in infos if "busy_s" in info]
-        if not counted:
-            return {}
-        busy, now = sum(info["busy_s"] for info in counted) / len(counted), time.monotonic()
-        last, self._last = self._last, (busy, now)
-        if last is None or now <= last[1]:
-            return {}
-        return {"idle/server": min(1.0, max(0.0, 1 - (busy - last[0]) / (now - last[1])))}
+        now = time.monotonic()
+        if self.rollout is None or now - self._asked_at < 1.0:
+            return self._shown
+        infos = [info for info in self.rollout.server_info() if "busy_s" in info]
+        busy_s = sum(info["busy_s"] for info in infos) / len(infos) if infos else None
+        if busy_s is not None and self._busy_s is not None:
+            idle = 1 - (busy_s - self._busy_s) / (now - self._asked_at)
+            self._shown = {"idle/server": min(1.0, max(0.0, idle))}
+        self._asked_at, self._busy_s = now, busy_s
+        return self._shown
 
 
 def _mean(stats: list[dict[str, float]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader, collate_sft
@@ -30,7 +31,9 @@ class SFTTrainer:
             self.dataloader.batch_size,
             config.total_train_steps,
         )
-        self.engine = FSDPLMEngine(config.model)
+        self.engine = FSDPLMEngine(
+            config.model, AllocationMode.from_str(config.allocation_mode).train
+        )
         self.engine.initialize(self.spec)
 
     def train(self) -> None:

@@ -7,8 +7,11 @@ Every rank runs this file. The launcher has started the inference servers before
 lines below train, at most `rollout.max_head_offpolicyness` versions behind.
 """
 
+from functools import partial
+
 from transformers import AutoTokenizer
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
@@ -17,9 +20,11 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.reward.gsm8k import gsm8k_reward
+from arealite.trainer.evaluate import evaluate
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
+from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -32,16 +37,25 @@ def main(argv: list[str]) -> None:
         config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
     )
 
-    actor = FSDPPPOActor(config.actor)
+    parallel = AllocationMode.from_str(config.allocation_mode).train
+    actor = FSDPPPOActor(config.actor, parallel)
     actor.initialize(spec)
-    ref = FSDPEngine(config.ref) if config.ref else None
+    ref = FSDPEngine(config.ref, parallel) if config.ref else None
     if ref:
         ref.initialize()
     rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
+    validate = None
+    if config.valid_dataset:
+        validate = partial(
+            evaluate, rollout, get_gsm8k_rl(config.valid_dataset, tokenizer), workflow
+        )
 
-    with Run(config, spec, actor, rollout, dataloader, tokenizer) as run:
+    if config.dynamic_sampling:
+        workflow = DynamicSampling(workflow)
+
+    with Run(config, spec, actor, rollout, dataloader, tokenizer, validate) as run:
         weights = make_weight_meta(config, run.dir)
         for step in run.steps():
             with run.phase("rollout"):

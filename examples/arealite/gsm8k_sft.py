@@ -6,6 +6,7 @@
 
 from transformers import AutoTokenizer
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader, collate_sft, get_gsm8k_sft
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> None:
     spec = FinetuneSpec(
         config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
     )
-    engine = FSDPLMEngine(config.model)
+    engine = FSDPLMEngine(config.model, AllocationMode.from_str(config.allocation_mode).train)
     engine.initialize(spec)
     batches = dataloader.cycle()
 

@@ -17,8 +17,8 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
     # Comparing two strings takes no time: the reward needs no process of its own.
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
-    trainer = PPOTrainer(config, make_rows(8192, seed=config.seed), tokenizer)
-    trainer.train(workflow)
+    rows, valid_rows = make_rows(8192, seed=1), make_rows(128, seed=2, held_out=True)
+    PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
 
 
 if __name__ == "__main__":
