@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
@@ -21,6 +23,12 @@ from arealite.launcher.plan import LaunchConfig
 from arealite.utils.network import free_port, is_free
 
 _RESERVED = ("command", "env")
+# Tokens in and out, log-probs of the distribution that was sampled from, and our loading of weights inside its workers.
+_VLLM_FLAGS = {
+    "enable_scale_out": True,
+    "logprobs_mode": "processed_logprobs",
+    "worker_extension_cls": "arealite.engine.vllm_extension.WeightLoading",
+}
 _KEY_ENV = "AREALITE_API_KEY"
 
 
@@ -66,6 +74,7 @@ def server_command(
     )
     flags = {"host": host, "port": port}
     flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
+    flags |= _VLLM_FLAGS
     if spread:
         master, master_port = spread[2].rsplit(":", 1)
         flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
@@ -82,6 +91,9 @@ def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
     if backend == "vllm":
         # Its weight-update endpoints exist in this mode only.
         ours["VLLM_SERVER_DEV_MODE"] = "1"
+        # So that its workers find our extension, also from an environment of their own.
+        package = str(Path(__file__).parents[2])
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         if config.server.api_key:
             ours["VLLM_API_KEY"] = config.server.api_key
     return ours | {str(k): str(v) for k, v in given.items()}

@@ -1,0 +1,142 @@
+"""Real inference servers for client tests: the embedded one, SGLang and vLLM on CPU, started by the launcher's own commands.
+
+SGLang and vLLM live in environments of their own outside the clone (scripts/servers/install-*); a test that needs one is skipped with the reason where it
+is not installed, and fails in CI.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from arealite.launcher.plan import LaunchConfig
+from arealite.launcher.servers import is_healthy, server_command, server_env
+from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
+from arealite.utils.network import free_port
+from tests.conftest import make_tokenizer
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "servers"
+VERSIONS = {"sglang": "sglang-0.5.23", "vllm": "vllm-0.32.0"}
+START_TIMEOUT_S = 300
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    """Random weights; heads of 32, the least that vLLM's CPU attention takes."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three versions of one model's weights."""
+    return [make_model(tmp_path_factory.mktemp(f"version{i}"), seed=i) for i in range(3)]
+
+
+def server_venv(backend: str) -> Path:
+    """Where the server's environment is; skips if it is nowhere."""
+    home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    venv = Path(os.environ.get("AREALITE_SERVERS", f"{home}/arealite/servers")) / VERSIONS[backend]
+    if not (venv / ".complete").exists() and "CI" in os.environ:
+        subprocess.run([SCRIPTS / f"install-{backend}-cpu", str(venv)], check=True)
+    if not (venv / ".complete").exists():
+        pytest.skip(f"{backend} is not installed: run scripts/servers/install-{backend}-cpu")
+    return venv
+
+
+def launch_config(backend: str, model: Path) -> LaunchConfig:
+    """The configuration with which the launcher starts this server on CPU."""
+    config = LaunchConfig(allocation_mode=f"{backend}.d1+d1", model_path=str(model))
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if backend == "embedded":
+        config.server.dtype, config.server.device = "float32", "cpu"
+        config.server.max_total_tokens = 8192
+    elif backend == "sglang":
+        python = server_venv(backend) / "bin" / "python"
+        stub = SCRIPTS / "sgl_kernel_stub"
+        config.sglang = {
+            "command": f"{python} -m sglang.launch_server",
+            "env": {"PYTHONPATH": str(stub), "SGLANG_USE_CPU_ENGINE": "1", **quiet},
+            **{"device": "cpu", "dtype": "float32", "disable_overlap_schedule": True},
+            **{"mem_fraction_static": 0.1, "max_total_tokens": 8192, "context_length": 512},
+        }
+    else:
+        venv = server_venv(backend)
+        config.vllm = {
+            "command": f"{venv}/bin/vllm serve",
+            "env": {
+                **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+                **{"VLLM_NO_USAGE_STATS": "1", "PATH": f"{venv}/bin:{os.environ['PATH']}", **quiet},
+            },
+            **{"dtype": "float32", "max_model_len": 512, "enforce_eager": True},
+        }
+    return config
+
+
+@dataclass
+class RealServers:
+    """Servers of one backend, started together."""
+
+    backend: str
+    addresses: list[str] = field(default_factory=list)
+    children: list[Child] = field(default_factory=list)
+
+
+def start_servers(
+    supervisor: Supervisor, backend: str, model: Path, logs: Path, count: int = 1
+) -> RealServers:
+    servers = RealServers(backend)
+    config = launch_config(backend, model)
+    for index in range(count):
+        port = free_port()
+        command = server_command(config, backend, port)
+        env = {"OMP_NUM_THREADS": "1", **server_env(config, backend)}
+        spec = ChildSpec(f"{backend}{index}", command, logs / f"{backend}{index}.log", env)
+        servers.children.append(supervisor.start(spec))
+        servers.addresses.append(f"127.0.0.1:{port}")
+    for address, child in zip(servers.addresses, servers.children, strict=True):
+        for _ in range(START_TIMEOUT_S * 5):
+            if is_healthy(address):
+                break
+            assert not supervisor.wait(0.2), child.last_lines()
+        else:
+            pytest.fail(f"{child.name} is not healthy: {child.last_lines()}")
+    return servers
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "embedded",
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(400)]),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
+    ],
+)
+def servers(request, models, tmp_path_factory) -> Iterator[RealServers]:
+    """One server of each backend in turn."""
+    with Supervisor(stop_timeout_s=5) as supervisor:
+        logs = tmp_path_factory.mktemp("logs")
+        yield start_servers(supervisor, request.param, models[0], logs)

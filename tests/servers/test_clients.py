@@ -1,0 +1,131 @@
+"""The same client tests against every real server: log-probs, versions, updates of weights, interruption."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.core.waits import NamedWait
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_remote import RemotevLLMEngine
+
+ENGINES = {"embedded": RemoteSGLangEngine, "sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
+PROMPT = [5, 17, 40, 8, 61]
+TOLERANCE = 2e-3
+
+
+@pytest.fixture
+def engine(servers, models, request):
+    mode = getattr(request, "param", "abort")
+    config = InferenceEngineConfig(pause_mode=mode, setup_timeout_s=60, request_timeout_s=60)
+    made = ENGINES[servers.backend](config)
+    made.initialize(servers.addresses, train_batch_size=4)
+    made.update_weights(WeightUpdateMeta("disk", str(models[0]), version=1))
+    yield made
+    made.destroy()
+
+
+def run(engine, coroutine, timeout_s: float = 60):
+    return engine.executor.run_coroutine(coroutine, NamedWait("test", "an answer", timeout_s))
+
+
+def request(max_new_tokens: int = 16, **kwargs) -> ModelRequest:
+    gconfig = GenerationHyperparameters(max_new_tokens=max_new_tokens, ignore_eos=True, **kwargs)
+    return ModelRequest(PROMPT, gconfig)
+
+
+@torch.no_grad()
+def forward(model_path: Path, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the generated tokens by a full forward pass of the Hugging Face model."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    tokens = torch.tensor([response.input_tokens + response.output_tokens])
+    logp = torch.log_softmax(model(tokens).logits[0].float() / temperature, -1)
+    start = len(response.input_tokens)
+    return logp[start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_local_forward(engine, models, temperature):
+    response = run(engine, engine.agenerate(request(temperature=temperature)))
+    assert len(response.output_tokens) == 16 and response.stop_reason == "length"
+    assert response.output_versions == [1] * 16
+    expected = forward(models[0], response, temperature)
+    assert torch.allclose(torch.tensor(response.output_logprobs), expected, atol=TOLERANCE)
+
+
+def test_greedy_equals_the_argmax_of_the_model(engine, models):
+    response = run(engine, engine.agenerate(request(temperature=0.0)))
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(16):
+            tokens.append(model(torch.tensor([tokens])).logits[0, -1].argmax().item())
+    assert response.output_tokens == tokens[len(PROMPT) :]
+
+
+def test_a_group_is_of_different_samples(engine):
+    responses = run(engine, engine.agenerate_group(request(n_samples=4)))
+    assert len(responses) == 4
+    assert len({tuple(r.output_tokens) for r in responses}) > 1
+    assert all(len(r.output_tokens) == len(r.output_logprobs) == 16 for r in responses)
+
+
+def test_a_stop_token_ends_the_continuation(engine, models):
+    greedy = run(engine, engine.agenerate(request(temperature=0.0))).output_tokens
+    stop = greedy[-1]
+    gconfig = GenerationHyperparameters(max_new_tokens=64, temperature=0.0, stop_token_ids=[stop])
+    response = run(engine, engine.agenerate(ModelRequest(PROMPT, gconfig)))
+    assert response.stop_reason == "stop" and response.output_tokens[-1] == stop
+    assert stop not in response.output_tokens[:-1]
+
+
+def test_new_weights_are_used_from_the_next_token_on(engine, models):
+    for version in (2, 3):
+        path = models[version - 1]
+        engine.update_weights(WeightUpdateMeta("disk", str(path), version=version))
+        response = run(engine, engine.agenerate(request()))
+        assert response.output_versions == [version] * 16
+        measured = torch.tensor(response.output_logprobs)
+        assert torch.allclose(measured, forward(path, response), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("engine", ["abort", "in_place"], indirect=True)
+def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, models, servers):
+    async def generate() -> list[ModelResponse]:
+        return list(await asyncio.gather(*(engine.agenerate(request(250)) for _ in range(4))))
+
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(run, engine, generate(), 120)
+        time.sleep(0.3)  # not to wait for anything: so that some tokens are of the old weights
+        engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
+        responses = pending.result()
+    crossed = [r for r in responses if set(r.output_versions) == {1, 2}]
+    assert crossed, f"no request was in flight: {[set(r.output_versions) for r in responses]}"
+    for response in crossed:
+        assert len(response.output_tokens) == 250, "nothing was lost and nothing came twice"
+        assert sorted(response.output_versions) == response.output_versions
+        cut = response.output_versions.index(2)
+        measured = torch.tensor(response.output_logprobs)
+        before = forward(models[0], response)
+        assert torch.allclose(measured[:cut], before[:cut], atol=TOLERANCE)
+        if engine.config.pause_mode == "abort":
+            # Prefilled anew under the new weights: exact. In place, the old tokens' keys and values stay.
+            after = forward(models[1], response)
+            assert torch.allclose(measured[cut:], after[cut:], atol=TOLERANCE)
+            assert response.num_interruptions >= 1
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    engine, models, servers, tmp_path
+):
+    if servers.backend != "embedded":
+        pytest.skip("SGLang and vLLM end their process over a wrong checkpoint")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Exception, match="refused version 5"):
+        engine.update_weights(WeightUpdateMeta("disk", str(tmp_path), version=5))
