@@ -11,7 +11,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,9 +23,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.errors import CheckpointError
-from arealite.engine.hf_model import fill_parameters
+from arealite.engine import lora
+from arealite.engine.hf_model import fill_parameters, load_model
 from arealite.utils import distributed
 
 if TYPE_CHECKING:
@@ -42,29 +45,55 @@ _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vo
 
 
 def tensor_specs(engine: FSDPEngine) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Name, whole shape and published type of each parameter; tied ones once."""
+    """Name, whole shape and published type of each parameter; tied ones once, adapters merged into their layers."""
     dtype = getattr(torch, engine.config.dtype)
-    return [(name, p.shape, dtype) for name, p in engine.model.named_parameters()]
+    parameters = engine.model.named_parameters()
+    return [(lora.plain_name(n), p.shape, dtype) for n, p in parameters if not lora.is_adapter(n)]
 
 
 def gathered_parameters(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate."""
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in engine.model.named_parameters():
-        value = parameter.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        yield name, value.to(dtype)
+        if not lora.is_adapter(name):
+            value = lora.merged(engine.model, name, _whole(parameter))
+            yield lora.plain_name(name), value.to(dtype)
 
 
-def save_hf(engine: FSDPEngine, path: str, durable: bool = True) -> None:
-    """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` waits for the disk."""
+def _export(
+    engine: FSDPEngine, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as checkpoints of this model name and cut them: transformers fuses experts, files do not."""
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(engine.model, {name: tensor}).items()
+
+
+def _file_specs(engine: FSDPEngine, adapters: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, shapes and types of the tensors in a checkpoint file of this engine."""
+    if adapters:
+        return {n: (p.shape, p.dtype) for n, p in lora.adapter_parameters(engine.model)}
+    empty = ((n, torch.empty(s, dtype=d, device="meta")) for n, s, d in tensor_specs(engine))
+    return {n: (t.shape, t.dtype) for n, t in _export(engine, empty)}
+
+
+def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = False) -> None:
+    """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` waits for the disk.
+
+    An engine that trains adapters writes a folder of PEFT's instead, unless it is told to `merge` them.
+    """
     final, aside = Path(path), Path(f"{path}.partial")
+    adapters = engine.config.lora_rank > 0 and not merge
+    if adapters:
+        tensors = ((n, _whole(p)) for n, p in lora.adapter_parameters(engine.model))
+    else:
+        tensors = _export(engine, gathered_parameters(engine))
     # After a failure the loop goes on without writing: other ranks are gathering with this one.
     attempt = _Attempts(active=distributed.rank() == 0)
-    attempt(_open_folder, engine, aside)
-    file = attempt(open, aside / "model.safetensors", "wb")
-    attempt(_write, file, _safetensors_header(engine))
-    for _, tensor in gathered_parameters(engine):
+    attempt(_open_folder, engine, aside, adapters)
+    name = "adapter_model.safetensors" if adapters else "model.safetensors"
+    file = attempt(open, aside / name, "wb")
+    attempt(_write, file, _safetensors_header(_file_specs(engine, adapters)))
+    for _, tensor in tensors:
         attempt(_write, file, tensor)
     attempt(_close, file, durable)
     attempt(_swap, aside, final)
@@ -72,28 +101,31 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True) -> None:
 
 
 def load_hf(engine: FSDPEngine, path: str) -> None:
-    """Fill the model from a Hugging Face folder; refuses one of another shape before changing anything."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} has no .safetensors file: it is not a checkpoint of weights")
-    found: dict[str, Path] = {}
-    for file in files:
+    """Fill the model (or its adapters) from what `save_hf` wrote; refuses another shape before changing anything."""
+    adapters = engine.config.lora_rank > 0
+    found: dict[str, tuple[Path, list[int]]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
         with _open_safetensors(file) as handle:
-            found.update(dict.fromkeys(handle.keys(), file))
-            shapes = {k: handle.get_slice(k).get_shape() for k in handle.keys()}  # noqa: SIM118
-        for name, parameter in engine.model.named_parameters():
-            if name in shapes and list(parameter.shape) != shapes[name]:
-                raise CheckpointError(
-                    f"{path} is of another model: {name} is {shapes[name]}, expected {list(parameter.shape)}"
-                )
-    missing = [n for n, _ in engine.model.named_parameters() if n not in found]
-    if missing:
-        raise CheckpointError(f"{path} is of another model: it lacks {missing[:3]} …")
-    weights = {}
-    if distributed.rank() == 0:
-        for name, file in found.items():
-            with _open_safetensors(file) as handle:
-                weights[name] = handle.get_tensor(name)
+            for key in handle.keys():  # noqa: SIM118 - a safetensors handle cannot be iterated
+                found[key] = (file, handle.get_slice(key).get_shape())
+    if not found:
+        raise CheckpointError(f"{path} has no .safetensors file: it is not a checkpoint of weights")
+    for key, (shape, _) in _file_specs(engine, adapters).items():
+        given = found[key][1] if key in found else "missing"
+        if given != list(shape):
+            raise CheckpointError(
+                f"{path} is of another model: {key} is {given}, expected {list(shape)}"
+            )
+    weights: dict[str, torch.Tensor] = {}
+    if distributed.rank() == 0 and adapters:
+        names = {id(p): n for n, p in engine.model.named_parameters()}
+        for key, parameter in lora.adapter_parameters(engine.model):
+            with _open_safetensors(found[key][0]) as handle:
+                weights[names[id(parameter)]] = handle.get_tensor(key)
+    elif distributed.rank() == 0:
+        config = replace(engine.config, init_from_scratch=False)
+        loaded = load_model(Path(path), engine.hf_config, config, engine.scalar_head)
+        weights = dict(loaded.named_parameters())
     fill_parameters(engine.model, weights)
 
 
@@ -108,14 +140,22 @@ def _open_safetensors(file: Path):
         ) from error
 
 
-def _open_folder(engine: FSDPEngine, aside: Path) -> None:
+def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    engine.model.config.save_pretrained(aside)
     for pattern in _COMPANIONS:
         for source in engine.folder.glob(pattern):
             shutil.copyfile(source, aside / source.name)
+    if adapters:
+        lora.save_settings(engine.model, aside, str(engine.folder))
+        return
+    engine.model.config.save_pretrained(aside)
     _fix_config(aside / "config.json", engine.config.dtype)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _fix_config(file: Path, dtype: str) -> None:
@@ -126,10 +166,10 @@ def _fix_config(file: Path, dtype: str) -> None:
     file.write_text(json.dumps(config, indent=2))
 
 
-def _safetensors_header(engine: FSDPEngine) -> bytes:
+def _safetensors_header(specs: dict[str, tuple[torch.Size, torch.dtype]]) -> bytes:
     header: dict = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape, dtype in tensor_specs(engine):
+    for name, (shape, dtype) in specs.items():
         size = shape.numel() * dtype.itemsize
         header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}  # fmt: skip
         offset += size

@@ -354,7 +354,7 @@ class FSDPEngine(TrainEngine):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         if meta.type == "disk":
-            checkpoint.save_hf(self, meta.path, durable=False)
+            checkpoint.save_hf(self, meta.path, durable=False, merge=True)
         elif meta.type == "shm":
             self._write_shared(meta.path)
         else:

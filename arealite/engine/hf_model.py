@@ -31,6 +31,7 @@ from arealite.algo.logprobs import packed_logprobs
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
+from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
 from arealite.engine.parallel import sum_pieces
 
@@ -161,6 +162,8 @@ def load_model(
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot load the model at {folder}: {error}") from error
+    if config.lora_rank:
+        add_adapters(model, config)
     model.train()
     return model
 
@@ -214,8 +217,8 @@ def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Copy whole tensors, which only rank 0 needs to have, into parameters that may be sharded."""
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
+            for name, value in weights.items():
+                model.get_parameter(name).copy_(value)
         return
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, {k: v.detach() for k, v in weights.items()}, options=options)

@@ -6,7 +6,7 @@ import traceback
 
 import torch
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
@@ -22,6 +22,9 @@ MODELS = {
         **_SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3": lambda: Qwen3Config(**_SIZE, head_dim=16),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_SIZE, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
 }
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)

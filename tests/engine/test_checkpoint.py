@@ -27,7 +27,7 @@ def trained_engine(path, steps=2):
     return engine
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
 def test_hf_export_is_read_by_transformers_and_back(model_dirs, tmp_path, kind):
     engine = trained_engine(model_dirs[kind])
     path = str(tmp_path / "export")

@@ -7,9 +7,11 @@ import torch
 from engine_testing import SPEC, engine_config, random_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from arealite.api.alloc_mode import AllocationMode
+from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.lowmem_adamw import store_rounded
+from arealite.engine.optim import make_optimizer
 from arealite.engine.parallel import check_layout
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
 from arealite.utils.data import select_rows
@@ -30,7 +32,7 @@ def padded_logp(model, batch):
     return torch.nn.functional.pad(logp, (1, 0))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "qwen3", "llama", "qwen3_moe"])
 def test_packed_gradient_equals_padded(model_dirs, kind):
     batch = random_batch(LENGTHS)
     engine = make_engine(model_dirs[kind], max_tokens_per_mb=40)
@@ -100,6 +102,7 @@ def test_two_ranks_train_like_one(model_dirs, two_ranks):
     """Data, tensor and context parallel; tied embeddings and not; norms of single heads (qwen3); a sliding window."""
     jobs = [(model_dirs["qwen2"], layout, 20) for layout in ("d2", "t2", "c2")]
     others = [("llama", "d2"), ("llama", "t2"), ("qwen3", "t2"), ("qwen2_window", "c2")]
+    others += [("qwen3_moe", "d2"), ("qwen3_moe", "c2")]
     jobs += [(model_dirs[kind], layout, 3) for kind, layout in others]
     answers = two_ranks.run(_train_on_rank, jobs)
     assert answers[0] == answers[1]
@@ -160,6 +163,31 @@ def test_batch_without_trained_tokens_is_refused(model_dirs):
     batch["loss_mask"].zero_()
     with pytest.raises(TrainingError, match="no trained token"):
         make_engine(model_dirs["qwen2"]).train_lm(batch)
+
+
+def test_experts_have_no_tensor_parallel_plan(model_dirs):
+    config = AutoConfig.from_pretrained(model_dirs["qwen3_moe"])
+    with pytest.raises(AllocationError, match="use t1"):
+        check_layout(ParallelStrategy(tensor=2), config, 2)
+
+
+def test_low_memory_adamw_follows_adamw(model_dirs):
+    batch = random_batch(LENGTHS)
+    losses = {}
+    for kind in ("adamw", "adamw_bf16"):
+        engine = make_engine(model_dirs["qwen2"])
+        engine.config.optimizer.type = kind
+        engine.optimizer = make_optimizer(engine.model, engine.config.optimizer)
+        losses[kind] = [engine.train_lm(batch)["loss"] for _ in range(12)]
+    assert losses["adamw_bf16"] == pytest.approx(losses["adamw"], rel=0.01)
+    state = next(iter(engine.optimizer.state.values()))
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+
+
+def test_stochastic_rounding_is_right_on_average():
+    target = torch.full((20000,), 1.0, dtype=torch.bfloat16)
+    store_rounded(target, torch.full((20000,), 1.0 + 1e-3))
+    assert target.float().mean().item() == pytest.approx(1.0 + 1e-3, abs=2e-4)
 
 
 def test_missing_model_is_a_config_error(tmp_path):

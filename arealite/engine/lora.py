@@ -1,0 +1,82 @@
+"""Low-rank adapters through PEFT: put into a model in place, merged for servers, saved as PEFT saves them.
+
+The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get merged weights under the
+model's own names, so every backend can load them; checkpoints are adapter folders that `PeftModel.from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import ConfigError
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Freeze the model and add trainable adapters of `lora_rank` (scaled by 2) to the chosen linear layers."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("lora_rank needs the package peft: pip install peft") from error
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=2 * config.lora_rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(config.lora_targets) or "all-linear",
+    )
+    try:
+        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        names = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        raise ConfigError(
+            f"lora_targets={list(config.lora_targets)} fits no layer of the model: choose from {sorted(names)}"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """`W + scale·B·A` for an adapted layer's whole weight; any other value as it is. Collective when sharded."""
+    if not name.endswith(".base_layer.weight"):
+        return value
+    layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
+    down, up = (_whole(side[_ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
+    return value + (layer.scaling[_ADAPTER] * (up @ down)).to(value.dtype)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Adapter parameters under the names of PEFT's files."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None:
+    """PEFT's `adapter_config.json`."""
+    settings = model.peft_config[_ADAPTER]
+    settings.base_model_name_or_path = base_model
+    settings.task_type = "CAUSAL_LM"
+    settings.save_pretrained(str(folder))
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

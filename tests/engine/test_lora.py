@@ -1,0 +1,73 @@
+"""Adapters: only they learn; they are saved as PEFT saves them, and reach servers merged."""
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config, random_batch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils.data import select_rows
+
+BATCH = random_batch([5, 12, 7, 9])
+
+
+def lora_engine(path, steps=3, **kwargs):
+    torch.manual_seed(0)
+    engine = FSDPLMEngine(engine_config(path, lora_rank=4, **kwargs))
+    engine.initialize(SPEC)
+    for _ in range(steps):
+        engine.train_lm(BATCH)
+    return engine
+
+
+def logp_of(model):
+    with torch.no_grad():
+        logits = model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits
+    found = logits[:, :-1].log_softmax(-1).gather(-1, BATCH["input_ids"][:, 1:, None]).squeeze(-1)
+    return torch.nn.functional.pad(found, (1, 0))
+
+
+def test_adapters_learn_and_are_read_by_peft_and_servers(model_dirs, tmp_path):
+    path = model_dirs["qwen2"]
+    engine = lora_engine(path)
+    base = AutoModelForCausalLM.from_pretrained(path)
+    frozen = dict(base.named_parameters())
+    for name, parameter in engine.model.named_parameters():
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, frozen[name.replace(".base_layer", "")])
+    mask = BATCH["loss_mask"].bool()
+    expected = engine.forward(BATCH)["logp"][mask]
+    assert (expected - logp_of(base)[mask]).abs().max() > 0.05
+
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logp_of(adapted)[mask], expected, atol=1e-4, rtol=1e-4)
+
+    engine.update_weights(WeightUpdateMeta("disk", str(tmp_path / "merged")))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logp_of(merged)[mask], expected, atol=1e-4, rtol=1e-4)
+
+    fresh = lora_engine(path, steps=0)
+    fresh.load(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
+    assert torch.equal(fresh.forward(BATCH)["logp"][mask], expected)
+
+
+def _losses_on_rank(rank, path):
+    engine = lora_engine(path, steps=0)
+    rows = [0, 1, 2, 3] if rank is None else [[0, 1, 2], [3]][rank]
+    return [engine.train_lm(select_rows(BATCH, rows))["loss"] for _ in range(4)]
+
+
+def test_adapters_on_two_ranks_learn_as_on_one(model_dirs, two_ranks):
+    one = _losses_on_rank(None, model_dirs["qwen2"])
+    two = two_ranks.run(_losses_on_rank, model_dirs["qwen2"])
+    assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
+    assert one[-1] < one[0]
+
+
+def test_targets_that_do_not_exist_are_refused(model_dirs):
+    with pytest.raises(ConfigError, match="q_proj"):
+        lora_engine(model_dirs["qwen2"], lora_targets=["query"])
