@@ -78,6 +78,9 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = _help(
         "Largest version lag of a trained sample (eta); 0 is synchronous.", 0
     )
+    num_workers: int = _help(
+        "Processes that run episodes; 0: they run in the trainer's, which suits light workflows.", 0
+    )
     pause_mode: str = _help(
         "What a weight update does to requests in flight: abort or in_place.", "abort"
     )

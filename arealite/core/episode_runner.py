@@ -20,6 +20,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
 from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed
 from arealite.core.waits import NamedWait
+from arealite.core.worker_pool import WorkerPool
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class EpisodeRunner:
         self.engine = engine
         self.seed = seed
         self.timeout_s = timeout_s
+        self.pool: WorkerPool | None = None  # set: episodes run in processes of their own
         self.running: dict[Episode, None] = {}  # in order of start; guarded by the executor's lock
         self._check, self._on_end, self._on_crash = check, on_end, on_crash
         self._timer: asyncio.TimerHandle | None = None
@@ -86,7 +88,10 @@ class EpisodeRunner:
         if "seed" not in data:
             data = {**data, "seed": episode_seed(self.seed, episode.id)}
         try:
-            result = await episode.workflow.arun_episode(self.engine, data)
+            if self.pool is None:
+                result = await episode.workflow.arun_episode(self.engine, data)
+            else:
+                result = await self.pool.play(episode.workflow, data)
             if result is not None:
                 episode.result = check_trajectories(result)
                 self._check(episode, episode.result)

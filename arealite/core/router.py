@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from arealite.core.waits import NamedWait
@@ -52,6 +52,7 @@ class Router:
         self.servers: dict[str, Server] = {}
         self._affinity: OrderedDict[str, Server] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
+        self.on_change: Callable[[], None] = lambda: None
         for address in addresses:
             self.add(address)
 
@@ -66,14 +67,16 @@ class Router:
         """A server leaves; what it still answers is taken, new requests go elsewhere."""
         server = self.servers.pop(address, None)
         if server is not None:
-            server.is_open = False
+            self.close(server)
 
     def close(self, server: Server) -> None:
         server.is_open = False
+        self.on_change()
 
     def open(self, server: Server) -> None:
         server.is_open = True
         self._wake()
+        self.on_change()
 
     async def acquire(
         self,

@@ -88,6 +88,21 @@ class Fleet:
         if self.members is not None:
             self.members.close()
 
+    def state(self) -> dict[str, Any]:
+        """What rollout workers must know: which servers are open, of what kind, and the version."""
+        servers = [(s.address, s.is_open, s.is_arealite) for s in self.router.servers.values()]
+        return {"version": self.version, "servers": servers}
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """In a rollout worker: do as the owner's fleet."""
+        self.version = state["version"]
+        for address in set(self.router.servers) - {address for address, *_ in state["servers"]}:
+            self._leave(self.router.servers[address])
+        for address, is_open, is_arealite in state["servers"]:
+            server = self.router.add(address, is_open=False)
+            server.is_arealite, server.version = is_arealite, self.version
+            (self.router.open if is_open else self.router.close)(server)
+
     # ------------------------------------------------------------------------------------ weight updates
 
     async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
@@ -103,6 +118,7 @@ class Fleet:
                 self.suspect(server, outcome)
             elif outcome is not None:
                 raise outcome
+        self.router.on_change()
         # with no server left, training goes on as soon as one has come back with these weights
         self.router.release(await self.router.acquire(wait))
 

@@ -21,6 +21,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, Weig
 from arealite.core.membership import Members
 from arealite.core.router import Router, Server
 from arealite.core.waits import NamedWait
+from arealite.core.worker_pool import WorkerPool
 from arealite.engine.collecting import CollectingEngine
 from arealite.engine.fleet import Fleet
 from arealite.utils import distributed
@@ -110,8 +111,8 @@ class RemoteEngine(CollectingEngine):
     @abc.abstractmethod
     async def probe(self, server: Server) -> None: ...
 
-    @abc.abstractmethod
-    async def ping(self, server: Server, timeout_s: float) -> None: ...
+    async def ping(self, server: Server, timeout_s: float) -> None:
+        await self.http.get(f"{server.url}/health", timeout_s)
 
     @abc.abstractmethod
     async def pause_server(self, server: Server) -> None: ...
@@ -119,14 +120,14 @@ class RemoteEngine(CollectingEngine):
     @abc.abstractmethod
     async def continue_server(self, server: Server) -> None: ...
 
-    @abc.abstractmethod
-    def can_swap(self, server: Server) -> bool: ...
+    def can_swap(self, server: Server) -> bool:
+        return False
 
     @abc.abstractmethod
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
 
-    @abc.abstractmethod
-    async def fingerprints(self, server: Server) -> Fingerprints | None: ...
+    async def fingerprints(self, server: Server) -> Fingerprints | None:
+        return None
 
     # --------------------------------------------------------------------------------------- life cycle
 
@@ -158,6 +159,18 @@ class RemoteEngine(CollectingEngine):
     async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
         self._http = HttpClient()
         await self.fleet.connect(addresses, wait)
+        if self.config.num_workers:
+            pool = WorkerPool(self.config.num_workers, type(self), self.config, self.fleet.state)
+            await pool.start()
+            self.fleet.router.on_change = pool.tell_servers
+            self.executor.runner.pool = pool
+
+    async def follow(self, state: dict[str, Any]) -> None:
+        """In a rollout worker: use the servers that the owner's fleet has open, and believe its version."""
+        if self._http is None:
+            self._http = HttpClient()
+        self._version = state["version"]
+        self.fleet.follow(state)
 
     def destroy(self) -> None:
         if self._http is not None and self._executor is not None:
@@ -173,6 +186,9 @@ class RemoteEngine(CollectingEngine):
                 task.cancel()
         await self.fleet.close()
         await http.close()
+        pool = self.executor.runner.pool
+        if pool is not None:
+            await pool.close()
 
     @property
     def router(self) -> Router:

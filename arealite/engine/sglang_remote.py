@@ -38,6 +38,9 @@ class RemoteSGLangEngine(RemoteEngine):
             "return_logprob": True,
             "rid": progress.next_rid(),
         }
+        if not server.is_arealite:
+            # Updated in place, SGLang keeps its prefix cache: keys and values of old weights must not meet new requests.
+            body["extra_key"] = f"v{server.version}"
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
         try:
@@ -93,9 +96,6 @@ class RemoteSGLangEngine(RemoteEngine):
             info = await self.http.get(f"{server.url}/get_model_info", timeout_s=5)  # older SGLang
         server.is_arealite = info.get("engine") == "arealite"
         server.version = _version(info.get("weight_version"), 0)
-
-    async def ping(self, server: Server, timeout_s: float) -> None:
-        await self.http.get(f"{server.url}/health", timeout_s)
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         if not server.is_arealite:

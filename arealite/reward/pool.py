@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import fcntl
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
-import signal
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.api.errors import RewardError
+from arealite.utils.child import die_with_owner
 
 _START_TIMEOUT_S = 120.0
 
@@ -37,8 +35,11 @@ class RewardPool:
         self._workers: set[_Worker] = set()
         self._idle: deque[_Worker] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._preload: list[str] = []
         atexit.register(self.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process (a rollout worker's workflow) it is a pool of the same kind, with workers of its own."""
+        return (RewardPool, (self.num_workers, self.timeout_s))
 
     async def run(self, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[float]:
         """`[fn(**row) for row in rows]` in one worker; raises `RewardError` with the reason when that fails."""
@@ -181,7 +182,7 @@ class _Worker:
 
 def _serve(pipe: Connection) -> None:
     """A worker's life: take a job, answer, until the other side is gone."""
-    _die_with_owner()
+    die_with_owner()
     pipe.send_bytes(pickle.dumps(("ready", None)))
     while True:
         try:
@@ -192,22 +193,6 @@ def _serve(pipe: Connection) -> None:
         except Exception:  # reward code may raise anything; the other side needs the traceback
             answer = ("error", traceback.format_exc(limit=-6))
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _die_with_owner() -> None:
-    """Have the kernel end this process with the one that owns the pool, also in the middle of a job.
-
-    Its parent is the fork server, which lives as long as any worker does. The owner holds the other end of the sentinel's pipe;
-    when that closes, SIGIO comes, whose default is to end the process.
-    """
-    owner = multiprocessing.parent_process()
-    assert owner is not None
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(owner.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if multiprocessing.connection.wait([owner.sentinel], timeout=0):
-        os._exit(1)  # it ended before the request was in place
 
 
 def _plain(value: Any) -> Any:

@@ -238,6 +238,16 @@ def test_no_staleness_through_the_server_equals_a_plain_loop(model_path, tokeniz
                 assert torch.equal(got[:, :length] if got.ndim == 2 else got, part[key]), key
 
 
+def test_rollout_workers_make_the_same_batch(model_path, tokenizer, connect, server):
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=12)
+    workflow = RLVRWorkflow(reward, gconfig, tokenizer, reward_inline=True)
+    rows = [{"prompt": f"count to {i}", "seed": 100 * i} for i in range(4)]
+    here = connect(server, batch_size=4).rollout_batch(rows, workflow)
+    there = connect(server, batch_size=4, num_workers=1).rollout_batch(rows, workflow)
+    for key in here:
+        assert torch.equal(here[key], there[key]), key
+
+
 def test_groups_stay_whole_and_balanced_over_ranks():
     lengths = torch.tensor([9, 9, 1, 1, 5, 5, 2, 2])
     batch = {

@@ -1,0 +1,200 @@
+"""Episodes in processes of their own, so that heavy agents and rewards do not share the trainer's interpreter.
+
+Lives on the executor's event loop; `EpisodeRunner` plays through it when `rollout.num_workers` is set, with the same workflow code. A worker that dies is
+replaced, and its episodes are played again elsewhere from the same seeds: nothing is lost, nothing counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from arealite.api.errors import ConfigError, ServerError
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.worker_process import read_message, serve, write_message
+
+START_TIMEOUT_S = 120.0
+MAX_ATTEMPTS = 3
+
+
+class WorkerError(RuntimeError):
+    """What a workflow raised in a worker, with its traceback."""
+
+
+class WorkerPool:
+    """`count` workers. `engine_class(config)` makes the engine of each; `server_state` tells what `follow` is given."""
+
+    def __init__(
+        self,
+        count: int,
+        engine_class: type,
+        config: Any,
+        server_state: Callable[[], dict[str, Any]],
+    ):
+        self.count = count
+        self.num_replaced = 0
+        self._make = (engine_class, config)
+        self._server_state = server_state
+        self._workers: list[_Connection] = []
+        atexit.register(self._kill_all)
+        self._starting: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._workflows: dict[int, RolloutWorkflow] = {}  # kept alive, so that ids stay theirs
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._add_worker() for _ in range(self.count)))
+
+    async def play(self, workflow: RolloutWorkflow, data: dict[str, Any]) -> Batch | None:
+        """`workflow.arun_episode` in the worker with the fewest episodes."""
+        for _ in range(MAX_ATTEMPTS):
+            while not self._workers:
+                await self._wait_for_worker()
+            worker = min(self._workers, key=lambda w: len(w.waiting))
+            try:
+                return await worker.play(next(self._numbers), self._known(workflow), workflow, data)
+            except _WorkerDied:
+                self._replace(worker)
+        raise ServerError(
+            f"{MAX_ATTEMPTS} workers died one after another while they played the same episode"
+        )
+
+    def tell_servers(self) -> None:
+        """Servers opened, closed, joined or left."""
+        state = self._server_state()
+        for worker in self._workers:
+            worker.send("servers", 0, state)
+
+    async def close(self) -> None:
+        for task in self._starting:
+            task.cancel()
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        atexit.unregister(self._kill_all)
+
+    def _kill_all(self) -> None:
+        """At the end of a process that did not close the pool; it would wait for them for ever."""
+        for worker in self._workers:
+            worker.process.kill()
+
+    def _known(self, workflow: RolloutWorkflow) -> int:
+        self._workflows[id(workflow)] = workflow
+        return id(workflow)
+
+    async def _add_worker(self) -> None:
+        worker = _Connection(*self._make)
+        await worker.open()
+        worker.send("servers", 0, self._server_state())
+        self._workers.append(worker)
+
+    def _replace(self, dead: _Connection) -> None:
+        """The first of its episodes to notice starts another; all of them go on elsewhere at once."""
+        if dead not in self._workers:
+            return
+        self._workers.remove(dead)
+        dead.kill()
+        self.num_replaced += 1
+        self._starting.add(asyncio.create_task(self._add_worker(), name="a new rollout worker"))
+
+    async def _wait_for_worker(self) -> None:
+        done, self._starting = await asyncio.wait(
+            self._starting, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()  # one that could not start fails the episode that waits for it
+
+
+class _WorkerDied(Exception):
+    """The process is gone; what it played must be played elsewhere."""
+
+
+class _Connection:
+    """One worker process and the socket to it."""
+
+    def __init__(self, engine_class: type, config: Any):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", engine_class.__module__])
+        self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self._knows: set[int] = set()
+        self._sock, theirs = socket.socketpair()
+        self.process = context.Process(
+            target=serve, args=(theirs, engine_class, config), name="arealite-rollout", daemon=False
+        )
+        self.process.start()
+        theirs.close()
+
+    async def open(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await read_message(reader)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            self.kill()
+            raise ServerError("a rollout worker did not start: see the log above") from None
+        self._reading = asyncio.create_task(self._read(reader), name=f"worker {self.process.pid}")
+
+    async def play(
+        self, number: int, workflow_id: int, workflow: RolloutWorkflow, data: dict[str, Any]
+    ) -> Batch | None:
+        if workflow_id not in self._knows:
+            self._teach(workflow_id, workflow)
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[number] = future
+        try:
+            self.send("play", number, (workflow_id, data))
+            await self._writer.drain()
+            arrays = await future
+        except ConnectionError:
+            raise _WorkerDied from None
+        except asyncio.CancelledError:
+            self.send("cancel", number, None)
+            raise
+        finally:
+            self.waiting.pop(number, None)
+        return arrays if arrays is None else {k: torch.from_numpy(v) for k, v in arrays.items()}
+
+    def send(self, kind: str, number: int, payload: Any) -> None:
+        if not self._writer.is_closing():
+            write_message(self._writer, (kind, number, payload))
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        if hasattr(self, "_reading"):
+            self._reading.cancel()
+            self._writer.close()
+
+    def _teach(self, workflow_id: int, workflow: RolloutWorkflow) -> None:
+        try:
+            self.send("workflow", workflow_id, workflow)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{type(workflow).__name__} cannot be sent to a worker process ({error}): define it and what it holds at the top "
+                "level of a module, or set rollout.num_workers=0"
+            ) from error
+        self._knows.add(workflow_id)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                kind, number, payload = await read_message(reader)
+                future = self.waiting.get(number)
+                if future is None or future.done():
+                    continue
+                if kind == "result":
+                    future.set_result(payload)
+                else:
+                    future.set_exception(WorkerError("{}\n{}".format(*payload)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for future in self.waiting.values():
+                if not future.done():
+                    future.set_exception(_WorkerDied())

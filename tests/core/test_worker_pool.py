@@ -1,0 +1,93 @@
+"""Rollout workers: the same workflow code in other processes; a worker that dies costs nothing."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.waits import NamedWait
+from arealite.core.worker_pool import WorkerPool
+from arealite.core.workflow_executor import WorkflowExecutor
+from tests.core.conftest import make_batch
+
+
+class FollowingEngine:
+    """An engine that only knows what it was told."""
+
+    def __init__(self, config):
+        self.told = {}
+
+    async def follow(self, state):
+        self.told = state
+
+
+class Pids(RolloutWorkflow):
+    """Tells who played the episode; waits where the row says so."""
+
+    async def arun_episode(self, engine, data):
+        if data.get("raises"):
+            raise KeyError("in the worker")
+        if data.get("reject"):
+            return None
+        if "wait_s" in data:
+            await asyncio.sleep(data["wait_s"])
+        batch = make_batch(data["x"], version=engine.told["version"])
+        batch["pid"] = torch.full((2,), os.getpid())
+        return batch
+
+
+@pytest.fixture
+def executor():
+    config = InferenceEngineConfig(batch_timeout_s=60, max_head_offpolicyness=8)
+    executor = WorkflowExecutor(config, None, 8)
+    executor.start()
+    pool = WorkerPool(2, FollowingEngine, config, lambda: {"version": executor.staleness.version})
+    executor.run_coroutine(pool.start(), NamedWait("the test", "workers", 60))
+    executor.runner.pool = pool
+    yield executor
+    executor.abandon()
+    executor.run_coroutine(pool.close(), NamedWait("the test", "workers to end", 10))
+    executor.stop()
+
+
+def test_episodes_run_in_other_processes_with_the_same_results(executor):
+    workflow = Pids()
+    for x in range(16):
+        executor.submit({"x": x, "raises": x == 3, "reject": x == 4}, workflow)
+    batch = executor.wait(14)
+    assert batch["input_ids"][::2, 0].tolist() == [x for x in range(16) if x not in (3, 4)]
+    pids = set(batch["pid"].tolist())
+    assert len(pids) == 2 and os.getpid() not in pids
+    counts = executor.staleness.counts
+    assert (counts.failed, counts.rejected) == (1, 1)
+    counts.check()
+
+
+def test_a_killed_worker_loses_no_episode(executor):
+    workflow = Pids()
+    for x in range(40):
+        executor.submit({"x": x, "wait_s": 1.0}, workflow)
+    pool = executor.runner.pool
+    deadline = time.monotonic() + 20
+    while not pool._workers[0].waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+    batch = executor.wait(40)
+    assert batch["input_ids"][::2, 0].tolist() == list(range(40))
+    assert pool.num_replaced == 1 and executor.staleness.counts.failed == 0
+
+
+def test_a_workflow_that_cannot_travel_is_told(executor):
+    class Local(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return None
+
+    play = executor.runner.pool.play(Local(), {"x": 1})
+    with pytest.raises(ConfigError, match="Local cannot be sent to a worker process"):
+        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
