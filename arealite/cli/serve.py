@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 
 from arealite.api.cli_args import ServerConfig
 from arealite.core.membership import Lease
@@ -23,6 +24,8 @@ def main(argv: list[str]) -> int:
     config = load_config(argv, ServerConfig)
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
+    # The engine's thread must get the interpreter back at once after the HTTP side has had a turn.
+    sys.setswitchinterval(5e-4)
     sock = bind(config)
     engine = Engine(config).start()
     asyncio.run(_serve(engine, config, sock))

@@ -1,7 +1,8 @@
 """Triton kernels that sample from logits on the device and advance the state of the sequences.
 
-The same draw as `sampler.sample` (Gumbel noise as a function of seed, position and token id), in one pass over the logits: maximum
-of logit + noise, and log-sum-exp, per part of the vocabulary; then the parts are joined and the device's tables are written.
+The same draw as `sampler.sample`, in one pass over the logits per part of the vocabulary. Where that one takes the maximum of logit + Gumbel noise,
+this takes the maximum of exp(logit) / exponential noise: the same order with one logarithm less, and the exponentials are the
+ones the log-sum-exp needs. Then the parts are joined and the device's tables are written.
 """
 
 from __future__ import annotations
@@ -28,41 +29,40 @@ def sample_parts_kernel(
     row = tl.load(row_ptr + line)
     given = tl.load(temperature_ptr + row)
     greedy = given == 0.0
-    temperature = tl.where(greedy, 1.0, given)
+    inverse = 1.0 / tl.where(greedy, 1.0, given)
     # The token to sample stands one after the one just computed.
     pos = (tl.load(pos_ptr + line) + 1).to(tl.uint32)
-    key = _mix(
-        tl.load(seed_ptr + row * 2).to(tl.uint32)
-        ^ _mix(pos + tl.load(seed_ptr + row * 2 + 1).to(tl.uint32))
-    )
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    seed_low = tl.load(seed_ptr + row * 2).to(tl.uint32)
+    seed_high = tl.load(seed_ptr + row * 2 + 1).to(tl.uint32)
+    key = _mix(seed_low ^ _mix(pos + seed_high))
+    best = tl.full([BLOCK], -1.0, tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
-    peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    peak = float("-inf")
     start = part * part_size
     end = tl.minimum(start + part_size, vocab_size)
     base = logits_ptr + line.to(tl.int64) * vocab_size
     for offset in range(start, end, BLOCK):
         ids = offset + tl.arange(0, BLOCK)
-        x = tl.load(base + ids, mask=ids < end, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(base + ids, mask=ids < end, other=float("-inf")).to(tl.float32) * inverse
+        higher = tl.maximum(peak, tl.max(x, 0))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp(peak - anchor)
+        weight = tl.exp(x - anchor)
+        total = total * fade + weight
         bits = _mix((ids.to(tl.uint32) * 0x9E3779B9) ^ key)
         uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        noise = -tl.log(-tl.log(uniform))
-        score = x + tl.where(greedy, 0.0, noise)
+        score = tl.where(greedy, weight, weight / -tl.log(uniform))
+        best = best * fade
         token = tl.where(score > best, ids, token)
         best = tl.maximum(best, score)
-        higher = tl.maximum(peak, x)
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - anchor) + tl.exp(x - anchor)
         peak = higher
     top = tl.max(best, 0)
     at = line * PARTS + part
     tl.store(best_ptr + at, top)
     tl.store(token_ptr + at, tl.min(tl.where(best == top, token, 2147483647), 0))
-    high = tl.max(peak, 0)
-    tl.store(peak_ptr + at, high)
-    safe = tl.where(high == float("-inf"), 0.0, high)
-    tl.store(total_ptr + at, tl.sum(total * tl.exp(peak - safe), 0))
+    tl.store(peak_ptr + at, peak)
+    tl.store(total_ptr + at, tl.sum(total, 0))
 
 
 @triton.jit
@@ -73,12 +73,13 @@ def finish_sample_kernel(
     """Join the parts: the token and its log-prob. One program per sequence."""
     line = tl.program_id(0)
     at = line * PARTS + tl.arange(0, PARTS)
-    best = tl.load(best_ptr + at)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, tl.load(token_ptr + at), 2147483647), 0)
     peak = tl.load(peak_ptr + at)
     high = tl.max(peak, 0)
-    total = tl.sum(tl.load(total_ptr + at) * tl.exp(peak - high), 0)
+    fade = tl.exp(peak - high)
+    best = tl.load(best_ptr + at) * fade
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, tl.load(token_ptr + at), 2147483647), 0)
+    total = tl.sum(tl.load(total_ptr + at) * fade, 0)
     # All logits NaN leave no token behind; the NaN log-prob tells the host.
     token = tl.where(token == 2147483647, 0, token)
     given = tl.load(temperature_ptr + tl.load(row_ptr + line))
