@@ -157,7 +157,9 @@ def all_reduce_stats(
     ]
     if not flat:
         return {}
-    table = torch.stack([x.reshape(()) for x in flat]).cpu()
+    # One transfer to the host for all: each would make the device wait.
+    device = next((x.device for x in flat if x.is_cuda), torch.device("cpu"))
+    table = torch.stack([x.reshape(()).to(device) for x in flat]).cpu()
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         added, highest = table[: 2 * len(sums)], table[2 * len(sums) :].contiguous()
         dist.all_reduce(added, dist.ReduceOp.SUM, group)
