@@ -52,6 +52,7 @@ class TrainEngineConfig:
     param_dtype: str = _help("Type of the weights the optimizer holds.", "float32")
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
     max_tokens_per_mb: int = _help("Token budget of one packed micro-batch on one rank.", 16384)
+    share_prefix: bool = _help("Compute a prompt once for all samples of its group (exact).", True)
     gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
     compile: bool = _help("torch.compile each layer (a minute at the start, then faster).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)

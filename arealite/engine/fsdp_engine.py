@@ -36,6 +36,7 @@ from arealite.engine.hf_model import (
 )
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
 from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout
+from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
 from arealite.utils import distributed
 from arealite.utils.data import (
     pack,
@@ -45,6 +46,7 @@ from arealite.utils.data import (
     unpack,
 )
 from arealite.utils.shared_weights import SharedWeights
+from arealite.utils.weight_group import put_outbox
 
 logger = logging.getLogger("arealite.engine")
 
@@ -53,6 +55,7 @@ class MicroBatch(NamedTuple):
     rows: list[int]  # of the padded batch; empty for a filler that keeps ranks in step
     data: Batch
     lengths: list[int]
+    prefixes: PrefixPlan | None  # prompts that rows of a group share, computed once
 
 
 class FSDPEngine(TrainEngine):
@@ -211,7 +214,8 @@ class FSDPEngine(TrainEngine):
             if mb.rows:
                 tokens += sum(mb.lengths)
                 predicted = len(mb.data["target_positions"])
-                flops += self._flops.train(mb.lengths, predicted)
+                computed = mb.lengths if mb.prefixes is None else mb.prefixes.lengths
+                flops += self._flops.train(computed, predicted)
         share = 1.0 / self.dp_size
         return {
             "num_tokens": Stat(torch.tensor(float(tokens)), share),
@@ -249,7 +253,7 @@ class FSDPEngine(TrainEngine):
 
     def _row_groups(self, batch: Batch) -> list[list[int]]:
         """Rows of each micro-batch: as many on every rank as on the one that needs most. Pairs stay together."""
-        units = _units(batch)
+        units = _units(batch, self.config.max_tokens_per_mb)
         tokens = seq_lengths(batch).tolist()
         lengths = [sum(tokens[row] for row in unit) for unit in units]
         groups = split_micro_batches(lengths, self.config.max_tokens_per_mb)
@@ -277,9 +281,21 @@ class FSDPEngine(TrainEngine):
             lengths = data["cu_seqlens"].diff().tolist()
             # On the host, where finding them makes no accelerator wait.
             data["target_positions"] = target_positions(data["cu_seqlens"], data.get("loss_mask"))
+            prefixes = self._shared_prefixes(part, data["input_ids"], lengths)
             data = {k: v.to(self.device, non_blocking=True) for k, v in data.items()}
-            packed.append(MicroBatch(group, data, lengths))
+            packed.append(MicroBatch(group, data, lengths, prefixes))
         return packed
+
+    def _shared_prefixes(
+        self, part: Batch, ids: torch.Tensor, lengths: list[int]
+    ) -> PrefixPlan | None:
+        wanted = self.config.share_prefix and "group_ids" in part and "loss_mask" in part
+        if not wanted or self.parallel.context > 1:
+            return None
+        trained = part["loss_mask"].bool()
+        first = torch.where(trained.any(1), trained.int().argmax(1), trained.shape[1])
+        plan = plan_prefixes(ids, lengths, part["group_ids"].tolist(), first.tolist())
+        return None if plan is None else plan.to(self.device)
 
     def _total_weight(self, micro_batches, loss_weight_fn: LossWeightFn) -> float:
         weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)
@@ -295,7 +311,7 @@ class FSDPEngine(TrainEngine):
         return weight
 
     def _forward(self, mb: MicroBatch) -> Batch:
-        return self.module(mb.data, mb.lengths, self.temperature, self.with_entropy)
+        return self.module(mb.data, mb.lengths, self.temperature, self.with_entropy, mb.prefixes)
 
     def _step(self) -> float:
         """Clip, step and clear gradients. A non-finite norm skips the step on all ranks alike."""
@@ -358,7 +374,8 @@ class FSDPEngine(TrainEngine):
         elif meta.type == "shm":
             self._write_shared(meta.path)
         else:
-            raise ConfigError(f"weight_update={meta.type} is not available: use disk or shm")
+            parameters = checkpoint.gathered_parameters(self)
+            put_outbox(meta.path, parameters, keep=distributed.rank() == 0)
 
     def _write_shared(self, path: str) -> None:
         if self._shared is None and distributed.rank() == 0:
@@ -394,14 +411,26 @@ def _names_of(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> l
     return [n for n, p in model.named_parameters() if any(p is other for other in parameters)]
 
 
-def _units(batch: Batch) -> list[list[int]]:
-    """Rows that must not be separated: those of one pair, otherwise each row for itself."""
-    if "pair_ids" not in batch:
+def _units(batch: Batch, max_tokens: int) -> list[list[int]]:
+    """Rows that stay together: those of a pair always, those of a group (they share a prompt) while they fit."""
+    key = "pair_ids" if "pair_ids" in batch else "group_ids"
+    if key not in batch:
         return [[row] for row in range(len(batch["attention_mask"]))]
-    units: dict[int, list[int]] = {}
-    for row, pair in enumerate(batch["pair_ids"].tolist()):
-        units.setdefault(pair, []).append(row)
-    return list(units.values())
+    members: dict[int, list[int]] = {}
+    for row, owner in enumerate(batch[key].tolist()):
+        members.setdefault(owner, []).append(row)
+    if key == "pair_ids":
+        return list(members.values())
+    tokens, units = seq_lengths(batch).tolist(), []
+    for rows in members.values():
+        filled = max_tokens + 1
+        for row in rows:
+            if filled + tokens[row] > max_tokens:
+                units.append([])
+                filled = 0
+            units[-1].append(row)
+            filled += tokens[row]
+    return units
 
 
 def _check_rows(batch: Batch) -> None:

@@ -34,6 +34,7 @@ from arealite.api.io_struct import Batch
 from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
 from arealite.engine.parallel import sum_pieces
+from arealite.engine.shared_prefix import PrefixPlan
 
 
 class PackedModel(nn.Module):
@@ -57,16 +58,25 @@ class PackedModel(nn.Module):
         self.has_lm_head = model.get_output_embeddings() is not None
 
     def forward(
-        self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool
+        self,
+        mb: Batch,
+        lengths: list[int],
+        temperature: float,
+        with_entropy: bool,
+        prefixes: PrefixPlan | None = None,
     ) -> Batch:
         ids, positions, cu_seqlens, lengths, first = self._piece(mb, lengths)
+        if prefixes is not None:
+            ids, positions = ids[prefixes.unique], positions[prefixes.unique]
         outputs = self.model.base_model(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            **attention_kwargs(cu_seqlens, lengths, self.context_group),
+            **attention_kwargs(cu_seqlens, lengths, self.context_group, prefixes),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
+        if prefixes is not None:
+            hidden = hidden.index_select(0, prefixes.expand)
         if not self.has_lm_head:
             values = self.model.score(hidden).squeeze(-1).float()
             return {"values": self._whole(values, first, len(mb["input_ids"]))}

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from arealite.api.errors import ConfigError
 from arealite.engine.parallel import heads_to_tokens, tokens_to_heads
+from arealite.engine.shared_prefix import PrefixPlan, SharedLayout, varlen_kwargs
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -56,9 +57,15 @@ def check_model(config: PreTrainedConfig) -> None:
 
 
 def attention_kwargs(
-    cu_seqlens: torch.Tensor, lengths: list[int], context_group: dist.ProcessGroup | None = None
+    cu_seqlens: torch.Tensor,
+    lengths: list[int],
+    context_group: dist.ProcessGroup | None = None,
+    prefixes: PrefixPlan | None = None,
 ) -> dict:
     """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`."""
+    if prefixes is not None:
+        on_cuda = cu_seqlens.is_cuda
+        return varlen_kwargs(prefixes) if on_cuda else {"packed_layout": SharedLayout(prefixes)}
     context = {} if context_group is None else {"context_group": context_group}
     if cu_seqlens.is_cuda:
         return context | {
@@ -142,9 +149,12 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: PackedLayout | None = None,
+    packed_layout: PackedLayout | SharedLayout | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    kv_index: torch.Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -156,14 +166,18 @@ def packed_attention(
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if context_group is not None:
         query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
-    if packed_layout is not None:
+    if kv_index is not None:
+        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
+    if isinstance(packed_layout, SharedLayout):
+        out = packed_layout.attend(query, key, value, scaling, sliding_window)
+    elif packed_layout is not None:
         out = _bucketed(query, key, value, packed_layout, scaling, sliding_window)
     else:
         # Flash attention counts the tokens before this one, transformers counts this one too.
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
         out = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_q,
-            max_length_q, max_length_q, scale=scaling, window_size=window, **_GQA,
+            query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_k,
+            max_length_q, max_length_k, scale=scaling, window_size=window, **_GQA,
         )  # fmt: skip
     if context_group is not None:
         out = heads_to_tokens(out, context_group)
