@@ -1,0 +1,49 @@
+"""DPO, IPO, KTO, ORPO or SimPO (`model.loss`) on preference pairs (a .jsonl with the columns prompt, chosen, rejected).
+
+    python -m arealite.launcher.local examples/arealite/preference_dpo.py \
+        --config examples/arealite/configs/preference_dpo.yaml model.path=/path/to/model train_dataset.path=pairs.jsonl
+"""
+
+from transformers import AutoTokenizer
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import DPOConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.dataset import StatefulDataLoader
+from arealite.dataset.preference import collate_pairs, get_preferences
+from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.trainer.run import Run
+from arealite.utils.config import load_config, run_main
+
+
+def main(argv: list[str]) -> None:
+    config = load_config(argv, DPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    rows = get_preferences(config.train_dataset, tokenizer)
+    dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
+    spec = FinetuneSpec(
+        config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
+    )
+    layout = AllocationMode.from_str(config.allocation_mode).train
+    engine = FSDPDPOEngine(config.model, layout)
+    engine.initialize(spec)
+    ref = FSDPEngine(config.ref, layout) if config.ref else None
+    if ref:
+        ref.initialize()
+    batches = dataloader.cycle()
+
+    with Run(config, spec, engine, dataloader=dataloader, tokenizer=tokenizer) as run:
+        for step in run.steps():
+            batch = collate_pairs(engine.share(next(batches)), tokenizer)
+            with run.phase("logp"):
+                if ref:
+                    batch["ref_logp"] = ref.forward(batch)["logp"]
+            with run.phase("update"):
+                stats = engine.train_dpo(batch)
+                engine.step_lr_scheduler()
+            run.commit(step, stats)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,110 @@
+"""Algorithms by name: what each resolves to, and that contradictions and idle switches are refused with what to do."""
+
+import pytest
+
+from arealite.api.algorithms import RECIPES, resolve_objective
+from arealite.api.cli_args import (
+    DatasetConfig,
+    DPOConfig,
+    GenerationHyperparameters,
+    GRPOConfig,
+    NormConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    PreferenceConfig,
+    TrainEngineConfig,
+)
+from arealite.api.errors import ConfigError
+
+LENGTH = {"max_answer_length": 512}
+NEEDED = {"dr_grpo": LENGTH, "dapo": {**LENGTH, "overlong_buffer": 100}}
+
+
+def actor(algorithm="grpo", **kwargs):
+    return PPOActorConfig(path="m", algorithm=algorithm, **{**NEEDED.get(algorithm, {}), **kwargs})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_algorithm_resolves(name):
+    objective = resolve_objective(actor(name))
+    assert objective.loss in RECIPES[name].loss and objective.loss_mean in RECIPES[name].mean
+
+
+def test_some_definitions():
+    assert resolve_objective(actor("rloo")).norm.leave_one_out
+    assert resolve_objective(actor("dr_grpo")).norm.std_level == "none"
+    assert resolve_objective(actor("dapo")).eps_clip_higher == 0.28
+    assert resolve_objective(actor("dapo", eps_clip_higher=0.3)).eps_clip_higher == 0.3
+    assert resolve_objective(actor("grpo", loss_mean="sequence")).loss_mean == "sequence"
+    assert resolve_objective(actor("custom", loss="sapo", loss_mean="token")).loss == "sapo"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (actor("grop"), "use one of grpo"),
+        (actor("dr_grpo", reward_norm=NormConfig("group", "group")), "set actor.algorithm=custom"),
+        (actor("gspo", loss="clip"), "contradicts actor.algorithm=gspo"),
+        (actor("dapo", loss_mean="sequence"), "contradicts"),
+        (actor("custom", loss="clop"), "use one of"),
+        (actor("sapo", eps_clip_higher=0.3), "does not clip"),
+        (actor("cispo", c_clip=3.0), "no dual clip"),
+        (actor("grpo", m2_threshold=0.1), "belongs to algorithm=m2po"),
+        (actor("grpo", use_decoupled_loss=False, prox_logp="first_pass"), "no effect"),
+        (
+            actor("grpo", use_decoupled_loss=False, behav_imp_weight_mode="token_clamp"),
+            "leaves out",
+        ),
+        (actor("grpo", kl_ctl=0.1, kl_loss_coef=0.1), "not both"),
+        (actor("grpo", kl_target=6.0), "set kl_ctl"),
+        (actor("grpo", max_answer_length=100), "neither is set"),
+        (actor("grpo", entropy_coef=0.1), "skip_zero_advantage=false"),
+        (actor("dr_grpo", max_answer_length=None), "max_answer_length"),
+        (actor("dapo", overlong_buffer=None, max_answer_length=None), "set actor.overlong_buffer"),
+        (actor("dapo", overlong_buffer=1000), "must be in"),
+        (actor("m2po", prox_logp="first_pass"), "prox_logp=recompute"),
+    ],
+)
+def test_contradictions_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_objective(config)
+
+
+def grpo(config, **kwargs):
+    return GRPOConfig(
+        experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="d"), actor=config,
+        **{"gconfig": GenerationHyperparameters(n_samples=4), **kwargs},
+    )  # fmt: skip
+
+
+def test_parts_must_be_there_exactly_when_needed():
+    model = TrainEngineConfig(path="m")
+    critic = PPOCriticConfig(path="m")
+    grpo(actor("ppo"), critic=critic).check()
+    for config, message in (
+        (grpo(actor("ppo")), "needs critic.path"),
+        (grpo(actor("grpo"), critic=critic), "leave critic out"),
+        (grpo(actor("grpo"), teacher=model), "distillation needs both"),
+        (grpo(actor("grpo", kl_loss_coef=0.1, skip_zero_advantage=False)), "set ref.path"),
+        (grpo(actor("dr_grpo", max_answer_length=99)), "differs from gconfig.max_new_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config.check()
+
+
+def test_preference_losses_need_their_reference():
+    def dpo(loss, ref):
+        return DPOConfig(
+            experiment_name="e", trial_name="t", train_dataset=DatasetConfig(path="d"),
+            model=PreferenceConfig(path="m", loss=loss), ref=ref,
+        )  # fmt: skip
+
+    model = TrainEngineConfig(path="m")
+    dpo("dpo", model).check()
+    dpo("simpo", None).check()
+    with pytest.raises(ConfigError, match=r"set ref\.path"):
+        dpo("ipo", None).check()
+    with pytest.raises(ConfigError, match="leave ref out"):
+        dpo("orpo", model).check()
+    with pytest.raises(ConfigError, match="simpo only"):
+        PreferenceConfig(path="m", loss="dpo", margin=1.0).check()

@@ -1,0 +1,52 @@
+"""The reward-model and DPO scripts through the launcher, on made-up pairs that a tiny model can tell apart."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "arealite"
+
+
+@pytest.fixture(scope="module")
+def pairs_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"{i} plus {i}?", "chosen": "yes yes", "rejected": "no"} for i in range(12)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run_script(name, model_path, pairs_path, tmp_path, *overrides):
+    command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / f"{name}.py")]
+    command += ["--config", str(EXAMPLES / "configs" / f"{name}.yaml"), f"model.path={model_path}"]
+    command += [
+        f"train_dataset.path={pairs_path}",
+        f"cluster.fileroot={tmp_path}",
+        "model.dtype=float32",
+    ]
+    command += [
+        "train_dataset.batch_size=4",
+        "total_train_epochs=9",
+        "total_train_steps=6",
+        "model.optimizer.lr=1e-2",
+    ]
+    command += ["allocation_mode=d1", "model.gradient_checkpointing=false", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stats,) = tmp_path.rglob("stats.jsonl")
+    return [json.loads(line) for line in stats.read_text().splitlines()]
+
+
+def test_reward_model_script(model_path, pairs_path, tmp_path):
+    stats = run_script("preference_rw", model_path, pairs_path, tmp_path)
+    assert stats[-1]["loss"] < stats[0]["loss"] and stats[-1]["accuracy"] == 1.0
+
+
+def test_dpo_script(model_path, pairs_path, tmp_path):
+    stats = run_script("preference_dpo", model_path, pairs_path, tmp_path)
+    assert stats[-1]["loss"] < stats[0]["loss"] and stats[-1]["accuracy"] == 1.0
