@@ -52,18 +52,33 @@ SHAPES = {
 class Options:
     """What is measured."""
 
-    shape: str = field(default="", metadata={"help": "tiny, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."})
+    shape: str = field(
+        default="",
+        metadata={"help": "tiny, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."},
+    )
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
-    workload: str = field(default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."})
+    workload: str = field(
+        default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."}
+    )
     concurrency: int = field(default=256, metadata={"help": "Sequences decoded at once."})
-    waves: int = field(default=2, metadata={"help": "Requests per concurrent slot (fixed workload)."})
-    groups: int = field(default=125, metadata={"help": "Prompts of the mixed workload, eight samples each."})
+    waves: int = field(
+        default=2, metadata={"help": "Requests per concurrent slot (fixed workload)."}
+    )
+    groups: int = field(
+        default=125, metadata={"help": "Prompts of the mixed workload, eight samples each."}
+    )
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens (fixed workload)."})
-    max_output: int = field(default=2048, metadata={"help": "Longest output of the mixed workload."})
+    max_output: int = field(
+        default=2048, metadata={"help": "Longest output of the mixed workload."}
+    )
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
-    update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
-    profile: bool = field(default=False, metadata={"help": "Also print where a decode step spends its time."})
+    update: bool = field(
+        default=True, metadata={"help": "Also measure a weight update under load."}
+    )
+    profile: bool = field(
+        default=False, metadata={"help": "Also print where a decode step spends its time."}
+    )
     repeats: int = field(default=2, metadata={"help": "Runs of each measurement; the best counts."})
 
 
@@ -87,9 +102,9 @@ def main() -> None:
         if options.http:
             model.save_pretrained(folder)
         if not cuda:
-            results["generate"] = best(options, lambda: run_generate(model, jobs))
+            results["generate"] = best(options, lambda model=model: run_generate(model, jobs))
         results |= run_in_process(options, model, jobs, cuda)
-        del model
+        model = None
         gc.collect()
         torch.cuda.empty_cache()
         if options.http:
@@ -132,7 +147,9 @@ def make_jobs(options: Options, vocab: int) -> list[Job]:
         return torch.randint(0, vocab, (options.input_len,), generator=generator).tolist()
 
     if options.workload == "fixed":
-        return [Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)]
+        return [
+            Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)
+        ]
     # Median 256, one in six beyond 700: the shape of reasoning traces.
     lengths = torch.randn(options.groups, generator=generator).exp_() * 256
     lengths = lengths.clamp_(32, options.max_output).int().tolist()
@@ -207,7 +224,9 @@ def profile(engine: Engine, jobs: list[Job]) -> None:
     time.sleep(0.4)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         time.sleep(0.1)
-    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60))
+    print(
+        prof.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60)
+    )
     engine.abort().result(60)
     [future.result(60) for future in futures]
 
@@ -257,9 +276,14 @@ async def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -
     begin = time.perf_counter()
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}", "context_length=4096",
-            f"max_running_requests={options.concurrency}", f"device={'cuda' if cuda else 'cpu'}",
-        ],  # fmt: skip
+            sys.executable,
+            "-m",
+            "arealite.cli.serve",
+            f"model_path={folder}",
+            "context_length=4096",
+            f"max_running_requests={options.concurrency}",
+            f"device={'cuda' if cuda else 'cpu'}",
+        ],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -298,7 +322,9 @@ def report(options: Options, results: dict[str, Any], cuda: bool) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    hardware = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
+    hardware = (
+        torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
+    )
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     line = {"benchmark": "inference", "commit": commit, "hardware": hardware} | versions
     print(json.dumps(line | asdict(options) | results))

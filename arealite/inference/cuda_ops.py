@@ -186,7 +186,7 @@ def attend(
         WINDOW=window or 0,
         DECODE=decode,
         PRECISE=precise,
-        num_warps=4 if decode else 8,
+        num_warps=2 if decode else 8,
         num_stages=2 if precise else 3,
     )
     if splits > 1:

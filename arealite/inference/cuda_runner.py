@@ -98,8 +98,10 @@ class CudaRunner:
         )  # token, log-prob, raw log-prob
         self.out_logprobs = self.out.view(torch.float32)[1]
         self.out_raw = self.out.view(torch.float32)[2]
-        self.decode_sizes = _decode_sizes(s)
-        self.prefill_sizes = _prefill_sizes(self.config.max_prefill_tokens)
+        # A product's bits depend on its shape: deterministic mode has one shape for every token.
+        fixed = self.config.deterministic
+        self.decode_sizes = [s] if fixed else _decode_sizes(s)
+        self.prefill_sizes = [] if fixed else _prefill_sizes(self.config.max_prefill_tokens)
         self.prefill_inputs = {
             n: torch.zeros(3 * n + 2 * self._num_tiles(n), dtype=torch.int32, device=device)
             for n in self.prefill_sizes
@@ -161,12 +163,7 @@ class CudaRunner:
         result = StepResult(slots, self.slots.ticket[slots], lengths, *[None] * 3)
         if count == 0:
             return DeviceStep(result, self.out, None)
-        b = next(size for size in self.decode_sizes if size >= count)
-        wanted = np.full(b, self.slots.num_slots, np.int32)
-        wanted[:count] = slots
-        if not np.array_equal(wanted, self.sent_rows[:b]):
-            self.rows[:b] = self._send(wanted)
-            self.sent_rows[:b] = wanted
+        b = self._send_rows(slots)
         self.graphs.run(("layers", b))
         if self._is_plain(slots):
             self.graphs.run(("sample", b))
@@ -196,6 +193,8 @@ class CudaRunner:
         return bool(self.slots.penalizes[slots].any())
 
     def _sample_with_extras(self, slots: np.ndarray) -> None:
+        if self.config.deterministic:  # a sum's bits, too, depend on how many rows there are
+            slots = np.resize(slots, self.slots.num_slots)
         batch = make_batch(self.slots, slots, self.shape.vocab_size, self.shape.eos_ids)
         for field in fields(batch):
             value = getattr(batch, field.name)
@@ -207,9 +206,23 @@ class CudaRunner:
         self.out_logprobs[:count] = logprobs
         if raw is not None:
             self.out_raw[:count] = raw
-        cuda_ops.advance(self.rows[:count], self.out[0], self.last_token, self.position)
+        rows = self.rows[: len(np.unique(slots))]
+        cuda_ops.advance(rows, self.out[0], self.last_token, self.position)
+
+    def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
+        """Compute prompts with the very graph that decodes, one token of each sequence at a time."""
+        for step in range(max(chunk.end - chunk.start for chunk in chunks)):
+            live = [chunk for chunk in chunks if chunk.start + step < chunk.end]
+            slots = np.array([chunk.slot for chunk in live])
+            self._set_inputs(slots, np.array([chunk.start + step for chunk in live]))
+            self.graphs.run(("layers", self._send_rows(slots)))
+        slots = np.array([chunk.slot for chunk in chunks])
+        self._set_inputs(slots, self.slots.length[slots] - 1)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
+        if self.config.deterministic:
+            self._prefill_one_by_one(chunks)
+            return
         total = sum(chunk.end - chunk.start for chunk in chunks)
         n = next(size for size in self.prefill_sizes if size >= total)
         tiles = self._num_tiles(n)
@@ -233,6 +246,22 @@ class CudaRunner:
         self.graphs.run(("prefill", n))
 
     # ------------------------------------------------------------------------------ from the host to the device
+
+    def _send_rows(self, slots: np.ndarray) -> int:
+        """Tell the device which slots the next pass computes; returns the size of its graph."""
+        b = next(size for size in self.decode_sizes if size >= len(slots))
+        wanted = np.full(b, self.slots.num_slots, np.int32)
+        wanted[: len(slots)] = slots
+        if not np.array_equal(wanted, self.sent_rows[:b]):
+            self.rows[:b] = self._send(wanted)
+            self.sent_rows[:b] = wanted
+        return b
+
+    def _set_inputs(self, slots: np.ndarray, at: np.ndarray) -> None:
+        """Make the token at position `at` the next input of each slot."""
+        sent = self._send(np.stack([slots, self.slots.tokens[slots, at], at]))
+        self.last_token[sent[0]] = sent[1].int()
+        self.position[sent[0]] = sent[2].int()
 
     def _send_changes(self) -> None:
         """Bring the device's tables up to date with what the scheduler did since the last step."""

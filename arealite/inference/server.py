@@ -27,7 +27,9 @@ from arealite.inference.http import (
 )
 from arealite.inference.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.weight_receiver import WeightReceiver
 
+RECEIVER = web.AppKey("receiver", WeightReceiver)
 _MAX_BODY_BYTES = 256 << 20
 
 
@@ -35,6 +37,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
     app = web.Application(middlewares=[errors_as_json], client_max_size=_MAX_BODY_BYTES)
     app[ENGINE] = engine
     app[API_KEY] = config.api_key or ""
+    app[RECEIVER] = WeightReceiver()
     app.add_routes(
         [
             web.get("/health", health),
@@ -50,7 +53,11 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/flush_cache", flush_cache),
             web.post("/update_weights_from_disk", update_weights_from_disk),
             web.post("/update_weights_from_shm", update_weights_from_shm),
+            web.post("/init_weights_update_group", init_weights_update_group),
+            web.post("/update_weights_from_distributed", update_weights_from_distributed),
             web.post("/update_weight_version", update_weight_version),
+            web.post("/release_memory_occupation", release_memory_occupation),
+            web.post("/resume_memory_occupation", resume_memory_occupation),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", models),
@@ -179,10 +186,41 @@ async def update_weights_from_shm(http_request: web.Request) -> web.Response:
     return await _update(http_request, body, "path", Engine.update_weights_from_shm)
 
 
+async def init_weights_update_group(http_request: web.Request) -> web.Response:
+    body = await read_object(http_request)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, http_request.app[RECEIVER].join, body)
+    return json_response({"success": True, "message": "joined"})
+
+
+async def update_weights_from_distributed(http_request: web.Request) -> web.Response:
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    version, flush = _version(engine, body), bool(body.get("flush_cache", True))
+
+    def receive() -> Any:
+        tensors = http_request.app[RECEIVER].receive(body)
+        return engine.update_weights_from_tensors(tensors, version, flush)
+
+    future = await asyncio.get_running_loop().run_in_executor(None, receive)
+    count = await answer(future)
+    message = f"weights of version {version} are in use"
+    return json_response({"success": True, "message": message, "num_paused_requests": count})
+
+
 async def update_weight_version(http_request: web.Request) -> web.Response:
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     await answer(engine.set_version(_version(engine, body)))
     return json_response({"success": True, "weight_version": str(engine.version)})
+
+
+async def release_memory_occupation(http_request: web.Request) -> web.Response:
+    await answer(http_request.app[ENGINE].release_memory())
+    return json_response({"success": True})
+
+
+async def resume_memory_occupation(http_request: web.Request) -> web.Response:
+    await answer(http_request.app[ENGINE].resume_memory())
+    return json_response({"success": True})
 
 
 async def _update(

@@ -77,7 +77,7 @@ def make_engine() -> Iterator[MakeEngine]:
 
 def run(engine: Engine, prompt: list[int], **params) -> list[SampleOutput]:
     """Generate and wait."""
-    return submit(engine, prompt, **params).result(30)
+    return submit(engine, prompt, **params).result(100)
 
 
 def submit(engine: Engine, prompt: list[int], rid: str | None = None, **params):

@@ -17,7 +17,9 @@ from tests.inference.conftest import submit as submit_request
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
 ]
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -69,9 +71,7 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
 def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine):
     model = make_model()
     device = make_engine(model)
-    host = Engine(
-        ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model)
-    )
+    host = Engine(ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model))
     host.runner = engine_module.ModelRunner(host.model, host.shape, host.config)
     host.runner.attach(host.scheduler.slots)
     host.start()
@@ -105,7 +105,9 @@ def test_preemption_prefix_reuse_and_aborts_leave_no_trace(make_engine):
     tight = make_engine(model, max_total_tokens=96 if GPU else 48)
     asked = prompts(8 if GPU else 2, low=4, high=12)
     futures = [
-        submit_request(tight, p, max_new_tokens=32 if GPU else 14, ignore_eos=True, sampling_seed=i, n=2)
+        submit_request(
+            tight, p, max_new_tokens=32 if GPU else 14, ignore_eos=True, sampling_seed=i, n=2
+        )
         for i, p in enumerate(asked)
     ]
     outputs = [future.result(300) for future in futures]

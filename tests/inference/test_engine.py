@@ -273,3 +273,16 @@ def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engi
     stats = engine.stats()
     assert stats["running"] == stats["waiting"] == 0
     assert stats["free_blocks"] == stats["total_blocks"]
+
+
+def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
+    engine = make_engine(make_model())
+    expected = run(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
+    future = submit_and_see_start(
+        engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True
+    )
+    engine.release_memory().result(10)
+    assert engine.runner is None and not future.done()
+    engine.resume_memory().result(10)
+    assert future.result(30)[0].token_ids == expected[0].token_ids
+    assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]

@@ -275,3 +275,9 @@ def test_bearer_token(model_path):
         assert client.request("/model_info", token="secret")[0] == 200
     finally:
         assert stop(process) == 0
+
+
+def test_memory_endpoints(server):
+    server("/release_memory_occupation", {})
+    server("/resume_memory_occupation", {})
+    assert len(server.generate([1, 2], max_new_tokens=3, ignore_eos=True)["output_ids"]) == 3

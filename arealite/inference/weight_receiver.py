@@ -1,0 +1,61 @@
+"""Weights by broadcast: the server's side of `/init_weights_update_group` and `/update_weights_from_distributed`.
+
+Joining and receiving happen on threads; generation goes on meanwhile, and the new weights are swapped in between two steps. The last group joined is the
+only one kept: a trainer that makes a new one has given the old one up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arealite.api.errors import RequestError, WeightUpdateError
+from arealite.utils.weight_group import WeightGroup, parse_specs
+
+TIMEOUT_S = 20.0
+
+
+class WeightReceiver:
+    """The group this server is in, if any. Methods block: call them on a thread."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._group: WeightGroup | None = None
+
+    def join(self, body: dict[str, Any]) -> None:
+        try:
+            address, port = str(body["master_address"]), int(body["master_port"])
+            rank, size = int(body["rank_offset"]), int(body["world_size"])
+            name, backend = str(body["group_name"]), body.get("backend", "gloo")
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"cannot join a group: {error!r} is missing or not a number"
+            ) from error
+        if backend != "gloo":
+            raise RequestError(
+                f"backend is {backend!r}; the embedded engine receives weights over gloo"
+            )
+        self._group = None
+        try:
+            self._group = WeightGroup(address, port, rank, size, name, TIMEOUT_S)
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"cannot join the group at {address}:{port}: {error}"
+            ) from error
+        self._name = name
+
+    def receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self._group is None or body.get("group_name") != self._name:
+            raise RequestError(f"this server is not in the group {body.get('group_name')!r}")
+        try:
+            specs = parse_specs(body.get("specs"))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"specs must list name, type and shape of each tensor: {error}"
+            ) from error
+        try:
+            return self._group.receive(specs)
+        except RuntimeError as error:
+            self._group = None
+            raise WeightUpdateError(
+                f"the broadcast broke off: {error}. The old weights are still served"
+            ) from error
