@@ -48,6 +48,10 @@ class Wire(Protocol):
         """Whether `load_weights` may be called while the server generates."""
         ...
 
+    async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
+        """Whatever must happen once before these servers load together."""
+        ...
+
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
         ...
@@ -110,9 +114,7 @@ class Fleet:
         async with self._changing_weights:
             self._published, self.version = meta, meta.version
             servers = [s for s in self.router.servers.values() if s not in self._reviving]
-            outcomes = await asyncio.gather(
-                *(self._load(s, meta) for s in servers), return_exceptions=True
-            )
+            outcomes = await self._load_all(servers, meta)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerError):
                 self.suspect(server, outcome)
@@ -121,6 +123,15 @@ class Fleet:
         self.router.on_change()
         # with no server left, training goes on as soon as one has come back with these weights
         self.router.release(await self.router.acquire(wait))
+
+    async def _load_all(
+        self, servers: list[Server], meta: WeightUpdateMeta
+    ) -> list[BaseException | None]:
+        try:
+            await self.wire.begin_load(servers, meta)
+        except ServerError as error:
+            return [error for _ in servers]  # whoever still lives is served on its own
+        return await asyncio.gather(*(self._load(s, meta) for s in servers), return_exceptions=True)
 
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
         if self.wire.can_swap(server) and server.is_open:
@@ -204,7 +215,9 @@ class Fleet:
                     f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
                 )
             else:
-                await self._load(server, self._published)
+                (error,) = await self._load_all([server], self._published)
+                if error is not None:
+                    raise error
 
     async def _compare_with_peers(self, server: Server) -> None:
         """Before the first update nobody has published weights: a server that joins must hold what others hold."""

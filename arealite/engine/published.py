@@ -1,6 +1,6 @@
 """The weights a trainer has published, as a server finds them: read again to compare fingerprints.
 
-Disk and shared memory can be looked at; a broadcast leaves nothing behind (its sender keeps the fingerprints itself).
+On disk, in shared memory, or in the outbox of this process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from safetensors import SafetensorError, safe_open
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils.shared_weights import SharedWeights
+from arealite.utils.weight_group import get_outbox
 
 
 def read_published(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
-    """Named tensors at `meta.path`, mapped and not copied; none if `meta` leaves nothing to read."""
+    """Named tensors at `meta.path`, mapped and not copied."""
     if meta.type == "shm":
         return SharedWeights.attach(meta.path).tensors
-    if meta.type != "disk":
-        return {}
+    if meta.type == "broadcast":
+        return get_outbox(meta.path)
     folder = Path(meta.path)
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]

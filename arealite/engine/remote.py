@@ -123,6 +123,9 @@ class RemoteEngine(CollectingEngine):
     def can_swap(self, server: Server) -> bool:
         return False
 
+    async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
+        """Nothing to do, for ways in which each server fetches its weights by itself."""
+
     @abc.abstractmethod
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
 

@@ -5,12 +5,15 @@ Only the wire format is here; choice of server, interruption, retries and collec
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.router import Server
+from arealite.engine.broadcast import WeightSender
 from arealite.engine.remote import Piece, Progress, RemoteEngine
 from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpError
@@ -20,6 +23,12 @@ _CONTROL_TIMEOUT_S = 60.0
 
 class RemoteSGLangEngine(RemoteEngine):
     """Generates with SGLang or embedded servers."""
+
+    def __init__(
+        self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
+    ):
+        super().__init__(config, seed, ledger_path)
+        self._sender = WeightSender()
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         # SGLang gives all n samples of a request the same seed; the embedded server seed + i
@@ -64,6 +73,16 @@ class RemoteSGLangEngine(RemoteEngine):
     def can_swap(self, server: Server) -> bool:
         return server.is_arealite and self.config.pause_mode == "in_place"
 
+    async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
+        if meta.type != "broadcast":
+            return
+        foreign = [s.address for s in servers if not s.is_arealite]
+        if foreign:
+            raise WeightUpdateError(
+                f"{foreign[0]} is not an embedded server: set rollout.weight_update=disk for SGLang"
+            )
+        await self._sender.open(self.http, servers, meta)
+
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         # in place, requests in flight keep their KV cache: there is nothing that could be flushed
         common = {
@@ -75,10 +94,18 @@ class RemoteSGLangEngine(RemoteEngine):
         elif meta.type == "shm":
             endpoint, body = "update_weights_from_shm", {"path": meta.path, **common}
         else:
-            raise WeightUpdateError(f"RemoteSGLangEngine cannot update weights by {meta.type!r}")
+            endpoint, body = (
+                "update_weights_from_distributed",
+                {**self._sender.body(meta), **common},
+            )
         try:
             answer = await self._control(server, endpoint, body, self.config.setup_timeout_s)
         except HttpError as error:
+            if (
+                meta.type == "broadcast"
+            ):  # another member may have failed: this one is asked again on its own
+                self._sender.give_up()
+                raise
             raise WeightUpdateError(
                 f"{server.address} refused version {meta.version}: {error.text}"
             ) from error
