@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from arealite.engine.hf_model import (
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
 from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout
 from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
+from arealite.engine.vision import check_vision_layout, has_vision, take_vision
 from arealite.utils import distributed
 from arealite.utils.data import (
     pack,
@@ -73,11 +75,14 @@ class FSDPEngine(TrainEngine):
         self.hf_config = load_config(self.folder, self.scalar_head)
         self.parallel = parallel or ParallelStrategy(data=distributed.world_size())
         check_layout(self.parallel, self.hf_config, distributed.world_size())
+        check_vision_layout(self.hf_config, self.parallel)
         self.device = config.device
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.module: PackedModel | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout: Layout | None = None
@@ -282,6 +287,7 @@ class FSDPEngine(TrainEngine):
             # On the host, where finding them makes no accelerator wait.
             data["target_positions"] = target_positions(data["cu_seqlens"], data.get("loss_mask"))
             prefixes = self._shared_prefixes(part, data["input_ids"], lengths)
+            data = take_vision(self.model, part, data) if has_vision(self.hf_config) else data
             data = {k: v.to(self.device, non_blocking=True) for k, v in data.items()}
             packed.append(MicroBatch(group, data, lengths, prefixes))
         return packed
@@ -290,7 +296,7 @@ class FSDPEngine(TrainEngine):
         self, part: Batch, ids: torch.Tensor, lengths: list[int]
     ) -> PrefixPlan | None:
         wanted = self.config.share_prefix and "group_ids" in part and "loss_mask" in part
-        if not wanted or self.parallel.context > 1:
+        if not wanted or self.parallel.context > 1 or has_vision(self.hf_config):
             return None
         trained = part["loss_mask"].bool()
         first = torch.where(trained.any(1), trained.int().argmax(1), trained.shape[1])

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,6 +36,7 @@ from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
 from arealite.engine.parallel import sum_pieces
 from arealite.engine.shared_prefix import PrefixPlan
+from arealite.engine.vision import freeze_vision, has_vision, language_model
 
 
 class PackedModel(nn.Module):
@@ -68,10 +70,13 @@ class PackedModel(nn.Module):
         ids, positions, cu_seqlens, lengths, first = self._piece(mb, lengths)
         if prefixes is not None:
             ids, positions = ids[prefixes.unique], positions[prefixes.unique]
+        images = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
+        positions = mb["rope_positions"][:, None] if "rope_positions" in mb else positions[None]
         outputs = self.model.base_model(
             input_ids=ids[None],
-            position_ids=positions[None],
+            position_ids=positions,
             use_cache=False,
+            **images,
             **attention_kwargs(cu_seqlens, lengths, self.context_group, prefixes),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
@@ -160,18 +165,27 @@ def load_model(
 ) -> PreTrainedModel:
     """The whole model on the host, in the type that the optimizer holds."""
     logging.disable_progress_bar()  # a run shows one live table
-    cls = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    attention: str | dict[str, str] = ATTENTION
+    if scalar_head:
+        cls = AutoModelForSequenceClassification
+    elif has_vision(hf_config):
+        cls = AutoModelForImageTextToText
+        attention = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
+    else:
+        cls = AutoModelForCausalLM
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
         # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
-        model = cls.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
+        model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     else:
         try:
             model = cls.from_pretrained(
-                folder, config=hf_config, dtype=dtype, attn_implementation=ATTENTION
+                folder, config=hf_config, dtype=dtype, attn_implementation=attention
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot load the model at {folder}: {error}") from error
+    if has_vision(hf_config):
+        freeze_vision(model)
     if config.lora_rank:
         add_adapters(model, config)
     model.train()
@@ -181,7 +195,7 @@ def load_model(
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, which are sharded, checkpointed and compiled one by one."""
     names = set(model._no_split_modules or ())
-    layers = [m for m in model.modules() if type(m).__name__ in names]
+    layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
     if not layers:
         raise ConfigError(f"{type(model).__name__} does not say which of its modules are layers")
     return layers

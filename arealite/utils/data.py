@@ -15,6 +15,9 @@ import torch
 
 from arealite.api.io_struct import Batch
 
+# What a row brings for its images. Dimension 1 counts images or patches, never tokens, whatever its size.
+VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images")
+
 
 def seq_lengths(batch: Batch) -> torch.Tensor:
     """Real tokens of each sequence, `[B]`."""
@@ -25,32 +28,11 @@ def num_rows(batch: Batch) -> int:
     return batch["attention_mask"].shape[0]
 
 
-def is_per_token(batch: Batch, value: torch.Tensor) -> bool:
-    """Whether `value` has one entry per token of the padded `batch` (the rest has one per sequence)."""
-    return value.dim() >= 2 and value.shape[:2] == batch["attention_mask"].shape
-
-
-def trajectory(
-    input_ids: list[int],
-    loss_mask: list[int],
-    logprobs: list[float],
-    versions: list[int],
-    reward: float,
-    truncated: bool = False,
-) -> Batch:
-    """One sequence as a batch of one row, as a workflow returns it. The lists have one entry per token."""
-    lengths = {len(input_ids), len(loss_mask), len(logprobs), len(versions)}
-    if len(lengths) != 1:
-        raise ValueError(f"the lists of a trajectory have different lengths: {sorted(lengths)}")
-    return {
-        "input_ids": torch.tensor([input_ids]),
-        "attention_mask": torch.ones(1, len(input_ids), dtype=torch.long),
-        "loss_mask": torch.tensor([loss_mask]),
-        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
-        "versions": torch.tensor([versions]),
-        "rewards": torch.tensor([reward], dtype=torch.float32),
-        "truncated": torch.tensor([truncated]),
-    }
+def is_per_token(batch: Batch, key: str) -> bool:
+    """Whether `key` has one entry per token of the padded `batch` (the rest has one per sequence)."""
+    value = batch[key]
+    shaped = value.dim() >= 2 and value.shape[:2] == batch["attention_mask"].shape
+    return shaped and key not in VISION_KEYS
 
 
 def concat_padded(batches: list[Batch]) -> Batch:
@@ -66,11 +48,13 @@ def concat_padded(batches: list[Batch]) -> Batch:
             raise ValueError(
                 f"batches to join differ in their keys: {sorted(keys ^ set(other))} are not in all of them"
             )
-    length = max(b["attention_mask"].shape[1] for b in batches)
     joined = {}
-    for key in batches[0]:
-        fill = -1 if key == "versions" else 0
-        parts = [_pad_to(b[key], length, fill) if is_per_token(b, b[key]) else b[key] for b in batches]
+    for key, first in batches[0].items():
+        parts = [b[key] for b in batches]
+        if is_per_token(batches[0], key) or (key in VISION_KEYS and first.dim() >= 2):
+            longest = max(part.shape[1] for part in parts)
+            fill = -1 if key == "versions" else 0
+            parts = [_pad_to(part, longest, fill) for part in parts]
         joined[key] = torch.cat(parts)
     return joined
 
@@ -91,7 +75,7 @@ def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
     chosen = {}
     for key, value in batch.items():
         picked = value[index.to(value.device)]
-        chosen[key] = picked[:, :length] if is_per_token(batch, value) else picked
+        chosen[key] = picked[:, :length] if is_per_token(batch, key) else picked
     return chosen
 
 
@@ -103,7 +87,7 @@ def pack(batch: Batch) -> Batch:
     packed = {}
     for key, value in batch.items():
         if key != "attention_mask":
-            per_token = is_per_token(batch, value)
+            per_token = is_per_token(batch, key)
             packed[key] = value.flatten(0, 1)[index] if per_token else value
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
     cu_seqlens[1:] = lengths.cumsum(0)

@@ -1,0 +1,86 @@
+"""Images in packed micro-batches: vision-language models train through the same engine as text models.
+
+Rows carry what the model's processor made for their images, padded along dimension 1: `pixel_values` with `image_grid_thw [B, K, 3]`
+(Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`). Packing keeps the real ones only, in the
+order of their placeholders. The language model is trained; the vision tower and its projector are frozen, so that
+micro-batches with and without images can meet on different ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.errors import AllocationError
+from arealite.api.io_struct import Batch
+from arealite.utils.data import VISION_KEYS
+
+
+def has_vision(config: PreTrainedConfig) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) -> None:
+    if has_vision(config) and strategy.tensor * strategy.context > 1:
+        raise AllocationError(
+            f"vision-language models train data parallel only; {strategy} asks for t{strategy.tensor} c{strategy.context}: set t1 c1"
+        )
+
+
+def language_model(model: PreTrainedModel) -> nn.Module:
+    """The decoder: a part of a vision-language model, all of another."""
+    return getattr(model.base_model, "language_model", model)
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    trained = {id(p) for p in language_model(model).parameters()}
+    head = model.get_output_embeddings()
+    trained |= {id(p) for p in head.parameters()} if head is not None else set()
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+
+
+def vision_inputs(model: PreTrainedModel, rows: Batch) -> Batch:
+    """Keyword inputs of the model for the images of padded `rows`; empty where there are none."""
+    if "pixel_values" not in rows:
+        return {}
+    pixels = rows["pixel_values"]
+    if "image_grid_thw" not in rows:
+        counts = rows["num_images"].tolist()
+        real = torch.cat([pixels[i, :count] for i, count in enumerate(counts)])
+        return {"pixel_values": real} if len(real) else {}
+    sizes = rows["image_grid_thw"].prod(dim=-1)  # [B, K], 0 where there is no image
+    patches = sizes.sum(dim=1).tolist()
+    if not sum(patches):
+        return {}
+    real = torch.cat([pixels[i, :count] for i, count in enumerate(patches)])
+    return {"pixel_values": real, "image_grid_thw": rows["image_grid_thw"][sizes > 0]}
+
+
+def rope_positions(model: PreTrainedModel, rows: Batch) -> torch.Tensor | None:
+    """Packed `[3, N]` positions (time, height, width) of models that place images so; None for others."""
+    find = getattr(model.base_model, "get_rope_index", None)
+    images = vision_inputs(model, rows)
+    if find is None or "image_grid_thw" not in images:
+        return None
+    ids, mask = rows["input_ids"], rows["attention_mask"]
+    extra = {}
+    if "mm_token_type_ids" in inspect.signature(find).parameters:
+        extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    positions, _ = find(
+        input_ids=ids, image_grid_thw=images["image_grid_thw"], attention_mask=mask, **extra
+    )
+    return positions[:, mask.bool()]
+
+
+def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
+    """`packed` with the padded image inputs replaced by what the model takes."""
+    packed = {k: v for k, v in packed.items() if k not in VISION_KEYS}
+    positions = rope_positions(model, rows)
+    if positions is not None:
+        packed["rope_positions"] = positions
+    return packed | vision_inputs(model, rows)

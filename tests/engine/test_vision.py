@@ -1,0 +1,155 @@
+"""Vision-language models through the same engine: packed equals one row at a time; the language model learns; ranks agree."""
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config
+from transformers import (
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+)
+
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.errors import AllocationError
+from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.engine.vision import check_vision_layout
+from arealite.utils.data import concat_padded, select_rows
+
+IMAGE = 60
+TEXT = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def qwen_config():
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=2, spatial_merge_size=2,
+        temporal_patch_size=1, in_channels=3, out_hidden_size=32, window_size=8, fullatt_block_indexes=[0],
+    )  # fmt: skip
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    return Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_scaling": rope}, vision_config=vision,
+        image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
+    )  # fmt: skip
+
+
+def llava_config():
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4, projection_dim=16,
+    )  # fmt: skip
+    return LlavaConfig(
+        vision_config=vision,
+        text_config=Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        image_seq_length=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def vlm_dirs(tmp_path_factory):
+    torch.manual_seed(0)
+    dirs = {}
+    for name, config in (("qwen", qwen_config()), ("llava", llava_config())):
+        dirs[name] = str(tmp_path_factory.mktemp(name))
+        AutoModelForImageTextToText.from_config(config).save_pretrained(dirs[name])
+    return dirs
+
+
+def row(kind, length, num_images, seed):
+    """One row: images first (four placeholder tokens each), then text."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 59, (1, length), generator=g)
+    for i in range(num_images):
+        ids[0, 1 + 6 * i] = 62
+        ids[0, 2 + 6 * i : 6 + 6 * i] = IMAGE
+    loss_mask = torch.ones(1, length, dtype=torch.long)
+    loss_mask[0, : 1 + 6 * num_images] = 0
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones(1, length, dtype=torch.long),
+        "loss_mask": loss_mask,
+    }
+    if kind == "qwen":  # a 4 × 4 grid of patches merges to 2 × 2 tokens
+        batch["pixel_values"] = torch.randn(1, 16 * num_images, 3 * 2 * 2, generator=g)
+        batch["image_grid_thw"] = torch.tensor([[[1, 4, 4]]]).repeat(1, num_images, 1)
+    else:
+        batch["pixel_values"] = torch.randn(1, num_images, 3, 8, 8, generator=g)
+        batch["num_images"] = torch.tensor([num_images])
+    return batch
+
+
+def vlm_batch(kind):
+    return concat_padded(
+        [row(kind, 14, 1, 0), row(kind, 9, 0, 1), row(kind, 21, 2, 2), row(kind, 16, 1, 3)]
+    )
+
+
+def vlm_engine(path, **kwargs):
+    engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=32, **kwargs))
+    engine.initialize(SPEC)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_packed_rows_equal_single_rows_of_plain_transformers(vlm_dirs, kind):
+    engine = vlm_engine(vlm_dirs[kind])
+    plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind], attn_implementation="eager")
+    batch = vlm_batch(kind)
+    found = engine.forward(batch)["logp"]
+    for i, (length, images, seed) in enumerate([(14, 1, 0), (9, 0, 1), (21, 2, 2), (16, 1, 3)]):
+        single = row(kind, length, images, seed)
+        inputs = {"input_ids": single["input_ids"]}
+        if images:
+            inputs["pixel_values"] = single["pixel_values"][0]
+        if images and kind == "qwen":
+            inputs["image_grid_thw"] = single["image_grid_thw"][0]
+            inputs["mm_token_type_ids"] = (single["input_ids"] == IMAGE).int()
+        with torch.no_grad():
+            logits = plain(**inputs).logits
+        logp = (
+            logits[0, :-1].log_softmax(-1).gather(-1, single["input_ids"][0, 1:, None]).squeeze(-1)
+        )
+        mask = single["loss_mask"][0, 1:].bool()
+        torch.testing.assert_close(found[i, 1:length][mask], logp[mask], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_the_language_model_learns_and_vision_stays(vlm_dirs, kind, tmp_path):
+    engine = vlm_engine(vlm_dirs[kind])
+    before = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    batch = vlm_batch(kind)
+    losses = [engine.train_lm(batch)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.2
+    for name, parameter in engine.model.named_parameters():
+        learned = "language_model" in name or "lm_head" in name
+        assert torch.equal(parameter, before[name]) != learned, name
+    engine.save(SaveLoadMeta(str(tmp_path / "export"), "hf"))
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, engine.model.get_parameter(name)), name
+
+
+def _losses_on_rank(rank, path):
+    engine = vlm_engine(path)
+    batch = vlm_batch("qwen")
+    # rank 1 has no image at all
+    rows = [0, 1, 2, 3] if rank is None else [[0, 2, 3], [1]][rank]
+    return [engine.train_lm(select_rows(batch, rows))["loss"] for _ in range(4)]
+
+
+def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks):
+    one = _losses_on_rank(None, vlm_dirs["qwen"])
+    two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"])
+    assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
+
+
+def test_layouts_other_than_data_parallel_are_refused(vlm_dirs):
+    engine = FSDPEngine(engine_config(vlm_dirs["qwen"]))
+    with pytest.raises(AllocationError, match="data parallel only"):
+        check_vision_layout(engine.hf_config, ParallelStrategy(tensor=2))
