@@ -155,7 +155,9 @@ def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool) -> None:
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    # FSDP leaves the root's parameters gathered after a forward pass. A copy, because writing one out as bytes would make
+    # its storage one that FSDP can no longer free.
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def _fix_config(file: Path, dtype: str) -> None:
