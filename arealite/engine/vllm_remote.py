@@ -34,6 +34,8 @@ class RemotevLLMEngine(RemoteEngine):
                 progress, num_samples, progress.next_segment(self.config.segment_tokens)
             ),
             "request_id": progress.next_rid(),
+            # Updated in place, vLLM keeps its prefix cache: keys and values of old weights must not meet new requests.
+            "cache_salt": f"v{server.version}",
         }
         url = f"{server.url}/inference/v1/generate"
         answer = await self.http.post(url, body, self.config.request_timeout_s)

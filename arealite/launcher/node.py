@@ -25,7 +25,13 @@ from arealite.launcher.servers import (
 )
 from arealite.launcher.supervisor import Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
-from arealite.utils.names import FileNames, wait_for_names
+from arealite.utils.names import (
+    ELASTIC_FOLDER,
+    ELASTIC_PREFIX,
+    ELASTIC_TTL_S,
+    FileNames,
+    wait_for_names,
+)
 from arealite.utils.network import free_port, host_address, is_free
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -44,6 +50,7 @@ def run_node(job: Job, node: int, part_class: type[NodePart] | None = None) -> i
         except AReaLiteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             code = 1
+        part.elastic.close()
         # The other nodes learn of it, and end too.
         names.publish(f"ended/{node}", str(code))
     return code
@@ -64,6 +71,7 @@ class NodePart:
         self.ranks: list[Child] = []
         self.num_restarts = 0
         self.is_up = False
+        self.elastic = FileNames(job.run_dir.names / ELASTIC_FOLDER, ELASTIC_TTL_S)
 
     def run(self) -> int:
         began = time.monotonic()
@@ -98,6 +106,7 @@ class NodePart:
     def turn(self) -> int:
         """Sleep until something happens, and see to it. Returns the code of a rank that failed, else 0."""
         self.names.renew()
+        self.elastic.renew()
         self.publish_healthy()
         for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else _RUNNING_WAKE_S):
             if child in self.ranks:
@@ -156,6 +165,8 @@ class NodePart:
                 self.servers[index] = child
                 self.addresses.append(address)
                 self.names.publish(f"servers/{index}", address)
+                if self.is_up:  # the running job learns of it by its lease
+                    self.elastic.publish(ELASTIC_PREFIX + address, address)
             elif time.monotonic() > deadline:
                 raise ServerError(
                     f"node {self.node} waited {self.config.setup_timeout_s:.0f} s (rollout.setup_timeout_s) for {child.name} to answer "
@@ -170,7 +181,9 @@ class NodePart:
         index = next(i for i, c in running.items() if c is child)
         self.starting.pop(index, None)
         if self.servers.pop(index, None):
+            address = self.names.get(f"servers/{index}")
             self.names.withdraw(f"servers/{index}")
+            self.elastic.withdraw(f"{ELASTIC_PREFIX}{address}")
         self.num_restarts += 1
         allowed = self.config.launcher.server_restarts
         if self.num_restarts > allowed:

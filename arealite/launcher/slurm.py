@@ -51,7 +51,8 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     try:
         return _follow(job, job_id)
     finally:
-        shutil.rmtree(job.run_dir.names, ignore_errors=True)
+        for folder in job.run_dir.names.glob(f"{job.id}-*"):  # of every attempt
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def batch_script(job: Job) -> str:

@@ -17,6 +17,8 @@ from typing import Protocol
 from arealite.api.errors import AReaLiteError, WaitTimeout
 
 DEFAULT_TTL_S = 30.0
+# Servers that join a running job (one that was started again, one of a pool, one by hand) are known by these.
+ELASTIC_FOLDER, ELASTIC_PREFIX, ELASTIC_TTL_S = "elastic", "server/", 6.0
 # A shared folder cannot call back: this is how long news may take to be noticed.
 _LOOK_INTERVAL_S = 0.2
 

@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from arealite.api.errors import WaitTimeout
-from arealite.utils.names import FileNames, wait_for_names
+from arealite.core import membership
+from arealite.utils.names import (
+    ELASTIC_FOLDER,
+    ELASTIC_PREFIX,
+    ELASTIC_TTL_S,
+    FileNames,
+    wait_for_names,
+)
 
 
 def test_publish_list_withdraw(tmp_path):
@@ -60,3 +67,9 @@ def test_a_wait_that_is_over_says_what_is_there(tmp_path):
         WaitTimeout, match=r"node 1 waited 0 s for 2 names servers/\*; there are 1: servers/0"
     ):
         wait_for_names(names, "servers/", 2, 0, "node 1")
+
+
+def test_the_client_looks_where_launchers_publish(tmp_path):
+    launcher = FileNames(tmp_path / "names" / ELASTIC_FOLDER, ELASTIC_TTL_S)
+    launcher.publish(f"{ELASTIC_PREFIX}10.0.0.1:80", "10.0.0.1:80")
+    assert membership.Members(tmp_path).living() == {"10.0.0.1:80"}
