@@ -21,7 +21,8 @@ demo: setup
 test: setup
 	@$(PY) -m pytest $(ARGS)
 
-test-all: setup
+test-all:
+	@scripts/setup dev,ray
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 
 lint: setup

@@ -1,0 +1,174 @@
+"""GRPO steps through real servers of each kind, started by real launchers; servers killed on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.launcher.plan import LaunchConfig
+from tests.launcher.slurm_cluster import SlurmCluster, why_not
+from tests.servers.conftest import launch_config
+
+SCRIPT = Path(__file__).parent / "grpo_script.py"
+pytestmark = pytest.mark.timeout(400)
+
+
+def arguments(
+    folder: Path, backend: str, model: Path, rows: Path, mode: str, steps: int
+) -> list[str]:
+    """The command line of a small run; flags of the real servers as the client tests have them."""
+    config: LaunchConfig = launch_config(backend, model)
+    overrides = [
+        *("experiment_name=e", "trial_name=t", f"cluster.fileroot={folder}", f"allocation_mode={mode}"),
+        *(f"train_dataset.path={rows}", "train_dataset.batch_size=4", f"total_train_steps={steps}"),
+        *(f"actor.path={model}", "actor.dtype=float32", "actor.device=cpu", "actor.optimizer.lr=1e-3"),
+        *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "server.device=cpu", "server.dtype=float32"),
+        *("rollout.max_head_offpolicyness=1", "launcher.stop_timeout_s=5", "server.max_total_tokens=8192"),
+    ]  # fmt: skip
+    for key in ("sglang", "vllm"):
+        if getattr(config, key):
+            overrides.append(f"{key}={json.dumps(getattr(config, key))}")
+    return overrides
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start a launcher; whatever the test comes to, it does not outlive it."""
+    started: list[subprocess.Popen] = []
+
+    def launch(launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(SCRIPT), *argv]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env={**os.environ, **env}, **pipes))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def checks(folder: Path) -> list[dict]:
+    path = folder / "e" / "t" / "checks.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finish(process: subprocess.Popen, folder: Path, steps: int, timeout_s: float) -> str:
+    out, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, out
+    found = checks(folder)
+    assert [line["step"] for line in found] == list(range(steps)), out
+    assert all(line["gap"] < 2e-3 for line in found), found
+    assert sum(line["fresh"] for line in found) > 0, "no token was of the newest weights"
+    assert all(line["lag"] <= 1 for line in found), "a sample older than allowed was trained on"
+    return out
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "embedded",
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(500)]),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(500)]),
+    ],
+)
+def test_grpo_through_the_local_launcher(start, tmp_path, models, gsm8k_path, backend):
+    mode = f"{backend}.d1p1t1+d1p1t1"
+    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps=4)
+    finish(start("local", argv), tmp_path, 4, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "embedded",
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+    ],
+)
+def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, backend):
+    mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 30
+    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps)
+    process = start("local", argv)
+    deadline = time.monotonic() + 300
+    while len(checks(tmp_path)) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.kill(server_pid(tmp_path), signal.SIGKILL)
+    out = finish(process, tmp_path, steps, 400)
+    assert "was ended by SIGKILL" in out and "starting server" in out
+
+
+def server_pid(folder: Path) -> int:
+    """One of the run's servers: a process with its session's number whose output is the server's log."""
+    log = str(folder / "e" / "t" / "logs" / "server0.log")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                leads = os.getsid(int(entry.name)) == int(entry.name)
+                if leads and os.readlink(entry / "fd" / "1") == log:
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError("no server runs")
+
+
+@pytest.mark.slurm
+def test_grpo_through_slurm(start, tmp_path, models, gsm8k_path):
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d2p1t1+d2p1t1", steps=3)
+    argv += ["cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
+    with SlurmCluster(tmp_path / "slurm", nodes=2) as cluster:
+        finish(start("slurm", argv, **cluster.env), tmp_path, 3, 300)
+
+
+@pytest.mark.ray
+def test_grpo_through_ray(start, tmp_path, models, gsm8k_path):
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d2p1t1+d2p1t1", steps=3)
+    argv += ["cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
+    try:
+        finish(start("ray", argv, RAY_ADDRESS=cluster.address), tmp_path, 3, 300)
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_grpo_through_torchrun_survives_a_killed_rank(start, tmp_path, models, gsm8k_path):
+    argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d1+d2", steps=30)
+    argv += ["recover.mode=auto", "recover.retries=1", "recover.freq_steps=2"]
+    process = start("torchrun", argv)
+    deadline = time.monotonic() + 250
+    while len(checks(tmp_path)) < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    found = subprocess.run(
+        ["pgrep", "-f", str(SCRIPT)], text=True, capture_output=True
+    ).stdout.split()
+    ranks = [pid for pid in map(int, found) if "LOCAL_RANK=1" in environment(pid)]
+    os.kill(ranks[0], signal.SIGKILL)
+    out, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, out
+    steps = [line["step"] for line in checks(tmp_path)]
+    assert steps[-1] == 29 and sorted(set(steps)) == list(range(30)), (
+        "resumed from the checkpoint, not from the start"
+    )
+    assert len(steps) < 40
+
+
+def environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return []
