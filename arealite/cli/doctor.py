@@ -1,0 +1,107 @@
+"""Is this machine fit? `python -m arealite.cli.doctor [FILEROOT]` looks and says what to do about what it finds.
+
+Versions, accelerators, memory for weights, free space, ports, and which optional parts are installed. Exits with 1 if something that every run needs is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from arealite.utils.config import run_main
+from arealite.utils.network import free_port, release_port
+
+_GB = 1e9
+_OPTIONAL = {
+    "datasets": "hub datasets: pip install 'arealite[hub]'",
+    "tensorboard": "TensorBoard files: pip install 'arealite[tensorboard]'",
+    "peft": "LoRA: pip install 'arealite[lora]'",
+    "ray": "mode=ray: pip install 'arealite[ray]'",
+    "sglang": "SGLang servers in this environment (or set sglang.command)",
+    "vllm": "vLLM servers in this environment (or set vllm.command)",
+}
+
+
+class Finding(NamedTuple):
+    """`state` is ok, note (an option is absent) or wrong."""
+
+    state: str
+    what: str
+
+
+def findings(fileroot: Path) -> Iterator[Finding]:
+    """Everything worth knowing, most important first."""
+    yield Finding(
+        "ok", f"Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"
+    )
+    yield _at_least("torch", torch.__version__, (2, 11))
+    yield _at_least("transformers", transformers.__version__, (5, 12))
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            name = torch.cuda.get_device_name(i)
+            yield Finding("ok", f"GPU {i}: {name}, {free / _GB:.0f} of {total / _GB:.0f} GB free")
+    else:
+        yield Finding("note", "no GPU: everything runs on the CPU, in float32 (set dtype=float32)")
+    yield _space(
+        "/dev/shm", Path("/dev/shm"), 1, "rollout.weight_update=shm needs room for the weights"
+    )
+    yield _space(f"run directories in {fileroot}", _existing(fileroot), 5, "checkpoints go there")
+    port = free_port()
+    release_port(port)
+    yield Finding("ok", f"ports can be taken (for example {port})")
+    for command, purpose in (("sbatch", "mode=slurm"), ("nvidia-smi", "finding GPUs")):
+        found = shutil.which(command) is not None
+        yield Finding(
+            "ok" if found else "note", f"{command} {'found' if found else 'not found'} ({purpose})"
+        )
+    for module, purpose in _OPTIONAL.items():
+        found = importlib.util.find_spec(module) is not None
+        yield Finding(
+            "ok" if found else "note", f"{module} {'found' if found else 'absent'} ({purpose})"
+        )
+
+
+def _at_least(name: str, version: str, least: tuple[int, int]) -> Finding:
+    have = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    wanted = ".".join(map(str, least))
+    if have < least:
+        return Finding(
+            "wrong", f"{name} {version}, but {wanted} or later is needed: pip install -U {name}"
+        )
+    return Finding("ok", f"{name} {version}")
+
+
+def _space(what: str, path: Path, least_gb: float, why: str) -> Finding:
+    if not path.exists():
+        return Finding("note", f"{what} does not exist ({why})")
+    free_gb = shutil.disk_usage(path).free / _GB
+    state = "ok" if free_gb >= least_gb else "note"
+    return Finding(state, f"{what}: {free_gb:.0f} GB free ({why})")
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    found = list(findings(Path(argv[0] if argv else "runs")))
+    for finding in found:
+        print(f"{finding.state:5}  {finding.what}")
+    return int(any(finding.state == "wrong" for finding in found))
+
+
+if __name__ == "__main__":
+    run_main(main)

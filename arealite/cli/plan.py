@@ -1,0 +1,29 @@
+"""What a configuration would start, and where: `python -m arealite.cli.plan script.py --config file.yaml key=value…`.
+
+Starts nothing and needs no cluster: devices are those that `cluster.n_nodes` and `cluster.n_gpus_per_node` name.
+"""
+
+from __future__ import annotations
+
+from arealite.api.errors import ConfigError
+from arealite.launcher.job import Job
+from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.utils.config import run_main
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(
+            f"usage: python -m arealite.cli.plan SCRIPT.py [--config FILE.yaml]... [key=value]...\n\n{__doc__}"
+        )
+        return 0
+    if argv[0].startswith("-") or "=" in argv[0]:
+        raise ConfigError("name the script first: python -m arealite.cli.plan SCRIPT.py key=value…")
+    config = read_launch_config(argv[0], argv[1:])
+    devices, on_gpu = cluster_slots(config)
+    print(Job(config, argv[0], argv[1:], devices, on_gpu).describe())
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,26 @@
+import pytest
+
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.cli import doctor, plan
+
+
+def test_plan_prints_where_everything_goes(tmp_path, capsys):
+    script = tmp_path / "s.py"
+    script.write_text("")
+    base = ["actor.path=m", "cluster.n_nodes=4", "cluster.n_gpus_per_node=4"]
+    assert plan.main([str(script), "allocation_mode=sglang.d12p1t1+d4p1t1", *base]) == 0
+    out = capsys.readouterr().out
+    assert "12 servers, 4 trainer ranks" in out and "rank 3: node 3 gpu 3" in out
+    with pytest.raises(AllocationError, match="needs 32 devices"):
+        plan.main([str(script), "allocation_mode=sglang.d16p1t1+d16p1t1", *base])
+    with pytest.raises(ConfigError, match="name the script first"):
+        plan.main(["actor.path=m"])
+
+
+def test_doctor_finds_this_machine_fit(tmp_path, capsys, monkeypatch):
+    assert doctor.main([str(tmp_path / "not" / "there")]) == 0
+    out = capsys.readouterr().out
+    assert "torch 2." in out and "GB free" in out and "ray" in out
+    monkeypatch.setattr(doctor.torch, "__version__", "2.4.0")
+    assert doctor.main([]) == 1
+    assert "2.11 or later is needed" in capsys.readouterr().out
