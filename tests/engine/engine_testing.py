@@ -72,6 +72,7 @@ class Ranks:
             port = probe.getsockname()[1]
         context = mp.get_context("spawn")
         self.answers = context.Queue()
+        self.num_tasks = 0
         self.tasks = [context.Queue() for _ in range(world_size)]
         self.processes = [
             context.Process(
@@ -86,13 +87,15 @@ class Ranks:
 
     def run(self, function, *args, timeout_s: float = 120.0) -> list:
         """`function(rank, *args)` on every rank; results in rank order."""
+        self.num_tasks += 1
         for task in self.tasks:
-            task.put((function, args))
+            task.put((self.num_tasks, function, args))
         answers = {}
-        for _ in self.tasks:
-            rank, result, error = self.answers.get(timeout=timeout_s)
-            assert error is None, f"rank {rank} failed:\n{error}"
-            answers[rank] = result
+        while len(answers) < len(self.tasks):
+            number, rank, result, error = self.answers.get(timeout=timeout_s)
+            if number == self.num_tasks:  # an earlier one may be of a test that gave up waiting
+                assert error is None, f"rank {rank} failed:\n{error}"
+                answers[rank] = result
         return [answers[rank] for rank in range(len(self.tasks))]
 
     def close(self) -> None:
@@ -110,8 +113,8 @@ def _rank_main(rank, world_size, port, tasks, answers):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )  # fmt: skip
     while (task := tasks.get()) is not None:
-        function, args = task
+        number, function, args = task
         try:
-            answers.put((rank, function(rank, *args), None))
+            answers.put((number, rank, function(rank, *args), None))
         except BaseException:
-            answers.put((rank, None, traceback.format_exc()))
+            answers.put((number, rank, None, traceback.format_exc()))
