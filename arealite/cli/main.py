@@ -22,20 +22,29 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import (
     BaseExperimentConfig,
     DatasetConfig,
+    DPOConfig,
     GenerationHyperparameters,
     GRPOConfig,
     PPOActorConfig,
+    PreferenceConfig,
+    RWConfig,
     SFTConfig,
     TrainEngineConfig,
 )
 from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError
-from arealite.trainer import evaluate, ppo, sft
+from arealite.trainer import dpo, evaluate, ppo, rw, sft
 from arealite.utils.config import load_config, run_main, to_yaml
 from arealite.utils.rundir import RunDir
 
 # What `trainer.type` and `mode` may name: a loop and its config.
-TRAINERS = {"grpo": (ppo, GRPOConfig), "sft": (sft, SFTConfig), None: (evaluate, GRPOConfig)}
+TRAINERS = {
+    "grpo": (ppo, GRPOConfig),
+    "sft": (sft, SFTConfig),
+    "rw": (rw, RWConfig),
+    "dpo": (dpo, DPOConfig),
+    None: (evaluate, GRPOConfig),
+}
 MODES = ("local", "torchrun", "ray", "slurm")
 DEFAULT_MODEL = "Qwen/Qwen2-0.5B"
 
@@ -60,6 +69,8 @@ GRPOTree = _own_fields(
     gconfig=lambda: GenerationHyperparameters(n_samples=4),
 )
 SFTTree = _own_fields(SFTConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
+RWTree = _own_fields(RWConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
+DPOTree = _own_fields(DPOConfig, model=lambda: PreferenceConfig(path=DEFAULT_MODEL))
 
 
 def _default_dataset() -> DatasetConfig:
@@ -70,9 +81,11 @@ def _default_dataset() -> DatasetConfig:
 class TrainerTree:
     """trainer: which loop, and its own settings."""
 
-    type: str | None = help_field("grpo, sft, or null to evaluate without training.", "grpo")
-    grpo: GRPOTree = help_field("Reinforcement learning.", GRPOTree)
+    type: str | None = help_field("grpo, sft, rw, dpo, or null to evaluate only.", "grpo")
+    grpo: GRPOTree = help_field("Reinforcement learning: the whole GRPO/PPO family.", GRPOTree)
     sft: SFTTree = help_field("Supervised fine-tuning.", SFTTree)
+    rw: RWTree = help_field("Reward model.", RWTree)
+    dpo: DPOTree = help_field("Preference learning.", DPOTree)
 
 
 @dataclass
@@ -98,7 +111,7 @@ class MainConfig(BaseExperimentConfig):
 def flatten(config: MainConfig) -> BaseExperimentConfig:
     """The config of the script that will run: common keys, and those of the chosen trainer."""
     _, script_config = TRAINERS[config.trainer.type]
-    tree = config.trainer.sft if config.trainer.type == "sft" else config.trainer.grpo
+    tree = getattr(config.trainer, config.trainer.type or "grpo")
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
     flat = script_config(**common, **vars(tree))
     flat.check()

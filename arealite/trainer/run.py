@@ -20,7 +20,7 @@ from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
-from arealite.utils.console import ProgressTable
+from arealite.utils.console import COLUMNS, Column, ProgressTable
 from arealite.utils.distributed import rank
 from arealite.utils.evaluator import Evaluator
 from arealite.utils.recover import Recover
@@ -30,6 +30,13 @@ from arealite.utils.stats_logger import StatsLogger
 from arealite.utils.trace import Trace
 
 logger = logging.getLogger("arealite.run")
+
+_WITHOUT_ROLLOUT = (
+    Column("loss", "loss", "{:.4f}"),
+    Column("gradient", "grad_norm"),
+    Column("learning rate", "lr", "{:.1e}"),
+    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+)
 
 
 class Run:
@@ -84,6 +91,7 @@ class Run:
         first = self._resume()
         self.table = ProgressTable(
             self.spec.total_train_steps,
+            COLUMNS if self.rollout is not None else _WITHOUT_ROLLOUT,
             log_path=self.dir.logs / "trainer.log",
             enabled=self.config.stats_logger.console,
             first_step=first,

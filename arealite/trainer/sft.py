@@ -1,4 +1,7 @@
-"""The ready loop of supervised fine-tuning: what examples/arealite/gsm8k_sft.py writes out."""
+"""The ready loop over fixed data: supervised fine-tuning (as in examples/arealite/gsm8k_sft.py).
+
+The reward model (`rw.py`) and preference learning (`dpo.py`) are the same loop with another engine, collation and update.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import SFTConfig
-from arealite.api.io_struct import FinetuneSpec
+from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
+from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.dataset import StatefulDataLoader, collate_sft
+from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
@@ -17,38 +21,40 @@ from arealite.utils.config import load_config, run_main
 
 
 class SFTTrainer:
-    """Model and data loader of one supervised run; rows have `input_ids` and `loss_mask`."""
+    """Model and data loader of one run; rows have `input_ids` and `loss_mask`."""
+
+    engine_class: type[FSDPEngine] = FSDPLMEngine
 
     def __init__(
-        self, config: SFTConfig, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+        self,
+        config: SFTConfig | RWConfig | DPOConfig,
+        rows: list[dict[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
     ):
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
+        size = self.dataloader.batch_size
         self.spec = FinetuneSpec(
-            config.total_train_epochs,
-            len(rows),
-            self.dataloader.batch_size,
-            config.total_train_steps,
+            config.total_train_epochs, len(rows), size, config.total_train_steps
         )
-        self.engine = FSDPLMEngine(
-            config.model, AllocationMode.from_str(config.allocation_mode).train
-        )
+        self.engine: Any = self.engine_class(config.model, self.parallel)
         self.engine.initialize(self.spec)
+
+    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+        return collate_sft(rows, self.tokenizer)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        return self.engine.train_lm(batch)
 
     def train(self) -> None:
         batches = self.dataloader.cycle()
-        with Run(
-            self.config,
-            self.spec,
-            self.engine,
-            dataloader=self.dataloader,
-            tokenizer=self.tokenizer,
-        ) as run:
+        parts = {"dataloader": self.dataloader, "tokenizer": self.tokenizer}
+        with Run(self.config, self.spec, self.engine, **parts) as run:
             for step in run.steps():
-                batch = collate_sft(self.engine.share(next(batches)), self.tokenizer)
+                batch = self.collate(self.engine.share(next(batches)))
                 with run.phase("update"):
-                    stats = self.engine.train_lm(batch)
+                    stats = self.update(batch)
                     self.engine.step_lr_scheduler()
                 run.commit(step, stats)
 

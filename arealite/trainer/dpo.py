@@ -1,0 +1,50 @@
+"""The ready loop of DPO and its relatives (as in examples/arealite/preference_dpo.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from arealite.api.cli_args import DPOConfig
+from arealite.api.io_struct import Batch
+from arealite.dataset.preference import collate_pairs, get_preferences
+from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.trainer.sft import SFTTrainer
+from arealite.utils.config import load_config, run_main
+
+
+class DPOTrainer(SFTTrainer):
+    """Rows have `chosen` and `rejected` tokens; the reference, where the loss has one, is frozen."""
+
+    engine_class = FSDPDPOEngine
+
+    def __init__(
+        self, config: DPOConfig, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+    ):
+        super().__init__(config, rows, tokenizer)
+        self.ref = None
+        if config.ref is not None:
+            self.ref = FSDPEngine(replace(config.ref, optimizer=None), self.parallel)
+            self.ref.initialize()
+
+    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+        return collate_pairs(rows, self.tokenizer)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        if self.ref is not None:
+            batch["ref_logp"] = self.ref.forward(batch)["logp"]
+        return self.engine.train_dpo(batch)
+
+
+def main(argv: list[str]) -> None:
+    """What `arealite.cli.main` starts on every rank."""
+    config = load_config(argv, DPOConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    DPOTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,37 @@
+"""The ready loop of reward models: preference pairs, a scalar head (as in examples/arealite/preference_rw.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from arealite.api.cli_args import RWConfig
+from arealite.api.io_struct import Batch
+from arealite.dataset.preference import collate_pairs, get_preferences
+from arealite.engine.rw.rw_engine import FSDPRWEngine
+from arealite.trainer.sft import SFTTrainer
+from arealite.utils.config import load_config, run_main
+
+
+class RWTrainer(SFTTrainer):
+    """Rows have `chosen` and `rejected` tokens."""
+
+    engine_class = FSDPRWEngine
+
+    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+        return collate_pairs(rows, self.tokenizer)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        return self.engine.train_rw(batch)
+
+
+def main(argv: list[str]) -> None:
+    """What `arealite.cli.main` starts on every rank."""
+    config = load_config(argv, RWConfig)
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    RWTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,80 @@
+"""Runs that are described by a config alone: `python -m arealite.cli.main …`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import ConfigError
+from arealite.cli.main import MainConfig, flatten
+from arealite.utils.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cli(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={folder}", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_path, tmp_path):
+    printed = cli(
+        tmp_path,
+        *("trainer.type=null", f"valid_dataset.path={gsm8k_path}"),
+        *(f"trainer.grpo.actor.path={model_path}", "trainer.grpo.gconfig.max_new_tokens=4"),
+        *("trainer.grpo.gconfig.n_samples=2", "trainer.grpo.server.max_total_tokens=8192"),
+    )
+    assert "eval/reward" in printed
+    (line,) = (tmp_path / "arealite" / "trial" / "stats.jsonl").read_text().splitlines()
+    stats = json.loads(line)
+    assert stats["eval/num_prompts"] == 32 and 0 <= stats["eval/reward"] <= 1
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rw"])
+def test_preference_pairs_train(model_path, tmp_path, kind):
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{i}: ", "chosen": "good", "rejected": "bad"} for i in range(8)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"trainer.{kind}.model.path={model_path}", f"trainer.{kind}.model.dtype=float32"]
+    keys += [f"trainer.{kind}.model.optimizer.lr=1e-2"]
+    if kind == "dpo":
+        keys += [f"trainer.dpo.ref.path={model_path}", "trainer.dpo.ref.dtype=float32"]
+    data = [f"train_dataset.path={pairs}", "train_dataset.batch_size=4"]
+    cli(
+        tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data
+    )
+    lines = (tmp_path / "arealite" / "trial" / "stats.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < losses[0]
+
+
+def test_the_tree_becomes_the_flat_config_of_a_script():
+    config = load_config(
+        ["trainer.grpo.actor.path=m", "trainer.grpo.gconfig.n_samples=8"], MainConfig
+    )
+    flat = flatten(config)
+    assert isinstance(flat, GRPOConfig)
+    assert flat.actor.path == "m" and flat.gconfig.n_samples == 8
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("trainer.type=grop", "use one of grpo, sft"),
+        ("mode=cloud", "local, torchrun, ray, slurm"),
+        ("trainer.grpo.actor.pth=x", "did you mean trainer.grpo.actor.path"),
+        ("allocation_mode=sglang.d4x2", "\\^"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([argument], MainConfig)
