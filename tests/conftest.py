@@ -46,10 +46,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_model(folder: Path) -> None:
     """A Qwen2 folder of some thousand random parameters, with the tokenizer above."""
-    folder = tmp_path_factory.mktemp("model")
     made = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -67,6 +65,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     made.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
     return folder
 
 

@@ -26,7 +26,7 @@ from arealite.utils.fingerprint import Fingerprints, first_mismatch
 logger = logging.getLogger("arealite.fleet")
 
 FIRST_BACKOFF_S = 0.2
-MAX_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 5.0
 
 
 class Wire(Protocol):

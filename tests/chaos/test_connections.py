@@ -18,7 +18,7 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
 from tests.core.conftest import Echo, StubEngine
-from tests.engine.test_fleet import connect, is_open, request, run, until  # noqa: F401
+from tests.engine.test_fleet import connect, request, run, until  # noqa: F401
 from tests.server_process import server_process
 
 ROOT = Path(__file__).parents[2]

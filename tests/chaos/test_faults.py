@@ -5,6 +5,8 @@ import random
 import signal
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.chaos.job import ChaosJob
 
@@ -77,6 +79,31 @@ def test_all_servers_killed_at_once(job):
         os.kill(pid, signal.SIGKILL)
     assert run.finish() == 0, run.tail()
     run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_killed(
+    tmp_path, model_path, monkeypatch
+):
+    monkeypatch.setenv("CHAOS_MISBEHAVE", "0")
+    weights = []
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+        options = {"rollout.max_head_offpolicyness": 0, "server.deterministic": "true"}
+        run = ChaosJob(tmp_path / name, model_path, **options, **{"saver.freq_steps": 12})
+        try:
+            if name == "killed":
+                run.wait_for_step(5)
+                run.hurt("trainer")
+            assert run.finish() == 0, run.tail()
+            run.check()
+        finally:
+            run.end()
+        (path,) = (run.run_dir / "checkpoints").glob("**/model.safetensors")
+        weights.append(load_file(path))
+    calm, killed = weights
+    assert all(torch.equal(calm[key], killed[key]) for key in calm)
 
 
 @pytest.mark.slow

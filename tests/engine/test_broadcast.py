@@ -11,7 +11,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import weight_group
 from arealite.utils.network import free_port
 from arealite.utils.weight_group import WeightGroup, put_outbox, specs_of
-from tests.engine.test_fleet import connect, is_open, request, run, until  # noqa: F401
+from tests.engine.test_fleet import connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
 
 
@@ -44,15 +44,13 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_byte
         assert all(torch.equal(received[name], tensors[name]) for name in tensors)
 
 
-def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, connect):  # noqa: F811
+def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, connect, steady):  # noqa: F811
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.5)
-    with (
-        server_process(model_path, deterministic="true") as one,
-        server_process(model_path, deterministic="true") as two,
-    ):
+    two = steady
+    with server_process(model_path, deterministic="true") as one:
         engine = connect(one, two)
         before = run(engine, engine.agenerate(request(3, max_new_tokens=20))).output_tokens
         put_outbox("", model.named_parameters())

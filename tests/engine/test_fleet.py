@@ -20,6 +20,20 @@ from tests.server_process import server_process
 TOKENS = 150
 
 
+@pytest.fixture(scope="module")
+def steady_process(model_path):
+    with server_process(model_path, deterministic="true") as server:
+        yield server
+
+
+@pytest.fixture
+def steady(steady_process, model_path):
+    """A server that outlives the tests, with the weights it started with."""
+    path = {"model_path": str(model_path), "weight_version": "0"}
+    steady_process.post("update_weights_from_disk", **path)
+    return steady_process
+
+
 @pytest.fixture
 def connect(tmp_path):
     engines = []
@@ -50,7 +64,7 @@ def request(seed, max_new_tokens=TOKENS):
     return ModelRequest(list(range(5, 15)), gconfig, seed=seed)
 
 
-def until(condition, timeout_s=20.0):
+def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -72,55 +86,50 @@ def other_weights(model_path, folder, seed=9):
 
 
 def test_a_restarted_server_gets_the_current_weights_before_its_first_request(
-    model_path, tmp_path, connect
+    model_path, tmp_path, connect, steady
 ):
     port = free_port()
     weights = other_weights(model_path, tmp_path / "other")
-    with server_process(model_path, deterministic="true") as steady:
-        with server_process(model_path, port=port, deterministic="true") as first:
-            engine = connect(steady, first)
-            engine.update_weights(WeightUpdateMeta("disk", weights, 1))
-            expected = [run(engine, engine.agenerate(request(i))).output_tokens for i in range(2)]
-            futures = [background(engine, engine.agenerate(request(i % 2))) for i in range(8)]
-            until(lambda: first.get("server_info")["running"] > 0)
-            first.signal(signal.SIGKILL)
-            # nothing is lost, nothing is doubled
-            assert [f.result(60).output_tokens for f in futures] == expected * 4
-        with server_process(model_path, port=port, deterministic="true") as second:
-            until(lambda: is_open(engine, second))
-            assert second.get("model_info")["weight_version"] == "1"
-            assert second.get("weights_checker") == steady.get("weights_checker")
+    with server_process(model_path, port=port, deterministic="true") as first:
+        engine = connect(steady, first)
+        engine.update_weights(WeightUpdateMeta("disk", weights, 1))
+        expected = [run(engine, engine.agenerate(request(i))).output_tokens for i in range(2)]
+        futures = [background(engine, engine.agenerate(request(i % 2))) for i in range(8)]
+        until(lambda: first.get("server_info")["running"] > 0)
+        first.signal(signal.SIGKILL)
+        # nothing is lost, nothing is doubled
+        assert [f.result(60).output_tokens for f in futures] == expected * 4
+    with server_process(model_path, port=port, deterministic="true") as second:
+        until(lambda: is_open(engine, second))
+        assert second.get("model_info")["weight_version"] == "1"
+        assert second.get("weights_checker") == steady.get("weights_checker")
 
 
 def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(
-    model_path, tmp_path, connect
+    model_path, tmp_path, connect, steady
 ):
     weights = other_weights(model_path, tmp_path / "other")
-    with server_process(model_path, deterministic="true") as steady:
-        engine = connect(steady)
-        engine.update_weights(WeightUpdateMeta("disk", weights, 1))
-        expected = run(engine, engine.agenerate(request(3))).output_tokens
-        with server_process(model_path, deterministic="true", join=tmp_path / "run") as guest:
-            until(lambda: is_open(engine, guest))
-            assert guest.get("model_info")["weight_version"] == "1"
-            futures = [background(engine, engine.agenerate(request(3))) for _ in range(6)]
-            until(lambda: guest.get("server_info")["running"] > 0)
-            guest.signal(signal.SIGTERM)
-            answers = [f.result(60) for f in futures]
-            assert all(a.output_tokens == expected for a in answers)
-            # what was stopped came back with its tokens and went on: that is an interruption, not a new start
-            assert any(a.num_interruptions for a in answers)
-            until(lambda: guest.address not in engine.router.servers)
-        engine.update_weights(WeightUpdateMeta("disk", weights, 2))
-        assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
+    engine = connect(steady)
+    engine.update_weights(WeightUpdateMeta("disk", weights, 1))
+    expected = run(engine, engine.agenerate(request(3))).output_tokens
+    with server_process(model_path, deterministic="true", join=tmp_path / "run") as guest:
+        until(lambda: is_open(engine, guest))
+        assert guest.get("model_info")["weight_version"] == "1"
+        futures = [background(engine, engine.agenerate(request(3))) for _ in range(6)]
+        until(lambda: guest.get("server_info")["running"] > 0)
+        guest.signal(signal.SIGTERM)
+        answers = [f.result(60) for f in futures]
+        assert all(a.output_tokens == expected for a in answers)
+        # what was stopped came back with its tokens and went on: that is an interruption, not a new start
+        assert any(a.num_interruptions for a in answers)
+        until(lambda: guest.address not in engine.router.servers)
+    engine.update_weights(WeightUpdateMeta("disk", weights, 2))
+    assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
 
 
-def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_path, connect):
-    with (
-        server_process(model_path, deterministic="true") as one,
-        server_process(model_path, deterministic="true") as two,
-    ):
-        engine = connect(one, two, health_timeout_s=1.5)
+def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_path, connect, steady):
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady, health_timeout_s=1.5)
         futures = [background(engine, engine.agenerate(request(i))) for i in range(4)]
         until(lambda: one.get("server_info")["running"] > 0)
         one.signal(signal.SIGSTOP)
@@ -131,30 +140,29 @@ def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_pat
         assert len(run(engine, engine.agenerate(request(9))).output_tokens) == TOKENS
 
 
-def test_segments_make_the_same_tokens_as_one_piece(model_path, connect):
-    with server_process(model_path, deterministic="true") as server:
-        whole = connect(server)
-        pieces = connect(server, segment_tokens=16)
-        a = run(whole, whole.agenerate(request(3)))
-        b = run(pieces, pieces.agenerate(request(3)))
-        assert (
-            a.output_tokens == b.output_tokens
-            and b.stop_reason == "length"
-            and b.num_interruptions == 0
-        )
-        assert torch.allclose(
-            torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4
-        )
-        # weights that are not what was published stop the run and are named
-        folder = model_path
-        torn = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
-        held = fingerprints(torn.named_parameters())
-        whole.fingerprints = lambda server: asyncio.sleep(0, held)
-        with pytest.raises(
-            WeightUpdateError, match=r"tensor model.layers.1.mlp.up_proj.weight differs"
-        ):
-            whole.update_weights(WeightUpdateMeta("disk", str(folder), 1))
+def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady):
+    whole = connect(steady)
+    pieces = connect(steady, segment_tokens=16)
+    a = run(whole, whole.agenerate(request(3)))
+    b = run(pieces, pieces.agenerate(request(3)))
+    assert (
+        a.output_tokens == b.output_tokens
+        and b.stop_reason == "length"
+        and b.num_interruptions == 0
+    )
+    assert torch.allclose(
+        torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4
+    )
+    # weights that are not what was published stop the run and are named
+    folder = model_path
+    torn = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
+    held = fingerprints(torn.named_parameters())
+    whole.fingerprints = lambda server: asyncio.sleep(0, held)
+    with pytest.raises(
+        WeightUpdateError, match=r"tensor model.layers.1.mlp.up_proj.weight differs"
+    ):
+        whole.update_weights(WeightUpdateMeta("disk", str(folder), 1))
 
 
 def test_fingerprints_see_type_shape_and_place():

@@ -1,0 +1,72 @@
+"""Chaos for as long as you like: `python -m tests.chaos.run --minutes 120 --seed 7`.
+
+Starts one job after another and hurts random parts at random moments; after each, everything that is promised is checked. Ends at the first violation, with the
+folder of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.job import ChaosJob
+from tests.conftest import make_model
+
+LAYOUTS = ["embedded.d1+d1", "embedded.d2+d1", "embedded.d1+d2"]
+
+
+def visit(job: ChaosJob, rng: random.Random) -> None:
+    """Up to four faults upon one job."""
+    for _ in range(rng.randint(1, 4)):
+        job.wait_for_step(min(job.steps - 1, job.step() + rng.randint(0, 3)))
+        if job.launcher.poll() is not None:
+            return
+        fault = rng.choice(["server", "server", "trainer", "launcher", "hang"])
+        print(f"  step {job.step()}: {fault}", flush=True)
+        if fault == "hang":
+            pid = job.hurt("server", signal.SIGSTOP)
+            time.sleep(rng.uniform(0, 8))
+            os.kill(pid, signal.SIGCONT)
+        elif fault == "launcher":
+            job.hurt("launcher")
+            job.launcher.wait()
+            job.until_gone()
+            job.start()
+        else:
+            job.hurt(fault)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    deadline = time.monotonic() + 60 * options.minutes
+    number = 0
+    while time.monotonic() < deadline:
+        folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+        make_model(folder / "model")
+        layout, eta = rng.choice(LAYOUTS), rng.choice([0, 1, 2, 4])
+        print(f"job {number}: {layout}, eta {eta}, in {folder}", flush=True)
+        overrides = {"allocation_mode": layout, "rollout.max_head_offpolicyness": eta}
+        overrides |= {"recover.retries": 20, "launcher.server_restarts": 20}
+        job = ChaosJob(folder, folder / "model", **overrides)
+        try:
+            visit(job, rng)
+            code = job.finish()
+            assert code == 0, f"exit code {code}\n{job.tail()}"
+            job.check()
+        finally:
+            job.end()
+        number += 1
+    print(f"{number} jobs, all promises kept")
+
+
+if __name__ == "__main__":
+    main()
