@@ -57,6 +57,20 @@ def fixed_batch(lengths: list[int], vocab_size: int) -> Batch:
     return {"input_ids": ids * mask, "attention_mask": mask.long(), "loss_mask": mask.long()}
 
 
+def grouped_batch(
+    num_groups: int, group_size: int, num_prompt: int, mean: float, vocab_size: int
+) -> Batch:
+    """Groups of samples that share a prompt, as in GRPO; only the answers are trained."""
+    g = torch.Generator().manual_seed(0)
+    draws = torch.empty(num_groups * group_size).log_normal_(0.0, 0.6, generator=g) * mean
+    batch = fixed_batch([num_prompt + int(n) for n in draws.clamp(16, 8 * mean)], vocab_size)
+    first = torch.arange(len(draws)) // group_size * group_size
+    batch["input_ids"][:, :num_prompt] = batch["input_ids"][first, :num_prompt]
+    batch["loss_mask"][:, :num_prompt] = 0
+    batch["group_ids"] = first
+    return batch
+
+
 def make_engine(path: str, device: str, **kwargs) -> FSDPLMEngine:
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = TrainEngineConfig(
@@ -169,6 +183,11 @@ def run_cuda(quick: bool) -> list[dict]:
                 bench_mfu(shape, "32k tokens, log-normal", small, peak, compile=compiled, max_tokens_per_mb=16384)
             )  # fmt: skip
             print(rows[-1], flush=True)
+    groups = grouped_batch(num_groups=16, group_size=8, num_prompt=128, mean=128, vocab_size=151936)
+    for shared in (False, True):
+        kind = f"groups of 8, prompt of 128 computed {'once' if shared else 'eight times'}"
+        rows.append(bench_mfu("1.5B", kind, groups, peak, compile=True, share_prefix=shared))
+        print(rows[-1], flush=True)
     long = fixed_batch([32768], 151936)
     rows.append(
         bench_mfu("1.5B", "one sequence of 32k", long, peak, compile=True, gradient_checkpointing=True, max_tokens_per_mb=32768)

@@ -83,6 +83,30 @@ def test_logprobs_and_gradients_are_those_of_whole_rows(tmp_path, kind, max_toke
         torch.testing.assert_close(shared[name], gradient, atol=2e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.gpu
+def test_on_cuda_logprobs_are_those_of_whole_rows(tmp_path):
+    torch.manual_seed(1)
+    Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "hidden_size": 64})).save_pretrained(tmp_path)
+    batch, found = grouped_batch(), []
+    for share in (False, True):
+        config = TrainEngineConfig(
+            path=str(tmp_path), device="cuda", dtype="bfloat16", param_dtype="bfloat16",
+            share_prefix=share, optimizer=OptimizerConfig(lr=1e-2),
+        )  # fmt: skip
+        engine = FSDPEngine(config)
+        engine.initialize()
+        logp = engine.forward(batch)["logp"]
+        stats = engine.train_batch(
+            batch,
+            lambda out, mb: ((out["logp"] * mb["weight"]).sum(), {}),
+            lambda mb: mb["loss_mask"].sum(),
+        )
+        found.append((logp, stats["grad_norm"]))
+    (whole, whole_norm), (shared, shared_norm) = found
+    torch.testing.assert_close(shared, whole, atol=3e-2, rtol=0)
+    assert shared_norm == pytest.approx(whole_norm, rel=2e-2)
+
+
 def test_plan_computes_each_prompt_once_and_refuses_what_differs():
     ids = torch.tensor([5, 6, 7, 1, 5, 6, 7, 2, 5, 9, 7, 3])
     plan = plan_prefixes(ids, [4, 4, 4], [0, 0, 0], [3, 3, 3])
