@@ -30,7 +30,13 @@ from typing import Any
 import aiohttp
 import torch
 import transformers
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
@@ -52,6 +58,10 @@ SHAPES = {
 class Options:
     """What is measured."""
 
+    model: str = field(
+        default="",
+        metadata={"help": "Folder of real weights (and text prompts); empty: random ones."},
+    )
     shape: str = field(
         default="",
         metadata={"help": "tiny, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."},
@@ -97,7 +107,7 @@ def main() -> None:
     options.shape = options.shape or ("0.5b" if cuda else "tiny")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(options.shape, "cuda" if cuda else "cpu")
+        model = make_model(options, "cuda" if cuda else "cpu")
         jobs = make_jobs(options, model.config.vocab_size)
         if options.http:
             model.save_pretrained(folder)
@@ -115,8 +125,11 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------ workload
 
 
-def make_model(shape: str, device: str) -> PreTrainedModel:
-    hidden, mlp, layers, heads, kv_heads, vocab, tied = SHAPES[shape]
+def make_model(options: Options, device: str) -> PreTrainedModel:
+    if options.model:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
+    hidden, mlp, layers, heads, kv_heads, vocab, tied = SHAPES[options.shape]
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocab,
@@ -143,7 +156,15 @@ def make_model(shape: str, device: str) -> PreTrainedModel:
 def make_jobs(options: Options, vocab: int) -> list[Job]:
     generator = torch.Generator().manual_seed(1)
 
+    tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
+
     def prompt() -> list[int]:
+        if tokenizer is not None:
+            a, b, c, d = torch.randint(1, 50, (4,), generator=generator).tolist()
+            return tokenizer.encode(
+                f"Tom has {a} apples and buys {b} more. How many? {a} + {b} = {a + b}.\n"
+                f"Ann has {c} pears and gives {d} to Bob. How many are left? Let us think."
+            )
         return torch.randint(0, vocab, (options.input_len,), generator=generator).tolist()
 
     if options.workload == "fixed":

@@ -196,12 +196,39 @@ def attend(
     return out
 
 
+def find_thresholds(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    thresholds: torch.Tensor,
+) -> None:
+    """For each row of logits, the smallest tempered logit that may be sampled, into `thresholds` [B]."""
+    b, vocab = logits.shape
+    sample_kernels.threshold_kernel[(b,)](
+        logits,
+        rows,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        thresholds,
+        vocab,
+        BLOCK=min(4096, triton.next_power_of_2(vocab)),
+        HALVINGS=26,
+        num_warps=16,
+    )
+
+
 def sample(
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
+    thresholds: torch.Tensor,
     tokens: torch.Tensor,
     logprobs: torch.Tensor,
 ) -> None:
@@ -217,6 +244,7 @@ def sample(
         positions,
         temperature,
         seeds,
+        thresholds,
         best,
         token,
         peak,

@@ -91,6 +91,11 @@ class CudaRunner:
         self.position = torch.zeros(s + 1, dtype=torch.int32, device=device)
         self.temperature = torch.ones(s + 1, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(s + 1, 2, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(s + 1, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(s + 1, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(s + 1, dtype=torch.float32, device=device)
+        self.thresholds = torch.full((s,), float("-inf"), device=device)
+        self.truncated = False  # whether `thresholds` hold anything but -inf
         self.rows = torch.full((s,), s, dtype=torch.int32, device=device)
         self.sent_rows = np.full(s, s, np.int32)
         self.out = torch.zeros(
@@ -113,6 +118,7 @@ class CudaRunner:
             graphs.add(("prefill", n), lambda n=n: self._prefill_pass(n))
         for b in reversed(self.decode_sizes):
             graphs.add(("layers", b), lambda b=b: self._layers(b))
+            graphs.add(("truncate", b), lambda b=b: self._truncate(b))
             graphs.add(("sample", b), lambda b=b: self._sample(b))
         self.graphs = graphs
 
@@ -130,6 +136,17 @@ class CudaRunner:
         batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, self._splits(b))
         self.decoder.logits(ids, batch, self.logits[:b])
 
+    def _truncate(self, b: int) -> None:
+        cuda_ops.find_thresholds(
+            self.logits[:b],
+            self.rows[:b],
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.thresholds[:b],
+        )
+
     def _sample(self, b: int) -> None:
         rows = self.rows[:b]
         positions = self.position.index_select(0, rows)
@@ -139,6 +156,7 @@ class CudaRunner:
             positions,
             self.temperature,
             self.seeds,
+            self.thresholds[:b],
             self.out[0],
             self.out_logprobs,
         )
@@ -166,6 +184,12 @@ class CudaRunner:
         b = self._send_rows(slots)
         self.graphs.run(("layers", b))
         if self._is_plain(slots):
+            if self.slots.truncates[slots].any():
+                self.graphs.run(("truncate", b))
+                self.truncated = True
+            elif self.truncated:
+                self.thresholds.fill_(float("-inf"))
+                self.truncated = False
             self.graphs.run(("sample", b))
         else:
             self._sample_with_extras(slots)
@@ -178,11 +202,10 @@ class CudaRunner:
         return DeviceStep(result, out, event)
 
     def _is_plain(self, slots: np.ndarray) -> bool:
-        """Whether temperature and seed are all these sequences ask of the sampler."""
+        """Whether the graphs can sample for these sequences; the rest goes through `sampler.sample`."""
         table = self.slots
         return not (
-            table.truncates[slots].any()
-            or table.penalizes[slots].any()
+            table.penalizes[slots].any()
             or table.biased[slots].any()
             or table.wants_raw[slots].any()
             or (table.length[slots] < table.min_len[slots]).any()
@@ -277,6 +300,9 @@ class CudaRunner:
                 slots.temperature[rows].view(np.int32),
                 slots.seed[rows, 0],
                 slots.seed[rows, 1],
+                slots.top_k[rows],
+                slots.top_p[rows].view(np.int32),
+                slots.min_p[rows].view(np.int32),
             ]
             state = np.concatenate([np.stack(head, 1), slots.block_table[rows, :width]], 1)
             sent = self._send(state.astype(np.int64))
@@ -285,7 +311,10 @@ class CudaRunner:
             self.position[at_row] = sent[:, 2].int()
             self.temperature.view(torch.int32)[at_row] = sent[:, 3].int()
             self.seeds[at_row] = sent[:, 4:6]
-            self.table[at_row, :width] = sent[:, 6:].int()
+            self.top_k[at_row] = sent[:, 6].int()
+            self.top_p.view(torch.int32)[at_row] = sent[:, 7].int()
+            self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
+            self.table[at_row, :width] = sent[:, 9:].int()
         grown = [slot for slot in journal.grown if slot not in journal.taken]
         if grown:
             rows = np.array(grown)

@@ -19,8 +19,74 @@ def _mix(x):
 
 
 @triton.jit
+def threshold_kernel(
+    logits_ptr, row_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, vocab_size,
+    BLOCK: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    """The smallest tempered logit that top-k, then top-p, then min-p keep. One program per sequence.
+
+    Bisection over values instead of a sort: each halving is one pass over logits that lie in the L2 cache.
+    """
+    line = tl.program_id(0)
+    row = tl.load(row_ptr + line)
+    given = tl.load(temperature_ptr + row)
+    inverse = 1.0 / tl.where(given == 0.0, 1.0, given)
+    top_k, top_p, min_p = (
+        tl.load(top_k_ptr + row),
+        tl.load(top_p_ptr + row),
+        tl.load(min_p_ptr + row),
+    )
+    base = logits_ptr + line.to(tl.int64) * vocab_size
+    at = tl.arange(0, BLOCK)
+    threshold = float("-inf")
+    if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        lowest = tl.full([BLOCK], float("inf"), tl.float32)
+        for offset in range(0, vocab_size, BLOCK):
+            inside = offset + at < vocab_size
+            x = tl.load(base + offset + at, mask=inside, other=0.0).to(tl.float32) * inverse
+            highest = tl.maximum(highest, tl.where(inside, x, float("-inf")))
+            lowest = tl.minimum(lowest, tl.where(inside & (x > float("-inf")), x, float("inf")))
+        peak, floor = tl.max(highest, 0), tl.min(lowest, 0)
+        if min_p > 0.0:
+            threshold = peak + tl.log(min_p)
+        cut_k = floor
+        if top_k > 0:
+            high = peak
+            for _ in range(HALVINGS):
+                middle = (cut_k + high) * 0.5
+                count = tl.zeros([BLOCK], tl.int32)
+                for offset in range(0, vocab_size, BLOCK):
+                    inside = offset + at < vocab_size
+                    x = tl.load(base + offset + at, mask=inside, other=float("-inf")).to(tl.float32)
+                    count += (inside & (x * inverse >= middle)).to(tl.int32)
+                enough = tl.sum(count, 0) >= top_k
+                cut_k = tl.where(enough, middle, cut_k)
+                high = tl.where(enough, high, middle)
+            threshold = tl.maximum(threshold, cut_k)
+        if top_p < 1.0:
+            cut_p, high, wanted = cut_k, peak, 0.0
+            for step in range(HALVINGS + 1):
+                # The first pass measures all that top-k has left.
+                middle = tl.where(step == 0, cut_k, (cut_p + high) * 0.5)
+                mass = tl.zeros([BLOCK], tl.float32)
+                for offset in range(0, vocab_size, BLOCK):
+                    inside = offset + at < vocab_size
+                    x = tl.load(base + offset + at, mask=inside, other=float("-inf")).to(tl.float32)
+                    x = x * inverse
+                    mass += tl.where(inside & (x >= middle), tl.exp(x - peak), 0.0)
+                total = tl.sum(mass, 0)
+                wanted = tl.where(step == 0, total * top_p, wanted)
+                cut_p = tl.where(total >= wanted, middle, cut_p)
+                high = tl.where(total >= wanted, high, middle)
+            threshold = tl.maximum(threshold, cut_p)
+        threshold = tl.minimum(threshold, peak)
+    tl.store(threshold_ptr + line, threshold)
+
+
+@triton.jit
 def sample_parts_kernel(
-    logits_ptr, row_ptr, pos_ptr, temperature_ptr, seed_ptr,
+    logits_ptr, row_ptr, pos_ptr, temperature_ptr, seed_ptr, threshold_ptr,
     best_ptr, token_ptr, peak_ptr, total_ptr, vocab_size, part_size,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -35,6 +101,7 @@ def sample_parts_kernel(
     seed_low = tl.load(seed_ptr + row * 2).to(tl.uint32)
     seed_high = tl.load(seed_ptr + row * 2 + 1).to(tl.uint32)
     key = _mix(seed_low ^ _mix(pos + seed_high))
+    threshold = tl.load(threshold_ptr + line)
     best = tl.full([BLOCK], -1.0, tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -56,6 +123,7 @@ def sample_parts_kernel(
             ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0 + 5.9604644775390625e-08
         )
         score = tl.where(greedy, weight, weight / -tl.log(uniform))
+        score = tl.where(x >= threshold, score, -1.0)
         best = best * fade
         token = tl.where(score > best, ids, token)
         best = tl.maximum(best, score)

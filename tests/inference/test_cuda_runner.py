@@ -131,3 +131,17 @@ def test_a_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
     (output,) = run(engine, [1, 2, 3], temperature=0.0, max_new_tokens=6, ignore_eos=True)
     assert output.token_ids == generate(other, [1, 2, 3], 6, None)
     assert output.version_spans == [(3, 0, 6)]
+
+
+def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
+    model = make_model()
+    results = []
+    for company in (0, 5 if GPU else 1):
+        engine = make_engine(model, deterministic=True, max_total_tokens=100, max_running_requests=4)
+        others = [submit_request(engine, p, max_new_tokens=9) for p in prompts(company, high=6)]
+        (output,) = run(engine, [3, 1, 4], max_new_tokens=8, sampling_seed=1, ignore_eos=True)
+        [future.result(100) for future in others]
+        results.append((output.token_ids, output.logprobs))
+    assert results[0] == results[1]
+    expected = forward_logprobs(model, [3, 1, 4], results[0][0])
+    torch.testing.assert_close(torch.tensor(results[0][1]), expected, atol=1e-4, rtol=0)
