@@ -248,6 +248,10 @@ class LauncherConfig:
     server_restarts: int = _help(
         "Times that servers which died are started again before the run fails.", 2
     )
+    max_servers: int | None = _help(
+        "Ray only: while requests wait, servers are added up to this many, and ended when idle.",
+        None,
+    )
     slurm: dict[str, Any] = _help(
         "Flags of sbatch as they are; container_* go to srun, `wrap` stands before the command.",
         dict,

@@ -21,6 +21,7 @@ from arealite.launcher.job import Follower, Job
 from arealite.launcher.local import command_line, run_attempts
 from arealite.launcher.node import run_node
 from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.ray_pool import ServerPool
 from arealite.launcher.supervisor import Interrupted
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
@@ -97,6 +98,7 @@ class _Attempt:
         self.signals: list[int] = []
         self.running: dict[Any, int] = {}
         self.actors: dict[int, Any] = {}
+        self.pool: ServerPool | None = None
 
     def run(self) -> int:
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -110,6 +112,7 @@ class _Attempt:
                 self.wait_for_devices(bundle)
                 for node in range(len(self.job.devices)):
                     self.start(node)
+                self.pool = ServerPool(self.ray, self.job)
                 return self.watch(shown)
         except Interrupted as interrupt:
             print(f"{interrupt}: stopping {len(self.actors)} nodes", file=sys.stderr, flush=True)
@@ -117,6 +120,8 @@ class _Attempt:
         finally:
             for actor in self.actors.values():
                 self.ray.kill(actor)
+            if self.pool is not None:
+                self.pool.close()
             remove_placement_group(self.group)
             shown.copy()
 
@@ -152,6 +157,8 @@ class _Attempt:
             ended, _ = self.ray.wait(list(self.running), timeout=_LOOK_INTERVAL_S)
             shown.copy()
             self.raise_if_interrupted()
+            assert self.pool is not None
+            self.pool.look()
             for ref in ended:
                 node = self.running.pop(ref)
                 try:

@@ -101,13 +101,29 @@ def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
 
 def is_healthy(address: str, api_key: str | None = None) -> bool:
     """Whether the server answers /health with 200 now."""
+    return _get(address, "/health", api_key) is not None
+
+
+def server_load(address: str, api_key: str | None = None) -> tuple[int, int] | None:
+    """(requests running, requests waiting), or None if the server does not tell."""
+    answer = _get(address, "/server_info", api_key)
+    try:
+        info = json.loads(answer or b"{}")
+        return int(info["running"]), int(info["waiting"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _get(address: str, path: str, api_key: str | None) -> bytes | None:
+    """The body of a 200, else None."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connection = http.client.HTTPConnection(address, timeout=2.0)
     try:
-        connection.request("GET", "/health", headers=headers)
-        return connection.getresponse().status == 200
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

@@ -20,8 +20,10 @@ if os.environ.get("FAKE_SERVER") == "hangs":
 subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in a session of its own, as real servers have
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200 if self.path in ("/health", "/server_info") else 404)
         self.end_headers()
+        if self.path == "/server_info":     # busy until somebody says otherwise
+            self.wfile.write(b'{"running": 0, "waiting": 0}' if os.path.exists("idle") else b'{"running": 8, "waiting": 5}')
     def log_message(self, *args): pass
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 http.server.ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()

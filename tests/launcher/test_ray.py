@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from arealite.launcher.ray import launch
+from arealite.utils.names import ELASTIC_FOLDER, ELASTIC_PREFIX, ELASTIC_TTL_S, FileNames
 from tests.launcher.conftest import wait_until_gone
 
 RUN = Path("runs/e/t")
@@ -148,4 +149,19 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, cluster)
     (work / "finish").touch()
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
+    wait_until_gone(work, 30)
+
+
+@ray_marker
+def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, arguments, cluster):
+    argv = on_cpu(arguments, "cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "tokenizer_path=until", "launcher.max_servers=2", mode="sglang.d1+d1")  # fmt: skip
+    process = start(cluster, argv)
+    elastic = FileNames(RUN / "names" / ELASTIC_FOLDER, ELASTIC_TTL_S)
+    wait_for(lambda: len(elastic.list(ELASTIC_PREFIX)) == 1)
+    (work / "idle").touch()
+    wait_for(lambda: elastic.list(ELASTIC_PREFIX) == {})
+    (work / "finish").touch()
+    out, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, out
+    assert "requests wait: adding server" in out and "idle: ended server" in out
     wait_until_gone(work, 30)
