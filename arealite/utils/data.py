@@ -35,6 +35,29 @@ def is_per_token(batch: Batch, key: str) -> bool:
     return shaped and key not in VISION_KEYS
 
 
+def trajectory(
+    input_ids: list[int],
+    loss_mask: list[int],
+    logprobs: list[float],
+    versions: list[int],
+    reward: float,
+    truncated: bool = False,
+) -> Batch:
+    """One sequence as a batch of one row, as a workflow returns it. The lists have one entry per token."""
+    lengths = {len(input_ids), len(loss_mask), len(logprobs), len(versions)}
+    if len(lengths) != 1:
+        raise ValueError(f"the lists of a trajectory have different lengths: {sorted(lengths)}")
+    return {
+        "input_ids": torch.tensor([input_ids]),
+        "attention_mask": torch.ones(1, len(input_ids), dtype=torch.long),
+        "loss_mask": torch.tensor([loss_mask]),
+        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
+        "versions": torch.tensor([versions]),
+        "rewards": torch.tensor([reward], dtype=torch.float32),
+        "truncated": torch.tensor([truncated]),
+    }
+
+
 def concat_padded(batches: list[Batch]) -> Batch:
     """Join padded batches row by row, padding each to the longest `T` on the right (`versions` with -1, all else with 0).
 
