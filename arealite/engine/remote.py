@@ -82,6 +82,17 @@ class Progress:
         )
         return self.left if looks_back else min(self.left, segment_tokens)
 
+    def response(self, began: float) -> ModelResponse:
+        return ModelResponse(
+            self.request.input_ids,
+            self.tokens,
+            self.logprobs,
+            self.versions,
+            self.stop_reason,
+            time.monotonic() - began,
+            self.num_interruptions,
+        )
+
     @property
     def left(self) -> int:
         return self.request.gconfig.max_new_tokens - len(self.tokens)
@@ -212,7 +223,7 @@ class RemoteEngine(CollectingEngine):
         for sample, piece in zip(samples, await self._ask(samples[0], began, count), strict=True):
             sample.add(piece)
         if all(s.stop_reason != "abort" for s in samples):
-            return [self._response(s, began) for s in samples]
+            return [s.response(began) for s in samples]
         return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
 
     async def _complete(self, progress: Progress, began: float) -> ModelResponse:
@@ -221,7 +232,7 @@ class RemoteEngine(CollectingEngine):
             progress.add((await self._ask(progress, began, 1))[0])
             if len(progress.tokens) == num_before and progress.stop_reason == "abort":
                 await asyncio.sleep(0.01)  # interrupted before its first token: no busy loop
-        return self._response(progress, began)
+        return progress.response(began)
 
     async def _ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
         """One answer from some server, tried elsewhere when one fails."""
@@ -262,17 +273,6 @@ class RemoteEngine(CollectingEngine):
             raise ServerError(f"{server.address} was given up") from None
         finally:
             server.requests.discard(task)
-
-    def _response(self, progress: Progress, began: float) -> ModelResponse:
-        return ModelResponse(
-            progress.request.input_ids,
-            progress.tokens,
-            progress.logprobs,
-            progress.versions,
-            progress.stop_reason,
-            time.monotonic() - began,
-            progress.num_interruptions,
-        )
 
     # ------------------------------------------------------------------------------------ weight updates
 

@@ -41,7 +41,7 @@ class RemoteSGLangEngine(RemoteEngine):
     async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         body = {
             "input_ids": progress.request.input_ids + progress.tokens,
-            "sampling_params": _sampling_params(
+            "sampling_params": sampling_params(
                 progress, num_samples, progress.next_segment(self.config.segment_tokens)
             ),
             "return_logprob": True,
@@ -140,7 +140,7 @@ class RemoteSGLangEngine(RemoteEngine):
         return await self.http.post(f"{server.url}/{endpoint}", body, timeout_s)
 
 
-def _sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:
+def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:
     g = progress.request.gconfig
     num_done = len(progress.tokens)
     params: dict[str, Any] = {

@@ -1,0 +1,113 @@
+"""`EmbeddedEngine`: the inference engine inside the trainer's own process, for runs on one device without any server.
+
+The same engine as behind `python -m arealite.cli.serve`, on a thread of its own; requests reach it without HTTP. Weights are swapped between two decode
+steps (`rollout.pause_mode=in_place`), or requests in flight are interrupted and go on under the new weights (`abort`). One rank only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.engine.collecting import CollectingEngine
+from arealite.engine.remote import Piece, Progress
+from arealite.engine.sglang_remote import sampling_params
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.utils import distributed
+from arealite.utils.weight_group import get_outbox
+
+
+class EmbeddedEngine(CollectingEngine):
+    """Generation in process. `server` configures the engine as it would a server."""
+
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        server: ServerConfig,
+        seed: int = 1,
+        ledger_path: str | Path | None = None,
+    ):
+        super().__init__(config, seed, ledger_path)
+        if distributed.world_size() > 1:
+            raise ConfigError(
+                f"EmbeddedEngine serves one rank, there are {distributed.world_size()}: use embedded servers (embedded.d1+d{distributed.world_size()})"
+            )
+        self.server = server
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("call EmbeddedEngine.initialize() first")
+        return self._engine
+
+    def initialize(
+        self, addrs: list[str] | None = None, train_batch_size: int | None = None
+    ) -> None:
+        self._engine = Engine(self.server).start()
+        self.start_executor(train_batch_size)
+
+    def destroy(self) -> None:
+        if self._executor is not None:
+            self._executor.abandon()
+        super().destroy()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._complete(Progress(request, request.seed), time.monotonic())
+
+    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
+        count, began = request.gconfig.n_samples, time.monotonic()
+        seeds = [None if request.seed is None else request.seed + i for i in range(count)]
+        samples = [Progress(request, seed, i) for i, seed in enumerate(seeds)]
+        for sample, piece in zip(samples, await self._ask(samples[0], count), strict=True):
+            sample.add(piece)
+        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
+
+    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
+        while progress.stop_reason == "abort":
+            progress.add((await self._ask(progress, 1))[0])
+        return progress.response(began)
+
+    async def _ask(self, progress: Progress, count: int) -> list[Piece]:
+        params = SamplingParams.from_json(sampling_params(progress, count, progress.left))
+        prompt = progress.request.input_ids + progress.tokens
+        request = Request(prompt, params, progress.next_rid())
+        try:
+            outputs = await asyncio.wrap_future(self.engine.submit(request))
+        except asyncio.CancelledError:
+            self.engine.abort(request.rid)
+            raise
+        return [_piece(output) for output in outputs]
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        limit, interrupts = self.config.setup_timeout_s, self.config.pause_mode == "abort"
+        if interrupts:
+            self.engine.pause("abort").result(limit)
+        try:
+            if meta.type == "disk":
+                future = self.engine.update_weights_from_disk(meta.path, meta.version, interrupts)
+            elif meta.type == "shm":
+                future = self.engine.update_weights_from_shm(meta.path, meta.version, interrupts)
+            else:
+                tensors = get_outbox(meta.path)
+                future = self.engine.update_weights_from_tensors(tensors, meta.version, interrupts)
+            future.result(limit)
+        finally:
+            if interrupts:
+                self.engine.resume().result(limit)
+        self.set_version(meta.version)
+
+
+def _piece(output: SampleOutput) -> Piece:
+    versions: list[int] = []
+    for version, start, end in output.version_spans:
+        versions += [version] * (end - start)
+    return Piece(output.token_ids, output.logprobs, versions, output.finish_reason["type"])

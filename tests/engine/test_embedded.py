@@ -1,0 +1,73 @@
+"""The engine in process: a whole loop, interruption, weights by disk and in memory."""
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
+from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.core.waits import NamedWait
+from arealite.engine.embedded import EmbeddedEngine
+from arealite.utils.weight_group import put_outbox
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+@pytest.fixture
+def make(model_path):
+    made = []
+
+    def build(batch_size=4, **config):
+        server = ServerConfig(
+            model_path=str(model_path),
+            device="cpu",
+            dtype="float32",
+            max_total_tokens=8192,
+            deterministic=True,
+        )
+        engine = EmbeddedEngine(InferenceEngineConfig(batch_timeout_s=60, **config), server)
+        engine.initialize(train_batch_size=batch_size)
+        made.append(engine)
+        return engine
+
+    yield build
+    for engine in made:
+        engine.destroy()
+
+
+def run(engine, coroutine):
+    return engine.executor.run_coroutine(coroutine, NamedWait("the test", "an answer", 60))
+
+
+def length(completion, **data):
+    return float(len(completion))
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_a_loop_without_any_server(make, model_path, tokenizer, mode):
+    engine = make(max_head_offpolicyness=1, pause_mode=mode)
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=16)
+    workflow = RLVRWorkflow(length, gconfig, tokenizer, reward_inline=True)
+    data = [[{"prompt": f"say {i}"} for i in range(j, j + 4)] for j in range(0, 16, 4)]
+    for version in range(4):
+        batch = engine.prepare_batch(data, workflow)
+        assert version - batch["versions"][batch["versions"] >= 0].min() <= 1
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), version + 1))
+    engine.executor.staleness.counts.check()
+    assert engine.stats()["trained"] == 16 and engine.stats()["failed"] == 0
+
+
+def test_a_group_equals_single_requests_and_new_weights_are_used(make, model_path):
+    engine = make()
+    gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=12, ignore_eos=True)
+    prompt = list(range(5, 12))
+    group = run(engine, engine.agenerate_group(ModelRequest(prompt, gconfig, seed=4)))
+    for i, sample in enumerate(group):
+        single = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4 + i)))
+        assert single.output_tokens == sample.output_tokens
+    model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.mul_(-1.5)
+    put_outbox("embedded", model.named_parameters())
+    engine.update_weights(WeightUpdateMeta("broadcast", "embedded", 1))
+    after = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4)))
+    assert after.output_tokens != group[0].output_tokens and set(after.output_versions) == {1}
