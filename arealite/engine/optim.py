@@ -63,7 +63,8 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
     for layout, grads in by_layout.items():
         square = torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
         for dim, placement in enumerate(layout[1] if layout else ()):
-            if placement.is_shard() and layout[0].size(dim) > 1:
+            # (the strided split of tensor parallel layers does not call itself a shard)
+            if not placement.is_replicate() and layout[0].size(dim) > 1:
                 dist.all_reduce(square, group=layout[0].get_group(dim))
         total += float(square)
     return math.sqrt(total) if total == total else math.nan

@@ -1,0 +1,56 @@
+"""Layouts of four ranks: data, tensor and context parallel combined train like one rank, and so do their checkpoints."""
+
+import pytest
+import torch
+from engine_testing import SPEC, Ranks, engine_config, random_batch
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils.data import select_rows
+
+pytestmark = pytest.mark.slow
+LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
+
+
+def _train(rank, path, layout, folder):
+    parallel = AllocationMode.from_str(layout).train
+    engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30), parallel)
+    engine.initialize(SPEC)
+    answers = []
+    for step in range(3):
+        batch = random_batch(LENGTHS, seed=step)
+        if parallel.data == 2:
+            batch = select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][engine.layout.dp_rank])
+        stats = engine.train_lm(batch)
+        answers.append([stats["loss"], stats["grad_norm"], stats["num_tokens"]])
+    sharded = SaveLoadMeta(f"{folder}/{layout}", "dcp", with_optim=True)
+    exported = SaveLoadMeta(f"{folder}/{layout}_hf", "hf")
+    engine.save(sharded)
+    engine.save(exported)
+    engine.load(sharded)
+    engine.load(exported)
+    answers.append([engine.train_lm(batch)["loss"], 0.0, 0.0])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("layout", ["d2t2", "d2c2", "t2c2"])
+def test_combined_layouts_train_like_one_rank(model_dirs, four_ranks, tmp_path, layout):
+    expected = torch.tensor(_train(0, model_dirs["qwen2"], "d1", str(tmp_path)))
+    answers = four_ranks.run(_train, model_dirs["qwen2"], layout, str(tmp_path))
+    assert all(answer == answers[0] for answer in answers)
+    assert torch.tensor(answers[0]).allclose(expected, rtol=1e-5)
+
+    one = FSDPLMEngine(engine_config(model_dirs["qwen2"], max_tokens_per_mb=30))
+    one.initialize(SPEC)
+    one.load(SaveLoadMeta(str(tmp_path / layout), "dcp", with_optim=True))
+    assert one.train_lm(random_batch(LENGTHS, seed=2))["loss"] == pytest.approx(
+        expected[3, 0].item(), rel=1e-5
+    )
