@@ -34,6 +34,7 @@ def run(
     command += [f"rollout.max_head_offpolicyness={eta}", f"cluster.fileroot={work}", f"seed={seed}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
     command += [f"actor.use_decoupled_loss={str(decoupled).lower()}", "actor.prox_logp=recompute"]
+    command += ["rollout.adaptive_lead=false"]  # every sample as old as it may be
     subprocess.run(command, check=True, cwd=ROOT, timeout=1800)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

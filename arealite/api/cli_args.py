@@ -78,6 +78,10 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = _help(
         "Largest version lag of a trained sample (eta); 0 is synchronous.", 0
     )
+    adaptive_lead: bool = _help(
+        "Run ahead only as far as keeps the trainer busy (at most eta batches), not always as far as allowed.",
+        True,
+    )
     num_workers: int = _help(
         "Processes that run episodes; 0: they run in the trainer's, which suits light workflows.", 0
     )

@@ -16,6 +16,7 @@ import torch
 
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.data import concat_padded
 
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KNOWN_KEYS = {*TOKEN_KEYS, "rewards"}
@@ -137,3 +138,11 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
                 f"`{key}` is {given}, but `input_ids` is {list(first.shape)}: all of {TOKEN_KEYS} share one shape"
             )
     return first.shape
+
+
+def join_trajectories(ids: list[int], results: list[Trajectories]) -> Batch:
+    """Results of several episodes as one batch, each with its id as `group_ids`."""
+    batch = concat_padded([result.batch for result in results])
+    sizes = torch.tensor([result.num_samples for result in results])
+    batch["group_ids"] = torch.tensor(ids).repeat_interleave(sizes)
+    return batch

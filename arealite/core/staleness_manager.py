@@ -2,7 +2,7 @@
 
 Owned by `WorkflowExecutor`, which guards it with its lock. Admission follows the AReaL paper (arXiv 2505.24298): with B
 episodes per batch, at weight version v no more than (η + v + 1)·B episodes may ever have been started that are still of use,
-so that data consumed in order is never more than η versions old. Rejected, failed and stale episodes free their place at once.
+so that data consumed in order is never more than η versions old. `Lead` may hold generation back further. Rejected, failed and stale episodes free their place at once.
 The counts are conserved: admitted = running + accepted + rejected + failed + stale, accepted = buffered + trained.
 """
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 UNLIMITED = 1 << 30
+_FILLING_BATCHES = 2  # the first ones are always waited for
+_NOTICEABLE_SHARE = 0.05
+_CALM_BATCHES = 32
 
 
 @dataclass
@@ -39,17 +42,57 @@ class Counts:
         )
 
 
+class Lead:
+    """How many batches generation runs ahead: no more than keep the trainer busy, so that data is no older than it must be.
+
+    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more
+    batch when the trainer had to wait; one fewer after a long time in which a whole batch was always left over.
+    """
+
+    def __init__(self, max_staleness: int):
+        self.max_staleness = max_staleness
+        self.batches = min(1, max_staleness)
+        self._num_batches = 0
+        self._calm = 0
+
+    def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
+        """After each batch: how long it was waited for, the time since the one before, and what is left."""
+        self._num_batches += 1
+        if self._num_batches <= _FILLING_BATCHES:
+            return
+        if wait_s > _NOTICEABLE_SHARE * step_s:
+            self.batches = min(self.max_staleness, self.batches + 1)
+            self._calm = 0
+        elif has_spare_batch:
+            self._calm += 1
+            if self._calm >= _CALM_BATCHES:
+                self.batches = max(min(1, self.max_staleness), self.batches - 1)
+                self._calm = 0
+        else:
+            self._calm = 0
+
+
 class StalenessManager:
     """Admission control and accounting. Not thread-safe: its owner holds a lock."""
 
     def __init__(
-        self, batch_size: int | None, max_staleness: int = 0, max_concurrent: int | None = None
+        self,
+        batch_size: int | None,
+        max_staleness: int = 0,
+        max_concurrent: int | None = None,
+        lead: Lead | None = None,
     ):
         self.batch_size = batch_size  # None until the first batch tells
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
+        self.lead = lead
         self.version = 0
         self.counts = Counts()
+
+    @property
+    def ahead(self) -> int:
+        """Batches that generation may be ahead of training now."""
+        return self.max_staleness if self.lead is None else self.lead.batches
 
     def capacity(self) -> int:
         """Episodes that may start now; negative when fewer are allowed than already run."""
@@ -57,7 +100,7 @@ class StalenessManager:
         if self.batch_size is None:
             by_version = concurrent = UNLIMITED
         else:
-            allowed = (self.max_staleness + self.version + 1) * self.batch_size
+            allowed = (self.ahead + self.version + 1) * self.batch_size
             by_version = allowed - (counts.accepted + counts.running)
             concurrent = (self.max_staleness + 1) * self.batch_size
         if self.max_concurrent is not None:

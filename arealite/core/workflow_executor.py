@@ -17,8 +17,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-import torch
-
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, TrainingError
@@ -26,14 +24,19 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.audit import Audit
 from arealite.core.diagnosis import diagnose, stuck
-from arealite.core.episode import DirectCall, Episode, Trajectories, check_trajectories
+from arealite.core.episode import (
+    DirectCall,
+    Episode,
+    Trajectories,
+    check_trajectories,
+    join_trajectories,
+)
 from arealite.core.episode_runner import EpisodeRunner
 from arealite.core.ledger import Ledger
 from arealite.core.records import episode_row, transcripts
 from arealite.core.row_stream import RowStream
-from arealite.core.staleness_manager import StalenessManager
+from arealite.core.staleness_manager import Lead, StalenessManager
 from arealite.core.waits import NamedWait
-from arealite.utils.data import concat_padded
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
@@ -121,6 +124,7 @@ class WorkflowExecutor:
 
     def wait(self, count: int, timeout_s: float | None = None) -> Batch:
         """The oldest `count` finished episodes as one batch."""
+        self.staleness.lead = None  # whoever submits decides how far to run ahead
         limit = self.config.batch_timeout_s if timeout_s is None else timeout_s
         wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
         return self._collect(count, wait, lambda: None, patience_s=0.0)
@@ -132,6 +136,8 @@ class WorkflowExecutor:
         stream = self._open_stream(dataloader)
         if self.staleness.batch_size is None:
             self.staleness.batch_size = stream.batch_size()
+        if self.staleness.lead is None and self.config.adaptive_lead:
+            self.staleness.lead = Lead(self.staleness.max_staleness)
         count = self.staleness.batch_size
         stream.require(count)
 
@@ -150,8 +156,13 @@ class WorkflowExecutor:
             self.config.batch_timeout_s,
             "rollout.batch_timeout_s",
         )
+        began, last = wait.began, self._last_hand_over
         # stragglers that would be too old for the next batch may hold this one up for as long as the last step took
-        return self._collect(count, wait, top_up, patience_s=wait.began - self._last_hand_over)
+        batch = self._collect(count, wait, top_up, patience_s=began - last)
+        if self.staleness.lead is not None:
+            step_s, has_spare = self._last_hand_over - last, len(self._finished) >= count
+            self.staleness.lead.adapt(self._last_batch["wait_s"], step_s, has_spare)
+        return batch
 
     def _open_stream(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
         if self._stream is None or self._stream.dataloader is not dataloader:
@@ -191,7 +202,9 @@ class WorkflowExecutor:
                 f"none of {len(data)} episodes gave a result; first cause: {cause or 'all were rejected'}"
             ) from cause
         done = sorted(call.results.items())
-        return _join([episode_id for episode_id, _ in done], [result for _, result in done])
+        return join_trajectories(
+            [episode_id for episode_id, _ in done], [result for _, result in done]
+        )
 
     def pause(self) -> None:
         self._paused = True
@@ -210,8 +223,8 @@ class WorkflowExecutor:
         with self._lock:
             counts = self.staleness.counts
             now = {"queued": len(self._pending), "buffered": counts.buffered, **asdict(counts)}
-            audit = self.audit.stats()
-        return {**now, **self._last_batch, **audit, "version": self.staleness.version}
+            now |= {"lead": self.staleness.ahead, "version": self.staleness.version}
+            return {**now, **self._last_batch, **self.audit.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands between two steps, as JSON; buffered trajectories go to the ledger.
@@ -289,9 +302,7 @@ class WorkflowExecutor:
         oldest = next((e for e in self.runner.running if e.call is None), None)
         return oldest is not None and oldest.start_version <= oldest_allowed
 
-    def _wait_for_progress(
-        self, count: int, wait: NamedWait, patience_left_s: float | None
-    ) -> None:
+    def _wait_for_progress(self, count: int, wait: NamedWait, hold_s: float | None) -> None:
         """Sleep (lock held) until there are `count` results, too few queued rows, an error, or a deadline."""
         if self._fatal is not None:
             return
@@ -301,7 +312,7 @@ class WorkflowExecutor:
         if none_runs and (not self._pending or self.staleness.capacity() <= 0):
             finished, queued = len(self._finished), len(self._pending)
             raise TrainingError(stuck(self.staleness, finished, queued, count, wait.who))
-        limits = [s for s in (wait.left_s, patience_left_s) if s is not None]
+        limits = [s for s in (wait.left_s, hold_s) if s is not None]
         self._needed = count
         try:
             self._lock.wait(min(limits, default=None))
@@ -346,7 +357,7 @@ class WorkflowExecutor:
                 transcripts(episodes, self.staleness.version) if self.config.dump_rollouts else None
             )
             self.ledger.commit(dump)
-        batch = _join([e.id for e in episodes], results)
+        batch = join_trajectories([e.id for e in episodes], results)
         self._last_hand_over = time.monotonic()
         return batch
 
@@ -413,9 +424,7 @@ class WorkflowExecutor:
             self._wake_pending = True
             self.runner.loop.call_soon(self._admit)
 
-    def _ended_directly(
-        self, episode: Episode, call: DirectCall, error: BaseException | None
-    ) -> None:
+    def _ended_directly(self, episode: Episode, call: DirectCall, error: Any) -> None:
         if error is not None:
             logger.error("episode direct-%d failed", episode.id, exc_info=error)
             call.errors.append(error)
@@ -488,10 +497,3 @@ class WorkflowExecutor:
     def _raise_fatal(self) -> None:
         if self._fatal is not None:
             raise self._fatal
-
-
-def _join(ids: list[int], results: list[Trajectories]) -> Batch:
-    batch = concat_padded([result.batch for result in results])
-    sizes = torch.tensor([result.num_samples for result in results])
-    batch["group_ids"] = torch.tensor(ids).repeat_interleave(sizes)
-    return batch

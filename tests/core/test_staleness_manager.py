@@ -2,7 +2,7 @@
 
 import pytest
 
-from arealite.core.staleness_manager import StalenessManager
+from arealite.core.staleness_manager import Lead, StalenessManager
 
 
 @pytest.mark.parametrize("eta, version, expected", [(0, 0, 8), (1, 0, 16), (4, 0, 40), (4, 3, 40)])
@@ -43,3 +43,26 @@ def test_lost_or_doubled_episodes_are_noticed():
     staleness.counts.running = 0
     with pytest.raises(AssertionError, match="do not add up"):
         staleness.counts.check()
+
+
+def test_the_lead_grows_when_the_trainer_waits_and_shrinks_when_it_never_does():
+    lead = Lead(max_staleness=4)
+    assert lead.batches == 1
+    for _ in range(2):  # the pipeline fills: waiting says nothing yet
+        lead.adapt(wait_s=5.0, step_s=6.0, has_spare_batch=False)
+    assert lead.batches == 1
+    for expected in (2, 3, 4, 4):
+        lead.adapt(wait_s=1.0, step_s=2.0, has_spare_batch=False)
+        assert lead.batches == expected
+    for _ in range(200):
+        lead.adapt(wait_s=0.0, step_s=2.0, has_spare_batch=True)
+    assert lead.batches == 1
+    synchronous = Lead(max_staleness=0)
+    for _ in range(9):
+        synchronous.adapt(wait_s=1.0, step_s=2.0, has_spare_batch=False)
+    assert synchronous.batches == 0
+
+
+def test_the_lead_only_ever_holds_back():
+    plain, led = StalenessManager(8, 4, 1000), StalenessManager(8, 4, 1000, Lead(4))
+    assert led.capacity() == 16 < plain.capacity() == 40
