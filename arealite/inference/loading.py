@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
@@ -58,7 +59,9 @@ def load_model(config: ServerConfig) -> PreTrainedModel:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     looks_local = config.model_path.startswith(("/", ".", "~"))
     if looks_local and not Path(config.model_path).is_dir():
-        raise ConfigError(f"model_path={config.model_path} is not a folder")
+        raise ConfigError(
+            f"model_path={config.model_path} is not a folder: give one with config.json and weights, or a hub name"
+        )
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     try:
@@ -68,6 +71,10 @@ def load_model(config: ServerConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the weights in {config.model_path} are damaged or incomplete ({error}): copy or download them again"
+        ) from error
     return prepare_model(model.to(device))
 
 

@@ -34,8 +34,18 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
         print(job.describe())
         return 0
     job.plan()  # refused here, before anything is written
+    _require_folder(config.model_path)
     print(f"run directory: {job.run_dir.path}", flush=True)
     return run_attempts(job, lambda attempt: run_node(attempt, node=0))
+
+
+def _require_folder(model_path: str) -> None:
+    """A path that is not there is named at once, not by a server that took a minute to start."""
+    if model_path.startswith(("/", ".", "~")) and not Path(model_path).is_dir():
+        raise ConfigError(
+            f"there is no model folder {model_path} (actor.path, model.path or server.model_path): give one with "
+            "config.json and weights, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
 
 
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:

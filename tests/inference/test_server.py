@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -239,7 +240,9 @@ def test_a_client_that_goes_away_takes_its_request_with_it(server):
     assert server("/health_generate") == {"status": "ok"}
 
 
-def test_startup_errors_say_what_to_change(model_path):
+def test_startup_errors_say_what_to_change(model_path, tmp_path):
+    torn = shutil.copytree(model_path, tmp_path / "torn")
+    os.truncate(torn / "model.safetensors", 2000)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -248,6 +251,7 @@ def test_startup_errors_say_what_to_change(model_path):
         cases = [
             ([model, f"port={port}"], str(port)),
             (["model_path=/nowhere"], "/nowhere"),
+            ([f"model_path={torn}"], "damaged or incomplete"),
             (["model_pth=x"], "model_path"),
             ([model, "host=0.0.0.0"], "api_key"),
             ([model, "context_length=99999"], "context_length"),

@@ -158,6 +158,8 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
         launch("absent.py", arguments())
     with pytest.raises(ConfigError, match=r"cluster\.n_nodes=2"):
         launch("script.py", arguments("cluster.n_nodes=2"))
+    with pytest.raises(ConfigError, match="there is no model folder /nowhere"):
+        launch("script.py", arguments("actor.path=/nowhere"))
     assert not Path("runs").exists()
 
 
