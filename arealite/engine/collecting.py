@@ -103,10 +103,9 @@ class CollectingEngine(InferenceEngine):
         self._version = state["version"]
 
     def _share(self, batch: Batch) -> Batch:
-        parts = distributed.world_size()
-        if parts == 1:
+        if distributed.world_size() == 1:
             return batch
-        return distributed.scatter_batches(split_groups(batch, parts))
+        return distributed.scatter_batches(split_groups(batch, distributed.data_size()))
 
 
 def split_groups(batch: Batch, parts: int) -> list[Batch]:

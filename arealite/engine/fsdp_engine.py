@@ -133,6 +133,7 @@ class FSDPEngine(TrainEngine):
             store = dist.HashStore()
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo", store=store, rank=0, world_size=1)  # fmt: skip
         self.layout = Layout(self.parallel, self.device)
+        distributed.set_replica_size(self.parallel.instance_size)
         with torch.device("meta"):
             empty = load_model(
                 self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head

@@ -19,7 +19,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
-from arealite.utils.distributed import all_reduce_stats, world_size
+from arealite.utils.distributed import all_reduce_stats, data_size
 from arealite.utils.rundir import RunDir
 from arealite.utils.stats_logger import StatsLogger
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -39,7 +39,7 @@ def evaluate(
             "eval/reward": Stat(rewards.sum(), float(len(rewards))),
             "eval/best_of_group": Stat(best.sum(), float(len(best))),
             "eval/answer_len": Stat(batch["loss_mask"].sum(), float(len(rewards))),
-            "eval/num_prompts": Stat(torch.tensor(float(len(best))), 1 / world_size()),
+            "eval/num_prompts": Stat(torch.tensor(float(len(best))), 1 / data_size()),
         }
     )
 

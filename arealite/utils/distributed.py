@@ -33,6 +33,23 @@ def world_size() -> int:
     )
 
 
+_replica_size = 1
+
+
+def set_replica_size(size: int) -> None:
+    """How many ranks hold one replica of the trained model (tensor × context parallel): they get the same data.
+
+    Set by the training engine when it lays itself out; a property of the process group, like its size.
+    """
+    global _replica_size
+    _replica_size = size
+
+
+def data_size() -> int:
+    """How many ranks get data of their own."""
+    return world_size() // _replica_size
+
+
 def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
     """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; without them, stay alone."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
@@ -78,27 +95,28 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
-    """Rank 0 gives one batch per rank; each rank gets its own (on the host)."""
+    """Rank 0 gives one batch per replica (`data_size` of them); each rank gets its replica's (on the host)."""
     if world_size() == 1:
         assert shares is not None
         return shares[0]
     me = dist.get_rank(group)
     if me == 0:
-        assert shares is not None and len(shares) == dist.get_world_size(group)
+        assert shares is not None and len(shares) == data_size()
         shares = [{k: v.detach().cpu().contiguous() for k, v in s.items()} for s in shares]
     headers = broadcast_json(
         None if shares is None or me else [_header(s) for s in shares], 0, group
     )
     if me == 0:
         assert shares is not None
-        for other in range(1, len(shares)):
-            dist.send(_to_bytes(shares[other]), other, group)
+        for other in range(1, world_size()):
+            dist.send(_to_bytes(shares[other // _replica_size]), other, group)
         return shares[0]
-    sizes = [_padded(_num_bytes(dtype, shape)) for _, dtype, shape in headers[me]]
+    mine = headers[me // _replica_size]
+    sizes = [_padded(_num_bytes(dtype, shape)) for _, dtype, shape in mine]
     data = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.recv(data, 0, group)
     batch, offset = {}, 0
-    for (key, dtype, shape), size in zip(headers[me], sizes, strict=True):
+    for (key, dtype, shape), size in zip(mine, sizes, strict=True):
         raw = data[offset : offset + _num_bytes(dtype, shape)]
         batch[key] = raw.view(_DTYPES[dtype]).view(shape)
         offset += size

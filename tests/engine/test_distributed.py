@@ -10,6 +10,7 @@ from arealite.utils.data import select_rows
 
 def _exchange(rank):
     distributed.init_process_group("cpu")
+    distributed.set_replica_size(1)
     batch = random_batch([4, 9, 3])
     batch["truncated"] = torch.tensor([True, False, True])
     shares = [select_rows(batch, [0, 2]), select_rows(batch, [1])]
@@ -36,6 +37,20 @@ def test_collectives_between_two_ranks(two_ranks):
         assert same and ordered and word == {"from": 0, "text": "é"}
         assert rows == [0, 10, 11] and start == rank
         assert stats == {"mean": 1.5, "top/max": 1.0, "low/min": 0.0}
+
+
+def _same_data(rank):
+    """Two ranks that hold one replica together."""
+    distributed.init_process_group("cpu")
+    distributed.set_replica_size(2)
+    batch = random_batch([4, 9, 3])
+    mine = distributed.scatter_batches([batch] if rank == 0 else None)
+    distributed.set_replica_size(1)
+    return mine["input_ids"].tolist() == batch["input_ids"].tolist()
+
+
+def test_ranks_of_one_replica_get_the_same_data(two_ranks):
+    assert two_ranks.run(_same_data) == [True, True]
 
 
 def test_one_process_needs_no_group():
