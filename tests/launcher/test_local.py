@@ -12,6 +12,7 @@ import pytest
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.local import launch
+from arealite.launcher.supervisor import ChildSpec, Supervisor
 from arealite.utils.names import FileNames
 from tests.launcher.conftest import carriers, wait_until_gone
 
@@ -149,6 +150,15 @@ def test_restart_after_a_crash(work, arguments, capfdbinary):
 def test_retries_run_out(work, arguments):
     argv = arguments("tokenizer_path=raise", "recover.mode=auto", "recover.retries=1", mode="d2")
     assert launch("script.py", argv) == 1
+
+
+def test_a_full_disk_costs_the_log_and_not_the_run(capfdbinary):
+    command = [sys.executable, "-c", "print('hello')"]
+    with Supervisor(1) as supervisor:
+        child = supervisor.start(ChildSpec("a", command, Path("/dev/full"), echo=True))
+        assert supervisor.wait(60) == [child] and child.code == 0
+    out = capfdbinary.readouterr().out.decode()
+    assert "hello" in out and "cannot write /dev/full: No space left on device" in out
 
 
 def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
