@@ -60,7 +60,8 @@ def cluster(launcher: str, folder: Path):
             print("ray is left out: it is not installed (pip install 'arealite[ray]')")
             yield None
             return
-        os.environ["RAY_worker_niceness"] = "0"  # as the others, for a fair comparison
+        # As the others, for a fair comparison.
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         yield {"RAY_ADDRESS": made.address}
         made.shutdown()
