@@ -11,7 +11,9 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -205,7 +207,8 @@ def save_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
     state = _model_state(engine) | (_training_state(engine) if with_optim else {})
     attempt = _Attempts(active=distributed.rank() == 0)
     try:
-        dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
+        with _alone():
+            dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as error:
         attempt.failure = _root_cause(error)
     attempt(_swap, aside, final)
@@ -229,13 +232,22 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
                 "model, or was saved without the optimizer"
             )
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with _alone():
+            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({_root_cause(error)}): it is torn"
         ) from error
     if with_optim:
         _restore_training_state(engine, state)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _read_metadata(path: str) -> dict:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from arealite.api.errors import ConfigError
@@ -11,6 +10,7 @@ from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
+peft = pytest.importorskip("peft")
 BATCH = random_batch([5, 12, 7, 9])
 
 
@@ -43,7 +43,7 @@ def test_adapters_learn_and_are_read_by_peft_and_servers(model_dirs, tmp_path):
     assert (expected - logp_of(base)[mask]).abs().max() > 0.05
 
     engine.save(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
-    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logp_of(adapted)[mask], expected, atol=1e-4, rtol=1e-4)
 
     engine.update_weights(WeightUpdateMeta("disk", str(tmp_path / "merged")))
