@@ -7,7 +7,6 @@ which servers are open and which version they hold. Ends with its owner, whateve
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import socket
 import struct
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.child import die_with_owner
+from arealite.utils.config import log_to_file
 
 _HEADER = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = 1 << 34
@@ -46,7 +46,7 @@ def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
 def serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     """A worker's life."""
     die_with_owner()
-    logging.basicConfig(level=logging.WARNING)
+    log_to_file()
     asyncio.run(_Worker(engine_class(config)).run(sock))
 
 

@@ -88,6 +88,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._old_handlers: dict[int, object] = {}
         self._warden: subprocess.Popen | None = None
+        self._log_is_lost = False
 
     def __enter__(self) -> Supervisor:
         self._warden = subprocess.Popen(
@@ -205,11 +206,20 @@ class Supervisor:
             self._selector.unregister(pipe)
             pipe.close()
             return False
-        with child.spec.log_path.open("ab") as log:
-            log.write(data)
+        try:
+            with child.spec.log_path.open("ab") as log:
+                log.write(data)
+        except OSError as error:
+            self._lost_log(child, error)
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return True
+
+    def _lost_log(self, child: Child, error: OSError) -> None:
+        """A full disk costs lines of a log, not the run; said once."""
+        if not self._log_is_lost:
+            print(f"warning: cannot write {child.spec.log_path}: {error.strerror}", flush=True)
+        self._log_is_lost = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

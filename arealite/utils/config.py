@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import sys
 import types
@@ -27,6 +28,8 @@ T = TypeVar("T")
 # Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
 # resolved configuration there and ends.
 CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
+# Set by a launcher: the log of this process.
+LOG_FILE_ENV = "AREALITE_LOG_FILE"
 USAGE = "usage: script.py [--config FILE.yaml]... [key=value]... [--help]"
 
 
@@ -70,6 +73,7 @@ def to_yaml(config: Any) -> str:
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
     """Run a command line: errors meant for people are printed without a traceback and exit with 2, Ctrl+C with 130."""
+    log_to_file()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
@@ -79,6 +83,15 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def log_to_file() -> None:
+    """In a process that a launcher started: what is logged goes to its log file, the console is for the table and the last error."""
+    path = os.environ.get(LOG_FILE_ENV)
+    if path is not None:
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(filename=path, level=logging.WARNING, format=form)
+        logging.getLogger("arealite").setLevel(logging.INFO)
 
 
 # ------------------------------------------------------------------------------------------------- sources

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -130,6 +131,18 @@ def test_run_main_exit_codes(capsys):
         assert caught.value.code == code
     captured = capsys.readouterr()
     assert captured.err == "error: no such thing\n"
+
+
+def test_a_launched_process_logs_to_its_file_and_not_to_the_console(tmp_path):
+    code = (
+        "import logging; from arealite.utils.config import run_main; "
+        "run_main(lambda argv: logging.getLogger('arealite.x').warning('episode failed'))"
+    )
+    env = {**os.environ, "AREALITE_LOG_FILE": str(tmp_path / "log")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "WARNING arealite.x: episode failed" in (tmp_path / "log").read_text()
 
 
 def test_reading_a_configuration_does_not_import_torch():
