@@ -40,7 +40,8 @@ class WeightLoading:
         model = self.model_runner.get_model()
         tensors = dict(model.named_parameters())
         for name, module in model.named_modules():
-            if hasattr(module, "org_vocab_size"):  # without the rows that pad the vocabulary
+            if hasattr(module, "org_vocab_size") and hasattr(module, "weight"):
+                # without the rows that pad the vocabulary
                 tensors[f"{name}.weight"] = module.weight[: module.org_vocab_size]
         return fingerprints(tensors.items())
 

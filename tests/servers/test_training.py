@@ -133,7 +133,9 @@ def test_grpo_through_slurm(start, tmp_path, models, gsm8k_path):
 
 @pytest.mark.ray
 def test_grpo_through_ray(start, tmp_path, models, gsm8k_path, monkeypatch):
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # by default Ray's workers give way to everything else
+    monkeypatch.setenv(
+        "RAY_worker_niceness", "0"
+    )  # by default Ray's workers give way to everything else
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
