@@ -24,10 +24,11 @@ def main(argv: list[str]) -> int:
     config = load_config(argv, ServerConfig)
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
-    # The engine's thread must get the interpreter back at once after the HTTP side has had a turn.
-    sys.setswitchinterval(5e-4)
     sock = bind(config)
     engine = Engine(config).start()
+    if engine.runner.device.type == "cuda":
+        # Every call into torch lets the HTTP side have a turn: the engine must get the interpreter back at once.
+        sys.setswitchinterval(5e-5)
     asyncio.run(_serve(engine, config, sock))
     return 0
 

@@ -67,7 +67,8 @@ class CudaRunner:
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
         slots = config.max_running_requests
-        self.logits = torch.zeros(slots, shape.vocab_size, dtype=self.dtype, device=self.device)
+        # In float32: bfloat16 would round a logit of 20 to eighths, and log-probs with it.
+        self.logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
         self.num_blocks = count_blocks(config, shape, self.dtype, self._free_bytes()) + 1
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = torch.zeros(shape.num_layers, 2, *size, dtype=self.dtype, device=self.device)

@@ -75,11 +75,14 @@ class FusedDecoder:
         return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
 
     def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
+        """Logits into `out`, unrounded where that is float32: sums are kept in float32 anyway."""
         hidden, weight = self.hidden(ids, batch), self.head.weight.t()
-        if self.head.bias is None:
+        if out.dtype == hidden.dtype:
             torch.mm(hidden, weight, out=out)
         else:
-            torch.addmm(self.head.bias, hidden, weight, out=out)
+            torch.mm(hidden, weight, out_dtype=out.dtype, out=out)
+        if self.head.bias is not None:
+            out += self.head.bias
 
 
 class PlainDecoder:

@@ -95,17 +95,18 @@ class Postprocessor:
         slots, request = self.slots, seq.request
         if seq.slot >= 0:
             part = slice(int(slots.prompt_len[seq.slot]), int(slots.length[seq.slot]))
-            rows = (slots.tokens, slots.logprobs, slots.raw_logprobs)
-            tokens, logprobs, raw = (array[seq.slot, part].tolist() for array in rows)
+            tokens = slots.tokens[seq.slot, part].tolist()
+            logprobs = slots.logprobs[seq.slot, part].tolist()
+            raw = slots.raw_logprobs[seq.slot, part]
         elif seq.saved_tokens is not None:
-            saved = (seq.saved_tokens, seq.saved_logprobs, seq.saved_raw)
-            tokens, logprobs, raw = (array.tolist() for array in saved)
+            tokens, logprobs = seq.saved_tokens.tolist(), seq.saved_logprobs.tolist()
+            raw = seq.saved_raw
         else:
-            tokens, logprobs, raw = [], [], []
+            tokens, logprobs, raw = [], [], np.zeros(0)
         return SampleOutput(
             token_ids=tokens,
             logprobs=logprobs,
-            raw_logprobs=raw if request.want_raw_logprobs else None,
+            raw_logprobs=raw.tolist() if request.want_raw_logprobs else None,
             version_spans=seq.version_spans(len(tokens)),
             finish_reason=seq.finish_reason,
             cached_tokens=seq.cached_tokens,

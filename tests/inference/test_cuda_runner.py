@@ -137,7 +137,9 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
     model = make_model()
     results = []
     for company in (0, 5 if GPU else 1):
-        engine = make_engine(model, deterministic=True, max_total_tokens=100, max_running_requests=4)
+        engine = make_engine(
+            model, deterministic=True, max_total_tokens=100, max_running_requests=4
+        )
         others = [submit_request(engine, p, max_new_tokens=9) for p in prompts(company, high=6)]
         (output,) = run(engine, [3, 1, 4], max_new_tokens=8, sampling_seed=1, ignore_eos=True)
         [future.result(100) for future in others]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,4 +286,20 @@ def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
     assert engine.runner is None and not future.done()
     engine.resume_memory().result(10)
     assert future.result(30)[0].token_ids == expected[0].token_ids
+    assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_at_once_and_memory_stays_flat(make_engine):
+    engine = make_engine(make_model(), max_running_requests=64)
+
+    def wave() -> int:
+        futures = [submit(engine, [i % 90, 3], max_new_tokens=3) for i in range(10_000)]
+        assert sum(len(future.result(300)) for future in futures) == 10_000
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    wave()
+    before = wave()
+    after = [wave() for _ in range(2)][-1]
+    assert after - before < 2000, f"resident memory grew by {after - before} pages"
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
