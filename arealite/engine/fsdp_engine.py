@@ -36,7 +36,7 @@ from arealite.engine.hf_model import (
     shard,
 )
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
-from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout
+from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout, fold_pipeline
 from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
 from arealite.engine.vision import check_vision_layout, has_vision, take_vision
 from arealite.utils import distributed
@@ -73,7 +73,7 @@ class FSDPEngine(TrainEngine):
         self.with_entropy = False
         self.folder = resolve_path(config.path)
         self.hf_config = load_config(self.folder, self.scalar_head)
-        self.parallel = parallel or ParallelStrategy(data=distributed.world_size())
+        self.parallel = fold_pipeline(parallel or ParallelStrategy(data=distributed.world_size()))
         check_layout(self.parallel, self.hf_config, distributed.world_size())
         check_vision_layout(self.hf_config, self.parallel)
         self.device = config.device

@@ -8,6 +8,7 @@ attention an all-to-all trades pieces for heads. Used by `FSDPEngine` and the pa
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,16 @@ from arealite.api.errors import AllocationError
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
+def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
+    """`d32p2` as `d64`: FSDP spreads every layer over all ranks, so stages, which are there to spread layers, join them."""
+    return replace(strategy, data=strategy.data * strategy.pipeline, pipeline=1)
+
+
 def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int) -> None:
     """Refuse a layout that does not fit the ranks or the model, saying which number is in the way."""
-    if strategy.pipeline > 1 or strategy.expert > 1:
+    if strategy.expert > 1:
         raise AllocationError(
-            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism; {strategy} asks for more: set p1 and e1"
+            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism; {strategy} asks for more: set e1"
         )
     if strategy.world_size != world_size:
         raise AllocationError(

@@ -16,7 +16,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.backends import remote_engine_class
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
 from arealite.utils.distributed import all_reduce_stats, data_size
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
     task = find_task(config.valid_dataset)
     rows = task.rl_rows(config.valid_dataset, tokenizer)
-    rollout = RemoteSGLangEngine(config.rollout)
+    rollout = remote_engine_class(config.allocation_mode)(config.rollout, config.seed)
     rollout.initialize(train_batch_size=len(rows))
     try:
         stats = evaluate(rollout, rows, RLVRWorkflow(task.reward, config.gconfig, tokenizer))

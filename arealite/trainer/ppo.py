@@ -17,10 +17,10 @@ from arealite.api.cli_args import GRPOConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset import StatefulDataLoader
+from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
-from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.evaluate import evaluate
 from arealite.trainer.run import Run
@@ -53,9 +53,13 @@ class PPOTrainer:
         self.critic = FSDPPPOCritic(config.critic, parallel) if config.critic else None
         if self.critic:
             self.critic.initialize(self.spec)
-        self.ref = _frozen(config.ref, parallel)
-        self.teacher = _frozen(config.teacher, parallel)
-        self.rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
+        self.ref, self.teacher = (
+            _frozen(other, parallel, config.actor.temperature)
+            for other in (config.ref, config.teacher)
+        )
+        self.rollout = remote_engine_class(config.allocation_mode)(
+            config.rollout, config.seed, RunDir(config).db_path
+        )
         self.rollout.initialize(train_batch_size=size)
 
     def train(self, workflow: RolloutWorkflow) -> None:
@@ -102,12 +106,13 @@ def with_prefix(prefix: str, stats: list[dict[str, float]]) -> list[dict[str, fl
 
 
 def _frozen(
-    config: TrainEngineConfig | None, parallel: ParallelStrategy | None
+    config: TrainEngineConfig | None, parallel: ParallelStrategy | None, temperature: float
 ) -> FSDPEngine | None:
-    """A model that is only asked for log-probs."""
+    """A model that is only asked for log-probs, of the distribution that is sampled from."""
     if config is None:
         return None
     engine = FSDPEngine(replace(config, optimizer=None), parallel)
+    engine.temperature = temperature
     engine.initialize()
     return engine
 

@@ -15,9 +15,9 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
+from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.trainer.evaluate import evaluate
@@ -42,8 +42,11 @@ def main(argv: list[str]) -> None:
     actor.initialize(spec)
     ref = FSDPEngine(config.ref, parallel) if config.ref else None
     if ref:
+        ref.temperature = config.actor.temperature
         ref.initialize()
-    rollout = RemoteSGLangEngine(config.rollout, config.seed, RunDir(config).db_path)
+    rollout = remote_engine_class(config.allocation_mode)(
+        config.rollout, config.seed, RunDir(config).db_path
+    )
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
     validate = None
