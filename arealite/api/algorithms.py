@@ -184,7 +184,8 @@ def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Rec
         "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens",
     )
     require(
-        config.overlong_buffer is None or 0 < config.overlong_buffer <= (config.max_answer_length or 0),
+        config.overlong_buffer is None
+        or 0 < config.overlong_buffer <= (config.max_answer_length or 0),
         f"overlong_buffer must be in (0, max_answer_length], got {config.overlong_buffer}",
     )
     require(

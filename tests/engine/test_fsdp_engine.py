@@ -116,7 +116,13 @@ def test_two_ranks_train_like_one(model_dirs, two_ranks, kind, layout, steps):
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"), [("d2", "1 ranks were started"), ("d1p2", "d2p1t1 .2 ranks"), ("d1e2", "set e1"), ("t3", "started")]
+    ("layout", "message"),
+    [
+        ("d2", "1 ranks were started"),
+        ("d1p2", "d2p1t1 .2 ranks"),
+        ("d1e2", "set e1"),
+        ("t3", "started"),
+    ],
 )
 def test_layouts_that_cannot_work_are_refused_before_loading(model_dirs, layout, message):
     with pytest.raises(AllocationError, match=message):
