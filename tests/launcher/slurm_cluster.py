@@ -63,10 +63,10 @@ class SlurmCluster:
     def __init__(self, folder: Path, nodes: int = 4):
         self.folder, self.nodes = folder, nodes
         self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
-        self._pids: list[int] = []
+        self._owns_munge = False
 
     def __enter__(self) -> SlurmCluster:
-        self._start_munge()
+        self._owns_munge = self._start_munge()
         devices = self.folder / "dev"
         for folder in (
             devices,
@@ -93,7 +93,9 @@ class SlurmCluster:
         deadline = time.monotonic() + 30
         while self.client("squeue", "-h").strip() and time.monotonic() < deadline:
             time.sleep(0.2)
-        for pidfile in [*self.folder.glob("slurmd.*.pid"), self.folder / "slurmctld.pid"]:
+        pidfiles = [*self.folder.glob("slurmd.*.pid"), self.folder / "slurmctld.pid"]
+        pidfiles += [Path("/run/munge/munged.pid")] if self._owns_munge else []
+        for pidfile in pidfiles:
             if pidfile.exists():
                 pid = int(pidfile.read_text())
                 try:
@@ -121,14 +123,16 @@ class SlurmCluster:
                 return first
 
     @staticmethod
-    def _start_munge() -> None:
+    def _start_munge() -> bool:
+        """Whether it had to be started: then it is ours to end."""
         if subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:
-            return
+            return False
         run = Path("/run/munge")
         run.mkdir(exist_ok=True)
         for folder in (run, Path("/var/log/munge"), Path("/var/lib/munge")):
             shutil.chown(folder, "munge", "munge")
         subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "/usr/sbin/munged"], check=True)
+        return True
 
 
 def _can_bind(port: int) -> bool:
