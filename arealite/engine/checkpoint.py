@@ -222,7 +222,9 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
     if with_optim:
         _make_optimizer_state(engine.optimizer)
         state |= _training_state(engine)
-    state = {k: v for k, v in state.items() if not k.startswith("rng/") or k in metadata}
+    # What no step had touched yet (all rewards were equal so far) has no optimizer state in the checkpoint.
+    stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
+    state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
     for name, tensor in state.items():
         saved = metadata.get(name)
         if saved is None or tuple(saved.size) != tuple(tensor.shape):
@@ -239,6 +241,7 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
             f"{path} cannot be read ({_root_cause(error)}): it is torn"
         ) from error
     if with_optim:
+        _forget_unstepped(engine, stepped)
         _restore_training_state(engine, state)
 
 
@@ -319,6 +322,18 @@ def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
+
+
+def _may_lack(key: str, stepped: set[str]) -> bool:
+    """Whether a complete checkpoint can be without this: the random state of a rank, the optimizer's of a parameter not stepped."""
+    kind, name, *_ = f"{key}/".split("/")
+    return kind == "rng" or (kind == "optim" and name not in stepped)
+
+
+def _forget_unstepped(engine: FSDPEngine, stepped: set[str]) -> None:
+    for name, parameter in engine.model.named_parameters():
+        if name not in stepped:
+            engine.optimizer.state.pop(parameter, None)
 
 
 # ------------------------------------------------------------------------------------------ shared by both

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -184,6 +185,10 @@ def load_model(
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot load the model at {folder}: {error}") from error
+        except SafetensorError as error:
+            raise ConfigError(
+                f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
+            ) from error
     if has_vision(hf_config):
         freeze_vision(model)
     if config.lora_rank:

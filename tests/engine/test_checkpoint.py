@@ -60,6 +60,20 @@ def test_dcp_resume_is_exact(model_dirs, tmp_path):
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
 
 
+def test_a_checkpoint_before_the_first_step_resumes(model_dirs, tmp_path):
+    """As when all rewards were equal so far; an optimizer with a history forgets it."""
+    engine = trained_engine(model_dirs["qwen2"], steps=0)
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    engine.save(meta)
+    for resumed in (trained_engine(model_dirs["qwen2"], steps=n) for n in (0, 2)):
+        resumed.load(meta)
+        assert not resumed.optimizer.state and resumed.lr_step == 0
+        assert all(map(torch.equal, resumed.model.parameters(), engine.model.parameters()))
+    engine.save(SaveLoadMeta(str(tmp_path / "weights"), "dcp", with_optim=False))
+    with pytest.raises(CheckpointError, match="saved without the optimizer"):
+        engine.load(SaveLoadMeta(str(tmp_path / "weights"), "dcp", with_optim=True))
+
+
 def _resume_on_rank(rank, model_path, folder):
     engine = FSDPLMEngine(engine_config(model_path))
     engine.initialize(SPEC)
