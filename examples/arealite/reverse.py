@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -37,6 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", ">", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()  # no spaces between tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
