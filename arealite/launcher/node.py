@@ -246,10 +246,8 @@ class NodePart:
     def rank_spec(self, rank: int, env: dict[str, str]) -> ChildSpec:
         log_path = self.logs / f"rank{rank}.log"
         env = {**env, "AREALITE_LOG_FILE": str(log_path)}
-        if rank == 0 and sys.stdout.isatty():
-            env["AREALITE_TTY_FD"] = str(sys.stdout.fileno())
-        cwd = Path(self.job.cwd)
-        return ChildSpec(f"rank{rank}", self.job.command(), log_path, env, echo=rank == 0, cwd=cwd)
+        spec = ChildSpec(f"rank{rank}", self.job.command(), log_path, env, cwd=Path(self.job.cwd))
+        return replace(spec, echo=True, terminal=sys.stdout.isatty()) if rank == 0 else spec
 
 
 def main(argv: list[str]) -> int:

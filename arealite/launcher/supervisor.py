@@ -34,7 +34,7 @@ class Interrupted(AReaLiteError):
 
 @dataclass
 class ChildSpec:
-    """What to start: `env` is added to the launcher's own; `echo` copies its output to the console too."""
+    """What to start: `env` is added to the launcher's own; `echo` copies its output to the console too; `terminal` lets it draw there."""
 
     name: str
     command: list[str]
@@ -42,6 +42,7 @@ class ChildSpec:
     env: dict[str, str] = field(default_factory=dict)
     echo: bool = False
     cwd: Path | None = None
+    terminal: bool = False
 
 
 @dataclass
@@ -122,6 +123,10 @@ class Supervisor:
         """Start one child in a session of its own; its output goes to the log (appended)."""
         outer = os.environ.get(MARK_ENV)
         env = {**os.environ, **spec.env, MARK_ENV: f"{outer};{self._mark}" if outer else self._mark}
+        # A copy: the child's own standard output is a pipe, which takes the number that the terminal has here.
+        terminal = [os.dup(sys.stdout.fileno())] if spec.terminal else []
+        if terminal:
+            env["AREALITE_TTY_FD"] = str(terminal[0])
         parent = os.getpid()
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
@@ -135,8 +140,10 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
-                pass_fds=[int(env["AREALITE_TTY_FD"])] if "AREALITE_TTY_FD" in spec.env else [],
+                pass_fds=terminal,
             )
+        for descriptor in terminal:
+            os.close(descriptor)
         self._tell_warden(f"+{process.pid}")
         child = Child(spec, process, os.pidfd_open(process.pid), log_start)
         self.children.append(child)

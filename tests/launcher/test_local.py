@@ -1,6 +1,8 @@
 """The local launcher with real processes: what it starts, what it says, and that it leaves nothing behind."""
 
+import contextlib
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -150,6 +152,30 @@ def test_restart_after_a_crash(work, arguments, capfdbinary):
 def test_retries_run_out(work, arguments):
     argv = arguments("tokenizer_path=raise", "recover.mode=auto", "recover.retries=1", mode="d2")
     assert launch("script.py", argv) == 1
+
+
+TABLE_SCRIPT = """
+from arealite.utils.console import ProgressTable
+with ProgressTable(2) as table:
+    print("noise")
+    table.update(1, {"reward": 0.75})
+"""
+
+
+def test_rank_0_draws_its_table_on_the_terminal_of_the_launcher(work):
+    (work / "script.py").write_text(TABLE_SCRIPT)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "arealite.launcher.local", "script.py", "allocation_mode=d1"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how the end of a pseudo-terminal is told
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    assert process.wait(60) == 0, shown.decode()
+    assert "0.750" in shown.decode() and "2/2" in shown.decode() and "noise" not in shown.decode()
+    assert "noise" in Path("runs/run/trial/logs/rank0.log").read_text()
 
 
 def test_a_full_disk_costs_the_log_and_not_the_run(capfdbinary):
