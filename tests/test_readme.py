@@ -22,17 +22,19 @@ def test_the_workflow_in_readme_plays_episodes(model_path, tokenizer):
     (block,) = [b for b in python_blocks() if "class SecondChance" in b]
     names: dict = {}
     exec(compile(block, "README.md", "exec"), names)
-    workflow = names["SecondChance"](GenerationHyperparameters(max_new_tokens=6), tokenizer)
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=6)
+    workflow = names["SecondChance"](gconfig, tokenizer)
     rows = [{"prompt": "one: ", "answer": ""}, {"prompt": "two: ", "answer": "never said"}]
     with server_process(model_path) as server:
         rollout = RemoteSGLangEngine(InferenceEngineConfig())
         rollout.initialize([server.address], train_batch_size=2)
         batch = rollout.rollout_batch(rows, workflow)
         rollout.destroy()
-    assert batch["rewards"].tolist() == [1.0, 0.0]
+    assert batch["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert len(batch["group_ids"].unique()) == 2
     # the second row was asked twice, and the hint between is not trained on
     trained = batch["loss_mask"].sum(dim=1)
-    assert 1 <= trained[0] <= 6 and 2 <= trained[1] <= 12
+    assert 1 <= trained[0] <= 6 and 2 <= trained[2] <= 12
     assert torch.equal(batch["loss_mask"] == 1, batch["versions"] >= 0)
 
 

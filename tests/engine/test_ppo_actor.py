@@ -104,6 +104,15 @@ def test_batch_mean_gives_a_signal_to_groups_of_one(model_dirs):
     assert stats["idle_steps"] == 0 and stats["grad_norm"] > 0
 
 
+def test_groups_of_one_that_could_never_learn_are_refused(model_dirs):
+    """What a workflow gives that plays each row once, under an algorithm that compares tries at one row."""
+    actor = make_actor(model_dirs["qwen2"])
+    batch = random_batch(LENGTHS)
+    batch["group_ids"] = torch.arange(len(LENGTHS))
+    with pytest.raises(TrainingError, match=r"return gconfig\.n_samples trajectories"):
+        one_update(actor, batch)
+
+
 def test_kl_to_the_reference_is_in_the_reward(model_dirs):
     actor = make_actor(model_dirs["qwen2"], kl_ctl=0.1)
     batch = random_batch(LENGTHS)

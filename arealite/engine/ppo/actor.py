@@ -99,6 +99,11 @@ class FSDPPPOActor(FSDPEngine):
         everything, start = self.gather_rows(shaped)
         groups, _ = self.gather_rows(group_ids)
         norm = self.objective.norm
+        if norm.mean_level == "group" and len(groups.unique()) == len(groups):
+            raise TrainingError(
+                "every group of this batch has one trajectory, and compared with itself alone each has advantage zero: let the "
+                "workflow return gconfig.n_samples trajectories of one row (see RLVRWorkflow), or set actor.algorithm=reinforce_pp"
+            )
         scores = normalize(
             everything, groups, norm.mean_level, norm.std_level, norm.leave_one_out, norm.eps
         )
