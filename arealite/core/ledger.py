@@ -7,6 +7,7 @@ data: an episode can be neither lost nor entered twice. `rewind` undoes what a k
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -39,6 +40,7 @@ CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkp
   step INTEGER, id INTEGER, tensors BLOB, PRIMARY KEY(step, id));
 CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
 """
+_PUT_TIMEOUT_S = 60.0
 _UPSERT = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)"
 
 
@@ -210,7 +212,13 @@ class Ledger:
 
     def _submit(self, job: Callable[[sqlite3.Connection], None]) -> None:
         self._raise_error()
-        self._jobs.put(job, timeout=60)
+        try:
+            self._jobs.put(job, timeout=_PUT_TIMEOUT_S)
+        except queue.Full:
+            self._raise_error()
+            raise AReaLiteError(
+                f"the ledger {self.path} has not taken a write for {_PUT_TIMEOUT_S:.0f} s: its disk hangs or is very slow"
+            ) from None
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -233,6 +241,10 @@ class Ledger:
                 db.close()
         except (sqlite3.Error, OSError) as error:
             self._error = error
+            # Whoever waits for room in the queue must get it, to be told at the next write.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._jobs.get_nowait()
 
 
 def _contiguous(batch: Batch) -> Batch:

@@ -102,8 +102,12 @@ def test_server_commands():
     sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
     assert server_command(sglang, "sglang", 1) == ["sg", "--now", "--model-path", "m", "--host", "127.0.0.1", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
     vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
-    assert server_command(vllm, "vllm", 1) == ["vllm", "serve", "m", "--host", "127.0.0.1", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--lora-modules", "a", "b"]  # fmt: skip
-    assert server_env(vllm, "vllm") == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
+    command = server_command(vllm, "vllm", 1)
+    assert command[:11] == ["vllm", "serve", "m", "--host", "127.0.0.1", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]  # fmt: skip
+    assert command[-3:] == ["--lora-modules", "a", "b"]
+    assert "--worker-extension-cls" in command  # its answers carry fingerprints of what it holds
+    env = server_env(vllm, "vllm")
+    assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["A"] == "1" and "PYTHONPATH" in env
 
 
 def test_servers_that_span_nodes():
