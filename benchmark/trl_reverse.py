@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "arealite"))
 from reverse import make_rows
 
-NUM_PROMPTS, GROUP_SIZE, MINIBATCHES, GENERATIONS = 64, 8, 2, 110
+NUM_PROMPTS, GROUP_SIZE, MINIBATCHES, GENERATIONS = 64, 8, 2, 120
 
 
 def main(model_folder: str, out_path: str) -> None:

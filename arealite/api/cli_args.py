@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from arealite.api import alloc_mode
 from arealite.api.algorithms import resolve_objective
 from arealite.api.config_field import help_field as _help
 from arealite.api.config_field import require as _require
@@ -291,6 +292,23 @@ class BaseExperimentConfig:
         for part in vars(self).values():
             if hasattr(part, "check"):
                 part.check()
+        _require(
+            self.total_train_steps is None or self.total_train_steps >= 1,
+            f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out",
+        )
+        evaluates = any(vars(self.evaluator).values())
+        _require(
+            not evaluates or self.valid_dataset is not None,
+            "evaluator says when to run the validation set, but there is none: set valid_dataset.path",
+        )
+        train = alloc_mode.AllocationMode.from_str(self.allocation_mode).train
+        num_shares = train.data * train.pipeline if train else 1
+        size = self.train_dataset.batch_size
+        _require(
+            size % num_shares == 0,
+            f"train_dataset.batch_size={size} is not divisible by the {num_shares} data-parallel ranks of "
+            f"allocation_mode={self.allocation_mode}: use a multiple of {num_shares}",
+        )
 
 
 @dataclass
@@ -363,6 +381,12 @@ class GRPOConfig(BaseExperimentConfig):
         _require(
             self.gconfig.n_samples > 1 or objective.norm.mean_level != "group",
             "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp",
+        )
+        limit = self.server.context_length
+        _require(
+            limit is None or limit > self.gconfig.max_new_tokens,
+            f"server.context_length={limit} leaves no room for a prompt: it must be more than gconfig.max_new_tokens="
+            f"{self.gconfig.max_new_tokens}",
         )
         _require(
             actor.max_answer_length in (None, self.gconfig.max_new_tokens),

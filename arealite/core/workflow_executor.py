@@ -70,9 +70,8 @@ class WorkflowExecutor:
         self._next_manual_id = MANUAL_IDS
         self._next_direct_id = 0
         self._stream: RowStream | None = None
-        self._resume: dict[str, Any] | None = (
-            None  # state to go on from, until the dataloader is known
-        )
+        # state to go on from, until the dataloader is known
+        self._resume: dict[str, Any] | None = None
         self._is_new_run = True
         self._needed = 0  # finished episodes the trainer waits for; 0 when it does not wait
         self._low_water = -1  # with fewer queued, the trainer wants to queue more
@@ -442,6 +441,8 @@ class WorkflowExecutor:
         if self._failures_in_row == 0:
             self._first_failure = error
         self._failures_in_row += 1
+        if self._failures_in_row == 3:
+            print(f"warning: 3 episodes in a row failed: {error!r} (more in the log)", flush=True)
         if self._failures_in_row >= self.config.max_failed_episodes and self._fatal is None:
             first = self._first_failure
             self._fatal = TrainingError(
