@@ -74,7 +74,7 @@ DPOTree = _own_fields(DPOConfig, model=lambda: PreferenceConfig(path=DEFAULT_MOD
 
 
 def _default_dataset() -> DatasetConfig:
-    return DatasetConfig(path="openai/gsm8k", name="main", split="train")
+    return DatasetConfig(path="openai/gsm8k", name="main", split="train", batch_size=256)
 
 
 @dataclass

@@ -53,6 +53,7 @@ def test_the_batch_script_can_be_read(work, arguments, capsys):
     argv = arguments(
         "cluster.n_nodes=16",
         "cluster.n_gpus_per_node=8",
+        "train_dataset.batch_size=32",
         "launcher.slurm={partition: gpu, time: '24:00:00', container_image: nvcr.io/x, wrap: nice}",
         mode="sglang.d96p1t1+d32p1t1",
     )
