@@ -66,12 +66,14 @@ class WeightUpdateMeta:
     """One hand-over of weights from trainer to servers.
 
     `disk`: a Hugging Face folder at `path`. `shm`: a segment in shared memory named `path` (same machine).
-    `broadcast`: tensors over a process group.
+    `broadcast`: tensors over a process group. `is_adapter`: `path` is a PEFT folder that holds only the LoRA adapter
+    (`disk`); servers put it on the base model they started from.
     """
 
     type: Literal["disk", "shm", "broadcast"]
     path: str = ""
     version: int = 0
+    is_adapter: bool = False
 
     def with_version(self, version: int) -> WeightUpdateMeta:
         return replace(self, version=version)
