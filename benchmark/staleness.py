@@ -1,9 +1,9 @@
 """What does staleness cost? Reward after the same number of samples for several η, decoupled objective on and off.
 
-    python benchmark/staleness.py [--steps 110] [--etas 0 1 4 8 16] [--seeds 1]
+    python benchmark/staleness.py [--steps 110] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--out results.jsonl]
 
-The demo's task from the same supervised start. Prints a table of final rewards (mean of the last five batches) with the lag that the samples really had,
-and one JSON line.
+The demo's task from the same supervised start, with every sample η versions old (`staleness_task.py`). Prints the final weights' mean reward on 512
+held-out prompts × 8 samples, with the lag the trained tokens really had, and one JSON line. `--out` keeps each run, and goes on where it was left.
 """
 
 from __future__ import annotations
@@ -24,56 +24,76 @@ sys.path.insert(0, str(EXAMPLES))
 from demo import supervise  # noqa: E402
 from reverse import make_model  # noqa: E402
 
+Result = dict[str, float]
 
-def run(
-    eta: int, decoupled: bool, seed: int, model: Path, work: Path, steps: int
-) -> dict[str, float]:
+
+def run(eta: int, decoupled: bool, seed: int, model: Path, work: Path, steps: int) -> Result:
     trial = f"eta{eta}-{'decoupled' if decoupled else 'naive'}-{seed}"
-    command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / "reverse_grpo.py")]
+    command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/staleness_task.py"]
     command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
     command += [f"rollout.max_head_offpolicyness={eta}", f"cluster.fileroot={work}", f"seed={seed}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
     command += [f"actor.use_decoupled_loss={str(decoupled).lower()}", "actor.prox_logp=recompute"]
-    command += ["rollout.adaptive_lead=false"]  # every sample as old as it may be
-    subprocess.run(command, check=True, cwd=ROOT, timeout=1800)
+    command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}"]
+    command += ["rollout.adaptive_lead=false", "recover.mode=disabled"]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
+    full = rows[2 * eta :]  # before, the pipeline fills
     return {
         "eta": eta,
         "decoupled": decoupled,
         "seed": seed,
-        "reward": statistics.mean(r["reward"] for r in rows[-5:]),
-        "lag_mean": statistics.mean(r["lag_mean"] for r in rows[len(rows) // 4 :]),
+        "eval_reward": rows[-1]["eval/reward"],
+        "train_reward": statistics.mean(r["reward"] for r in rows[-5:]),
+        "lag": statistics.mean(r["staleness"] for r in full),
+        "behav_kl": statistics.mean(r.get("behav_kl/k3", 0.0) for r in full),
+        "num_samples": sum(r["num_seqs"] for r in rows),
         "seconds": sum(r["time/step"] for r in rows),
     }
+
+
+def spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f} ({len(values)})"
+
+
+def show(results: list[Result]) -> None:
+    rows = []
+    for eta in sorted({int(r["eta"]) for r in results}):
+        cells = [str(eta)]
+        for decoupled in (True, False):
+            mine = [r for r in results if r["eta"] == eta and r["decoupled"] is decoupled]
+            lag = f"{statistics.mean(r['lag'] for r in mine):.2f}" if mine else ""
+            cells += [spread([r["eval_reward"] for r in mine]) if mine else "", lag]
+        rows.append(cells)
+    print("final reward: mean ± deviation over seeds (number of seeds)")
+    print_table(["eta", "decoupled", "lag", "naive", "lag"], rows)
+    print(json.dumps({"benchmark": "staleness", "results": results, **describe_machine()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 4, 8, 16])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    results: list[Result] = []
+    if options.out and options.out.exists():
+        results = [json.loads(line) for line in options.out.read_text().splitlines()]
+    seen = {(r["eta"], r["decoupled"], r["seed"]) for r in results}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "random", seed=1)
         supervise(work / "random", work / "model", seed=1)
-        results = [
-            run(eta, decoupled, seed, work / "model", work, options.steps)
-            for seed in options.seeds
-            for eta in options.etas
-            for decoupled in (True, False)
-        ]
-    rows = []
-    for eta in options.etas:
-        cells = [str(eta)]
-        for decoupled in (True, False):
-            mine = [r for r in results if r["eta"] == eta and r["decoupled"] is decoupled]
-            cells.append(f"{statistics.mean(r['reward'] for r in mine):.3f}")
-            cells.append(f"{statistics.mean(r['lag_mean'] for r in mine):.2f}")
-        rows.append(cells)
-    print_table(["eta", "decoupled", "lag", "naive", "lag"], rows)
-    print(json.dumps({"benchmark": "staleness", "results": results, **describe_machine()}))
+        cases = [(e, d, s) for s in options.seeds for e in options.etas for d in (True, False)]
+        for case in cases:
+            if case not in seen:
+                results.append(run(*case, work / "model", work, options.steps))
+                if options.out:
+                    options.out.write_text("".join(json.dumps(r) + "\n" for r in results))
+    show(results)
 
 
 if __name__ == "__main__":
