@@ -1,18 +1,21 @@
 """Rewards in processes of their own: slow, hanging or crashing reward code costs its episode and nothing else.
 
-A workflow awaits `pool.run(fn, rows)` on the executor's loop. A worker takes one job (all samples of a group) at a time; when it crashes or passes
-the deadline it is killed and replaced, and that job alone fails, with the reason. Workers are forked from a clean server process that
-has imported the user's script once, so a function defined in the script works and a new worker is quick; all of them end with this process.
+A workflow awaits `pool.run(fn, rows)` on the executor's loop. A worker takes one job at a time; when it crashes or passes the deadline it is killed and
+replaced, and that job alone fails, with the reason. While workers only wait (for a judge, a database) more are started, so that waiting costs no throughput; a
+coroutine function is awaited on the loop itself. Workers are forked from a clean server process that has imported the user's script once, so a
+function defined in the script works and a new worker is quick; all of them end with this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import math
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -21,28 +24,60 @@ from typing import Any
 
 from arealite.api.errors import RewardError
 from arealite.utils.child import die_with_owner
+from arealite.utils.process import is_computing
 
 _START_TIMEOUT_S = 120.0
+_LOOK_EVERY_S = 0.1  # while jobs wait: how often to look whether more workers would help
+_QUICK_S = (
+    0.05  # a job is cut into smaller ones when it takes longer, and its results so far are sent
+)
+_MAX_TIMEOUTS_IN_ROW = 3
 
 
 class RewardPool:
-    """`num_workers` processes, started when first needed. Belongs to the event loop that runs it."""
+    """Belongs to the event loop that runs it. `num_workers` processes compute at once, up to `max_workers` when they wait."""
 
-    def __init__(self, num_workers: int | None = None, timeout_s: float = 15.0):
-        self.num_workers = num_workers or max(1, min(8, (os.cpu_count() or 2) // 2))
+    def __init__(
+        self, num_workers: int | None = None, timeout_s: float = 15.0, max_workers: int = 64
+    ):
+        self.num_workers = num_workers or max(2, min(8, (os.cpu_count() or 2) // 2))
         self.timeout_s = timeout_s
+        self.max_workers = max(max_workers, self.num_workers)
         self.num_replaced = 0
+        self._limit = self.num_workers
         self._workers: set[_Worker] = set()
         self._idle: deque[_Worker] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._look: asyncio.TimerHandle | None = None
+        self._row_s = 0.0  # what one row took lately
+        self._timeouts_in_row = 0
         atexit.register(self.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process (a rollout worker's workflow) it is a pool of the same kind, with workers of its own."""
-        return (RewardPool, (self.num_workers, self.timeout_s))
+        return (RewardPool, (self.num_workers, self.timeout_s, self.max_workers))
 
-    async def run(self, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[float]:
-        """`[fn(**row) for row in rows]` in one worker; raises `RewardError` with the reason when that fails."""
+    async def run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:
+        """`[fn(**row) for row in rows]`; raises `RewardError` with the reason when that fails."""
+        if inspect.iscoroutinefunction(fn):
+            return check_rewards(fn, await self._await_all(fn, rows), len(rows))
+        size = len(rows)
+        if self._row_s * size > _QUICK_S:
+            size = max(1, int(_QUICK_S / self._row_s))
+        jobs = [self._run_job(fn, rows[i : i + size]) for i in range(0, len(rows), size)]
+        parts = await asyncio.gather(*jobs)
+        return check_rewards(fn, [value for part in parts for value in part], len(rows))
+
+    async def _await_all(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[Any]:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*(fn(**row) for row in rows))
+        except TimeoutError as error:
+            raise RewardError(f"reward {_name(fn)} {_timed_out(self.timeout_s)}") from error
+        except Exception as error:  # reward code may raise anything
+            raise RewardError(f"reward {_name(fn)} raised {error!r}") from error
+
+    async def _run_job(self, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:
         try:
             job = pickle.dumps((fn, rows), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -51,64 +86,108 @@ class RewardPool:
                 "your script, or pass reward_inline=True"
             ) from error
         worker = await self._acquire(fn)
+        began = time.monotonic()
         try:
             kind, payload = await worker.ask(job, self.timeout_s)
         except _WorkerLost as lost:
+            if isinstance(lost, _WorkerSilent):
+                self._row_s = self.timeout_s
+                self._timeouts_in_row += 1
+                self._give_up_if_all_hang(fn)
             self._replace(worker)
             raise RewardError(f"reward {_name(fn)} {lost}") from None
         except asyncio.CancelledError:
             self._replace(worker)  # it is still busy with a job nobody waits for
             raise
+        self._timeouts_in_row = 0
+        self._row_s += 0.2 * ((time.monotonic() - began) / len(rows) - self._row_s)
         self._release(worker)
         if kind == "error":
             raise RewardError(f"reward {_name(fn)} raised:\n{payload}")
-        return check_rewards(fn, payload, len(rows))
+        return payload
 
     def close(self) -> None:
         """Kill all workers; idempotent."""
+        if self._look is not None:
+            self._look.cancel()
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
         self._idle.clear()
         atexit.unregister(self.close)
 
+    # ------------------------------------------------------------------------------- who gets a worker
+
     async def _acquire(self, fn: Callable[..., float]) -> _Worker:
         while not self._idle:
-            if len(self._workers) < self.num_workers:
-                worker = _Worker(fn.__module__)
-                self._workers.add(worker)
-                try:
-                    await worker.started()
-                except BaseException:
-                    self._workers.discard(worker)
-                    worker.kill()
-                    self._wake_one()
-                    raise
-                return worker
+            if len(self._workers) < self._limit:
+                return await self._start(fn)
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
+            self._look_later()
             await turn
         return self._idle.popleft()
 
+    async def _start(self, fn: Callable[..., float]) -> _Worker:
+        worker = _Worker(fn.__module__)
+        self._workers.add(worker)
+        try:
+            await worker.started()
+        except BaseException:
+            self._workers.discard(worker)
+            worker.kill()
+            self._wake(1)
+            raise
+        return worker
+
     def _release(self, worker: _Worker) -> None:
         self._idle.append(worker)
-        self._wake_one()
+        self._wake(1)
 
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
         self._workers.discard(worker)
         self.num_replaced += 1
-        self._wake_one()
+        self._wake(1)
 
-    def _wake_one(self) -> None:
-        while self._waiting:
+    def _wake(self, count: int) -> None:
+        while self._waiting and count:
             turn = self._waiting.popleft()
             if not turn.done():
                 turn.set_result(None)
-                return
+                count -= 1
+
+    def _look_later(self) -> None:
+        if self._look is None and self._limit < self.max_workers:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(_LOOK_EVERY_S, self._grow_if_they_wait)
+
+    def _grow_if_they_wait(self) -> None:
+        """Jobs wait: allow twice as many workers, unless those there are already compute on as many cores as they may."""
+        self._look = None
+        if not self._waiting:
+            return
+        busy = sum(is_computing(worker.process.pid) for worker in self._workers)
+        if busy < self.num_workers and len(self._workers) == self._limit:
+            before, self._limit = self._limit, min(2 * self._limit, self.max_workers)
+            self._wake(self._limit - before)
+        self._look_later()
+
+    def _give_up_if_all_hang(self, fn: Callable[..., float]) -> None:
+        """Nothing but time-outs: what waits for a worker would only hang in it as well."""
+        if self._timeouts_in_row < _MAX_TIMEOUTS_IN_ROW:
+            return
+        waiting, self._waiting = self._waiting, deque()
+        for turn in waiting:
+            if not turn.done():
+                turn.set_exception(
+                    RewardError(
+                        f"reward {_name(fn)} was not tried: the last {self._timeouts_in_row} calls {_timed_out(self.timeout_s)}"
+                    )
+                )
 
 
-def check_rewards(fn: Callable[..., float], values: Any, count: int) -> list[float]:
+def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float]:
     """Rewards as finite floats, or an error that names the function and what it returned."""
     if len(values) != count:
         raise RewardError(f"reward {_name(fn)} gave {len(values)} values for {count} samples")
@@ -124,6 +203,10 @@ def check_rewards(fn: Callable[..., float], values: Any, count: int) -> list[flo
 
 class _WorkerLost(Exception):
     """The worker is of no use any more; the message completes `reward f …`."""
+
+
+class _WorkerSilent(_WorkerLost):
+    """It passed the deadline."""
 
 
 class _Worker:
@@ -150,7 +233,16 @@ class _Worker:
             self.pipe.send_bytes(job)
         except OSError:
             raise _WorkerLost(self._cause_of_death()) from None
-        return await self._receive(timeout_s)
+        values: list[Any] = []
+        while (
+            True
+        ):  # each message is a sign of life: the deadline is that of one row, not of the group
+            kind, payload = await self._receive(timeout_s)
+            if kind == "error":
+                return kind, payload
+            values += payload
+            if kind == "done":
+                return kind, values
 
     async def _receive(self, timeout_s: float) -> tuple[str, Any]:
         loop = asyncio.get_running_loop()
@@ -162,7 +254,7 @@ class _Worker:
                 await readable
             return pickle.loads(self.pipe.recv_bytes())
         except TimeoutError:
-            raise _WorkerLost(f"did not return within {timeout_s} s and was killed") from None
+            raise _WorkerSilent(_timed_out(timeout_s)) from None
         except (EOFError, OSError):
             raise _WorkerLost(self._cause_of_death()) from None
         finally:
@@ -187,12 +279,23 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             fn, rows = pickle.loads(pipe.recv_bytes())
-            answer = ("ok", [_plain(fn(**row)) for row in rows])
+            answer = ("done", _values(pipe, fn, rows))
         except (EOFError, BrokenPipeError):
             return
         except Exception:  # reward code may raise anything; the other side needs the traceback
             answer = ("error", traceback.format_exc(limit=-6))
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _values(pipe: Connection, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:
+    """Rewards of the rows; those of slow ones are sent on the way, and the rest returned."""
+    values, sent_at = [], time.monotonic()
+    for row in rows:
+        if values and time.monotonic() - sent_at > _QUICK_S:
+            pipe.send_bytes(pickle.dumps(("some", values)))
+            values, sent_at = [], time.monotonic()
+        values.append(_plain(fn(**row)))
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -202,3 +305,7 @@ def _plain(value: Any) -> Any:
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
+
+
+def _timed_out(timeout_s: float) -> str:
+    return f"did not return within {timeout_s} s and was killed"

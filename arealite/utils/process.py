@@ -92,6 +92,16 @@ def tail(path: Path, lines: int = 25, since: int = 0) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
 
 
+def is_computing(pid: int | None) -> bool:
+    """Whether a process or one of its descendants runs (or would, on a free core) at this moment, rather than waits."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return False
+    return text[text.rindex(")") + 2] == "R" or any(is_computing(int(child)) for child in children)
+
+
 def _members(pids: list[int], marks: list[str]) -> list[ProcessInfo]:
     found: dict[int, ProcessInfo] = {}
     for pid in pids:

@@ -6,6 +6,7 @@ reward function. The executor adds `seed` to rows that have none, so that a run 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ _RESERVED = ("completion", "prompt_ids", "completion_ids")
 class RLVRWorkflow(RolloutWorkflow):
     """Reinforcement learning with verifiable rewards.
 
-    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own), or on the event loop with
-    `reward_inline=True`: only for functions that take microseconds.
+    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own); on the event loop if it is a coroutine
+    function, or with `reward_inline=True`: only for functions that take microseconds.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RLVRWorkflow(RolloutWorkflow):
             )
             for r in responses
         ]
-        if self.reward_inline:
+        if self.reward_inline and not inspect.iscoroutinefunction(self.reward_fn):
             return check_rewards(self.reward_fn, [self.reward_fn(**row) for row in rows], len(rows))
         return await self.reward_pool.run(self.reward_fn, rows)
 

@@ -1,5 +1,6 @@
 """Rewards that misbehave in every way a user's may. Importable by worker processes."""
 
+import asyncio
 import os
 import time
 
@@ -34,3 +35,22 @@ def returns_nan(completion, **data):
 
 def own_pid(completion, **data):
     return float(os.getpid())
+
+
+def naps(completion, nap_s=0.3, **data):
+    time.sleep(nap_s)
+    return float(os.getpid())
+
+
+def computes(completion, **data):
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        pass
+    return 1.0
+
+
+async def remote_judge(completion, **data):
+    if completion == "bad":
+        raise KeyError("no such judge")
+    await asyncio.sleep(3600 if completion == "hang" else 0)
+    return len(completion)

@@ -88,6 +88,51 @@ def test_cancelled_job_frees_its_place():
     asyncio.run(main())
 
 
+def test_workers_that_wait_are_joined_by_others_and_workers_that_compute_are_not():
+    async def pids(fn, count):
+        pool = RewardPool(num_workers=1, timeout_s=60.0, max_workers=8)
+        await asyncio.gather(*(pool.run(fn, rows("x")) for _ in range(count)))
+        number = len(pool._workers)
+        pool.close()
+        return number
+
+    assert asyncio.run(pids(sample_rewards.naps, 40)) == 8
+    assert asyncio.run(pids(sample_rewards.computes, 3)) == 1
+
+
+def test_the_deadline_is_that_of_one_sample(pool):
+    pool.timeout_s = 2.0
+    slow = [{"completion": "x", "nap_s": 0.6} for _ in range(5)]
+    assert len(asyncio.run(pool.run(sample_rewards.naps, slow))) == 5
+
+
+def test_a_reward_that_always_hangs_fails_all_who_wait_and_not_one_after_the_other():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=0.3, max_workers=1)
+        jobs = [pool.run(sample_rewards.never_returns, rows("x")) for _ in range(50)]
+        errors = await asyncio.gather(*jobs, return_exceptions=True)
+        assert all(isinstance(error, RewardError) for error in errors)
+        assert sum("was not tried" in str(error) for error in errors) == 47
+        assert pool.num_replaced == 3
+        assert await pool.run(sample_rewards.length, rows("ab")) == [2.0]  # it still works
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_is_awaited_on_the_loop(pool):
+    async def main():
+        assert await pool.run(sample_rewards.remote_judge, rows("a", "bb")) == [1.0, 2.0]
+        with pytest.raises(RewardError, match="no such judge"):
+            await pool.run(sample_rewards.remote_judge, rows("a", "bad"))
+        pool.timeout_s = 0.1
+        with pytest.raises(RewardError, match=r"did not return within 0\.1 s"):
+            await pool.run(sample_rewards.remote_judge, rows("hang"))
+        assert not pool._workers
+
+    asyncio.run(main())
+
+
 SCRIPT = """
 import asyncio, os, sys, time
 from arealite.reward.pool import RewardPool
