@@ -18,7 +18,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.ledger import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.utils import distributed
-from arealite.utils.data import partition_balanced, select_rows, seq_lengths
+from arealite.utils.data import split_groups
 
 
 class CollectingEngine(InferenceEngine):
@@ -106,18 +106,3 @@ class CollectingEngine(InferenceEngine):
         if distributed.world_size() == 1:
             return batch
         return distributed.scatter_batches(split_groups(batch, distributed.data_size()))
-
-
-def split_groups(batch: Batch, parts: int) -> list[Batch]:
-    """Cut a batch into `parts` with nearly equal tokens, never through a group."""
-    rows_of: dict[int, list[int]] = {}
-    for row, group in enumerate(batch["group_ids"].tolist()):
-        rows_of.setdefault(group, []).append(row)
-    if len(rows_of) < parts:
-        raise ConfigError(
-            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: raise train_dataset.batch_size to at least {parts}"
-        )
-    lengths = seq_lengths(batch).tolist()
-    groups = list(rows_of.values())
-    shares = partition_balanced([sum(lengths[r] for r in rows) for rows in groups], parts)
-    return [select_rows(batch, [r for g in share for r in groups[g]]) for share in shares]

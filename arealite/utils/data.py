@@ -13,6 +13,7 @@ import heapq
 
 import torch
 
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 
 # What a row brings for its images. Dimension 1 counts images or patches, never tokens, whatever its size.
@@ -172,3 +173,18 @@ def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
         groups[g].append(row)
         heapq.heappush(heap, (tokens + lengths[row], count + 1, g))
     return [sorted(group) for group in groups]
+
+
+def split_groups(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch into `parts` with nearly equal tokens, never through a group."""
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_ids"].tolist()):
+        rows_of.setdefault(group, []).append(row)
+    if len(rows_of) < parts:
+        raise ConfigError(
+            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: raise train_dataset.batch_size to at least {parts}"
+        )
+    lengths = seq_lengths(batch).tolist()
+    groups = list(rows_of.values())
+    shares = partition_balanced([sum(lengths[r] for r in rows) for rows in groups], parts)
+    return [select_rows(batch, [r for g in share for r in groups[g]]) for share in shares]

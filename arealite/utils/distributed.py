@@ -102,29 +102,36 @@ def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None 
     me = dist.get_rank(group)
     if me == 0:
         assert shares is not None and len(shares) == data_size()
-        shares = [{k: v.detach().cpu().contiguous() for k, v in s.items()} for s in shares]
-    headers = broadcast_json(
-        None if shares is None or me else [_header(s) for s in shares], 0, group
-    )
-    if me == 0:
+    packed = None if shares is None or me else [to_bytes(share) for share in shares]
+    headers = broadcast_json(None if packed is None else [head for head, _ in packed], 0, group)
+    if packed is not None:
         assert shares is not None
         for other in range(1, world_size()):
-            dist.send(_to_bytes(shares[other // _replica_size]), other, group)
+            dist.send(packed[other // _replica_size][1], other, group)
         return shares[0]
     mine = headers[me // _replica_size]
-    sizes = [_padded(_num_bytes(dtype, shape)) for _, dtype, shape in mine]
-    data = torch.empty(sum(sizes), dtype=torch.uint8)
+    data = torch.empty(sum(_padded(_num_bytes(*spec[1:])) for spec in mine), dtype=torch.uint8)
     dist.recv(data, 0, group)
+    return from_bytes(mine, data)
+
+
+def to_bytes(batch: Batch) -> tuple[list[tuple[str, str, list[int]]], torch.Tensor]:
+    """A batch as (name, type, shape) of each column, and all their bytes in one tensor on the host."""
+    batch = {k: v.detach().cpu().contiguous() for k, v in batch.items()}
+    header = [(k, str(v.dtype).removeprefix("torch."), list(v.shape)) for k, v in batch.items()]
+    flat = [v.reshape(-1).view(torch.uint8) for v in batch.values()]
+    padded = [torch.nn.functional.pad(f, (0, _padded(len(f)) - len(f))) for f in flat]
+    return header, torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
+
+
+def from_bytes(header: list[tuple[str, str, list[int]]], data: torch.Tensor) -> Batch:
+    """What `to_bytes` was given; the columns are views of `data`."""
     batch, offset = {}, 0
-    for (key, dtype, shape), size in zip(mine, sizes, strict=True):
-        raw = data[offset : offset + _num_bytes(dtype, shape)]
-        batch[key] = raw.view(_DTYPES[dtype]).view(shape)
-        offset += size
+    for key, dtype, shape in header:
+        size = _num_bytes(dtype, shape)
+        batch[key] = data[offset : offset + size].view(_DTYPES[dtype]).view(shape)
+        offset += _padded(size)
     return batch
-
-
-def _header(batch: Batch) -> list[tuple[str, str, list[int]]]:
-    return [(k, str(v.dtype).removeprefix("torch."), list(v.shape)) for k, v in batch.items()]
 
 
 def _num_bytes(dtype: str, shape: list[int]) -> int:
@@ -133,11 +140,6 @@ def _num_bytes(dtype: str, shape: list[int]) -> int:
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _to_bytes(batch: Batch) -> torch.Tensor:
-    flat = [v.reshape(-1).view(torch.uint8) for v in batch.values()]
-    return torch.cat([torch.nn.functional.pad(f, (0, _padded(len(f)) - len(f))) for f in flat])
 
 
 def all_gather_rows(

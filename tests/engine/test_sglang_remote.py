@@ -12,8 +12,8 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.collecting import split_groups
 from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.utils.data import split_groups
 from arealite.utils.network import free_port
 from arealite.utils.shared_weights import SharedWeights
 from arealite.workflow.rlvr import RLVRWorkflow
