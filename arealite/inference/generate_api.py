@@ -46,7 +46,7 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     request = parse(engine, body)
     if body.get("stream"):
         return await event_stream(http_request, _stream(engine, request))
-    outputs = await finish(engine, request)
+    outputs = await finish(http_request.app, request)
     for output in outputs:
         if output.finish_reason.get("status_code") == 500:
             raise web.HTTPInternalServerError(reason=output.finish_reason["message"])

@@ -82,7 +82,7 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
         if len(requests) > 1:
             raise RequestError("stream takes one prompt")
         return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
-    groups = await asyncio.gather(*(finish(engine, request) for request in requests))
+    groups = await asyncio.gather(*(finish(http_request.app, request) for request in requests))
     return json_response(_result(engine, requests, groups, body, chat=False))
 
 
@@ -93,7 +93,7 @@ async def chat_completions(http_request: web.Request) -> web.StreamResponse:
     request = Request(ids, params, want_text=True)
     if body.get("stream"):
         return await event_stream(http_request, _stream(engine, request, body, chat=True))
-    outputs = await finish(engine, request)
+    outputs = await finish(http_request.app, request)
     return json_response(_result(engine, [request], [outputs], body, chat=True))
 
 

@@ -50,11 +50,10 @@ class SamplingParams:
         """Parse what a client sent; an unknown name or a wrong type is a `RequestError`."""
         if not isinstance(values, dict):
             raise RequestError(f"sampling_params must be an object, got {type(values).__name__}")
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
+        if not values.keys() <= _KNOWN:
+            unknown = min(values.keys() - _KNOWN)
             raise RequestError(
-                f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}"
+                f"unknown sampling parameter {unknown!r}; known: {', '.join(sorted(_KNOWN))}"
             )
         given = {name: value for name, value in values.items() if value is not None}
         if isinstance(given.get("stop"), str):
@@ -108,6 +107,7 @@ class SamplingParams:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
 
+_KNOWN = {f.name for f in fields(SamplingParams)}
 _TYPES = {
     int: ("n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"),
     float: (

@@ -19,6 +19,8 @@ from arealite.inference.generate_api import generate
 from arealite.inference.http import (
     API_KEY,
     ENGINE,
+    MAILBOX,
+    Mailbox,
     answer,
     errors_as_json,
     finish,
@@ -37,6 +39,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
     app = web.Application(middlewares=[errors_as_json], client_max_size=_MAX_BODY_BYTES)
     app[ENGINE] = engine
     app[API_KEY] = config.api_key or ""
+    app[MAILBOX] = Mailbox()
     app[RECEIVER] = WeightReceiver()
     app.add_routes(
         [
@@ -116,7 +119,7 @@ async def health_generate(http_request: web.Request) -> web.Response:
     """Make one token; fails if that takes more than 30 s (a paused engine makes none)."""
     request = Request([0], SamplingParams(max_new_tokens=1, temperature=0.0))
     try:
-        await asyncio.wait_for(finish(http_request.app[ENGINE], request), timeout=30)
+        await asyncio.wait_for(finish(http_request.app, request), timeout=30)
     except TimeoutError as error:
         raise ServerError("no token within 30 s: the engine is paused or overloaded") from error
     return json_response({"status": "ok"})

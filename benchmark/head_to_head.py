@@ -1,0 +1,339 @@
+"""The embedded engine beside SGLang and vLLM: one machine, the same weights, prompts, lengths and client, log-probs returned.
+
+    python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite python3"
+    python benchmark/head_to_head.py device=cpu cases=135m/mixed groups=4 vllm=~/vllm/bin/python
+
+All servers of a shape's rivals are started side by side (starting takes minutes), and those not being measured are stopped
+by signal; each is ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server
+that fails costs its own figures and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import load
+import torch
+from common import describe_machine, print_table
+from inference import SHAPES, Options, make_jobs, make_model
+
+from arealite.utils.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS, IN_PROCESS = "arealite", "arealite in process"
+
+
+@dataclass
+class Duel:
+    """What is compared."""
+
+    cases: str = field(
+        default="0.5b/256,0.5b/1024,0.5b/mixed,7b/256,1.5b/256",
+        metadata={"help": "shape/concurrency, or shape/mixed (256 at once, groups of 8)."},
+    )
+    sglang: str = field(default="", metadata={"help": "Python that has SGLang; empty: left out."})
+    vllm: str = field(default="", metadata={"help": "Python that has vLLM; empty: left out."})
+    device: str = field(default="cuda", metadata={"help": "cuda or cpu."})
+    input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
+    output_len: int = field(default=512, metadata={"help": "Sampled tokens of the fixed cases."})
+    max_output: int = field(default=2048, metadata={"help": "Longest output of mixed cases."})
+    waves: int = field(default=2, metadata={"help": "Requests per concurrent slot (fixed cases)."})
+    groups: int = field(default=250, metadata={"help": "Prompts of mixed cases, 8 samples each."})
+    concurrency: int = field(default=256, metadata={"help": "Requests at once in mixed cases."})
+    repeats: int = field(default=2, metadata={"help": "Runs of each case; the best counts."})
+    folder: str = field(default="/dev/shm/duel", metadata={"help": "Where weights and logs go."})
+    tokenizer: str = field(default="", metadata={"help": "Folder of a tokenizer, for vLLM."})
+    in_process: bool = field(default=True, metadata={"help": "Also the engine without HTTP."})
+    start_s: float = field(default=240.0, metadata={"help": "Longest start of a server."})
+    run_s: float = field(default=120.0, metadata={"help": "Longest run of one measurement."})
+
+
+@dataclass
+class Case:
+    """One column of the table."""
+
+    name: str
+    shape: str
+    concurrency: int
+    jobs: list[load.Job]
+
+
+class Server:
+    """A server process in a session of its own; frozen while others are measured."""
+
+    def __init__(self, system: str, shape: str, command: list[str], port: int, folder: Path):
+        self.system, self.shape = system, shape
+        self.url = f"http://127.0.0.1:{port}"
+        self.dialect = "native"
+        self.log = folder / f"{system}-{shape}.log"
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        env |= {"VLLM_LOGGING_LEVEL": "WARNING"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                cwd=ROOT if system == OURS else folder,
+            )
+        self.started_s = time.monotonic()
+
+    def wait_until_ready(self, deadline: float) -> None:
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-1500:]
+                raise RuntimeError(f"{self.system} {self.shape} did not start: {tail}")
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def signal(self, number: int) -> None:
+        """To every process of the session, whoever started it."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                session = int(stat.read_text().rsplit(")", 1)[1].split()[3])
+                if session == self.process.pid:
+                    os.kill(int(stat.parent.name), number)
+            except (OSError, IndexError):
+                continue  # it has ended meanwhile
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass
+        self.signal(signal.SIGKILL)
+        self.process.wait(30)
+
+
+def main() -> None:
+    duel = load_config(sys.argv[1:], Duel)
+    folder = Path(duel.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    cases = [make_case(duel, name) for name in duel.cases.split(",")]
+    shapes = list(dict.fromkeys(case.shape for case in cases))
+    for shape in shapes:
+        save_model(duel, shape, folder)
+    results: dict[str, dict[str, float]] = {case.name: {} for case in cases}
+    rivals = [name for name in ("sglang", "vllm") if getattr(duel, name)]
+    begin = time.monotonic()
+    servers = [start(duel, system, shape, cases, folder) for system in rivals for shape in shapes]
+    try:
+        servers = [s for s in servers if is_ready(s, begin + duel.start_s)]
+        for shape in shapes:
+            mine = [case for case in cases if case.shape == shape]
+            for server in [s for s in servers if s.shape == shape]:
+                compete(duel, server, mine, results)
+            ours = start(duel, OURS, shape, cases, folder)
+            servers.append(ours)
+            if is_ready(ours, time.monotonic() + duel.start_s):
+                compete(duel, ours, mine, results)
+            for case in mine if duel.in_process else []:
+                run_in_process(duel, case, results[case.name])
+    finally:
+        for server in servers:
+            server.end()
+        shutil.rmtree(folder, ignore_errors=True) if folder.name == "duel" else None
+    report(duel, results)
+
+
+# ---------------------------------------------------------------------------------------------- preparation
+
+
+def options(duel: Duel, shape: str, workload: str, concurrency: int) -> Options:
+    names = ("input_len", "output_len", "max_output", "waves", "groups", "device")
+    common = {name: getattr(duel, name) for name in names}
+    return Options(shape=shape, workload=workload, concurrency=concurrency, **common)
+
+
+def make_case(duel: Duel, name: str) -> Case:
+    shape, kind = name.split("/")
+    mixed = kind == "mixed"
+    concurrency = duel.concurrency if mixed else int(kind)
+    made = make_jobs(
+        options(duel, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5]
+    )
+    # Samples of a group are requests of their own, as most clients send them.
+    jobs = [(job.prompt, job.max_new_tokens) for job in made for _ in range(job.n)]
+    return Case(name, shape, concurrency, jobs)
+
+
+def save_model(duel: Duel, shape: str, folder: Path) -> None:
+    target = folder / shape
+    if not (target / "config.json").exists():
+        model = make_model(options(duel, shape, "fixed", 1), duel.device)
+        # Without an end token some servers refuse to start; `ignore_eos` keeps it from mattering.
+        model.config.eos_token_id = model.generation_config.eos_token_id = 0
+        model.save_pretrained(target)
+        del model
+        if duel.device == "cuda":
+            torch.cuda.empty_cache()
+    if duel.tokenizer:
+        for file in Path(duel.tokenizer).glob("*token*"):
+            shutil.copy(file, target)
+
+
+def start(duel: Duel, system: str, shape: str, cases: list[Case], folder: Path) -> Server:
+    mine = [case for case in cases if case.shape == shape]
+    most = max(case.concurrency for case in mine)
+    longest = max(len(prompt) + length for case in mine for prompt, length in case.jobs)
+    # Room for every sequence at its longest, plus one block each.
+    tokens = max(c.concurrency * (max(len(p) + n for p, n in c.jobs) + 16) for c in mine)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    made = COMMANDS[system](duel, folder / shape, shape, port, most, longest + 16, tokens)
+    return Server(system, shape, made, port, folder)
+
+
+def our_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+    return [
+        sys.executable, "-m", "arealite.cli.serve", f"model_path={path}", f"port={port}",
+        f"max_running_requests={most}", f"max_total_tokens={tokens}", f"device={duel.device}",
+        f"context_length={longest}",
+    ]  # fmt: skip
+
+
+def sglang_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+    command = [
+        *shlex.split(duel.sglang), "-m", "sglang.launch_server", "--model-path", path,
+        "--host", "127.0.0.1", "--port", port, "--skip-tokenizer-init", "--context-length", longest,
+        "--max-running-requests", most, "--max-total-tokens", tokens, "--log-level", "warning",
+        "--watchdog-timeout", "900",
+    ]  # fmt: skip
+    if duel.device == "cuda":
+        command += ["--attention-backend", "fa3", "--sampling-backend", "pytorch"]
+        command += ["--cuda-graph-max-bs-decode", most, "--mem-fraction-static", "0.9"]
+        command += ["--chunked-prefill-size", "8192"]
+    return [str(part) for part in command]
+
+
+def vllm_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+    command = [
+        *shlex.split(duel.vllm), "-m", "vllm.entrypoints.cli.main", "serve", path,
+        "--host", "127.0.0.1", "--port", port, "--served-model-name", "model",
+        "--max-model-len", longest, "--max-num-seqs", most, "--disable-log-stats",
+    ]  # fmt: skip
+    if duel.device == "cuda":
+        hidden, _, layers, heads, kv_heads, *_ = SHAPES[shape]
+        size = 2 * layers * kv_heads * (hidden // heads) * 2
+        command += ["--kv-cache-memory-bytes", tokens * size, "--gpu-memory-utilization", "0.15"]
+        command += ["--max-cudagraph-capture-size", most, "--max-num-batched-tokens", "8192"]
+    else:
+        command += ["--dtype", "float32", "--enforce-eager"]
+    return [str(part) for part in command]
+
+
+COMMANDS = {OURS: our_command, "sglang": sglang_command, "vllm": vllm_command}
+
+
+def is_ready(server: Server, deadline: float) -> bool:
+    try:
+        server.wait_until_ready(deadline)
+        choose_dialect(server)
+    except RuntimeError as error:
+        print(error, flush=True)
+        server.end()
+        return False
+    took = time.monotonic() - server.started_s
+    print(f"{server.system} {server.shape} is up after {took:.0f} s", flush=True)
+    server.signal(signal.SIGSTOP)
+    return True
+
+
+def choose_dialect(server: Server) -> None:
+    """vLLM can be asked in two ways: take the faster one that it has."""
+    if server.system != "vllm":
+        return
+    jobs, rates = [([i + 1] * 16, 32) for i in range(128)], {}
+    for dialect in ("vllm", "completions", "vllm", "completions"):
+        try:
+            rates[dialect] = load.measure(server.url, dialect, jobs, 64, 60, processes=2)
+        except RuntimeError as error:
+            print(f"vllm {server.shape} through {dialect}: {error}", flush=True)
+    if not rates:
+        raise RuntimeError(f"vllm {server.shape} answers nothing")
+    server.dialect = max(rates, key=rates.__getitem__)
+    print(f"vllm {server.shape}: {rates}", flush=True)
+
+
+# --------------------------------------------------------------------------------------------- measurement
+
+
+def compete(duel: Duel, server: Server, cases: list[Case], results: dict) -> None:
+    server.signal(signal.SIGCONT)
+    for case in cases:
+        warm = [(prompt, 16) for prompt, _ in case.jobs[: case.concurrency]]
+        try:
+            load.measure(server.url, server.dialect, warm, case.concurrency, duel.run_s)
+            for _ in range(duel.repeats):
+                rate = load.measure(
+                    server.url, server.dialect, case.jobs, case.concurrency, duel.run_s
+                )
+                note(server.system, case, rate, results[case.name])
+        except RuntimeError as error:
+            print(f"{server.system} {case.name}: {error}", flush=True)
+    server.end()
+
+
+def run_in_process(duel: Duel, case: Case, row: dict[str, float]) -> None:
+    workload = "mixed" if case.name.endswith("mixed") else "fixed"
+    chosen = options(duel, case.shape, workload, case.concurrency)
+    arguments = [f"{k}={v}" for k, v in vars(chosen).items() if v != getattr(Options(), k)]
+    command = [sys.executable, "benchmark/inference.py", *arguments, "http=false", "update=false"]
+    command.append(f"repeats={duel.repeats}")
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=duel.run_s, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        print(f"in process {case.name}: {error.stderr[-1500:]}", flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"in process {case.name}: no result within {duel.run_s} s", flush=True)
+    else:
+        print(done.stdout.splitlines()[-1], flush=True)
+        note(IN_PROCESS, case, json.loads(done.stdout.splitlines()[-1])["in_process"], row)
+
+
+def note(system: str, case: Case, rate: float, row: dict[str, float]) -> None:
+    row[system] = max(rate, row.get(system, 0.0))
+    print(f"{system:20} {case.name:12} {rate:12,.0f} tokens/s", flush=True)
+
+
+def report(duel: Duel, results: dict[str, dict[str, float]]) -> None:
+    systems = list(dict.fromkeys(name for row in results.values() for name in row))
+    rows: list[list[str]] = []
+    for name, row in results.items():
+        best = max((rate for system, rate in row.items() if "arealite" not in system), default=0)
+        ratio = f"{row[OURS] / best:.2f}" if best and OURS in row else "-"
+        rows.append([name, *(f"{row[s]:,.0f}" if s in row else "-" for s in systems), ratio])
+    print_table(["tokens/s", *systems, "HTTP / best rival"], rows)
+    line: dict[str, Any] = {"benchmark": "head_to_head", **describe_machine(), **vars(duel)}
+    for name in ("folder", "sglang", "vllm", "tokenizer"):
+        line.pop(name)
+    print(json.dumps(line | {"results": results}))
+
+
+if __name__ == "__main__":
+    main()
