@@ -81,7 +81,8 @@ def _file_specs(engine: FSDPEngine, adapters: bool) -> dict[str, tuple[torch.Siz
 def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = False) -> None:
     """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` waits for the disk.
 
-    An engine that trains adapters writes a folder of PEFT's instead, unless it is told to `merge` them.
+    An engine that trains adapters writes a folder of PEFT's instead, unless it is told to `merge` them; one that servers
+    read at once (not `durable`) holds nothing else.
     """
     final, aside = Path(path), Path(f"{path}.partial")
     adapters = engine.config.lora_rank > 0 and not merge
@@ -91,7 +92,7 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = F
         tensors = _export(engine, gathered_parameters(engine))
     # After a failure the loop goes on without writing: other ranks are gathering with this one.
     attempt = _Attempts(active=distributed.rank() == 0)
-    attempt(_open_folder, engine, aside, adapters)
+    attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     file = attempt(open, aside / name, "wb")
     attempt(_write, file, _safetensors_header(_file_specs(engine, adapters)))
@@ -142,10 +143,10 @@ def _open_safetensors(file: Path):
         ) from error
 
 
-def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool) -> None:
+def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bool) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    for pattern in _COMPANIONS:
+    for pattern in _COMPANIONS if companions else ():
         for source in engine.folder.glob(pattern):
             shutil.copyfile(source, aside / source.name)
     if adapters:
@@ -346,11 +347,11 @@ class _Attempts:
         self.active = active
         self.failure: str | None = None
 
-    def __call__(self, step: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.active or self.failure is not None:
             return None
         try:
-            return step(*args)
+            return step(*args, **kwargs)
         except OSError as error:
             self.failure = str(error)
             return None

@@ -92,7 +92,10 @@ class EmbeddedEngine(CollectingEngine):
         if interrupts:
             self.engine.pause("abort").result(limit)
         try:
-            if meta.type == "disk":
+            if meta.is_adapter:
+                name = f"v{meta.version}"
+                future = self.engine.load_adapter(meta.path, name, meta.version, interrupts)
+            elif meta.type == "disk":
                 future = self.engine.update_weights_from_disk(meta.path, meta.version, interrupts)
             elif meta.type == "shm":
                 future = self.engine.update_weights_from_shm(meta.path, meta.version, interrupts)

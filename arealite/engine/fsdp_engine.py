@@ -377,7 +377,7 @@ class FSDPEngine(TrainEngine):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         if meta.type == "disk":
-            checkpoint.save_hf(self, meta.path, durable=False, merge=True)
+            checkpoint.save_hf(self, meta.path, durable=False, merge=not meta.is_adapter)
         elif meta.type == "shm":
             self._write_shared(meta.path)
         else:

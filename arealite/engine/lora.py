@@ -1,7 +1,8 @@
 """Low-rank adapters through PEFT: put into a model in place, merged for servers, saved as PEFT saves them.
 
-The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get merged weights under the
-model's own names, so every backend can load them; checkpoints are adapter folders that `PeftModel.from_pretrained` reads.
+The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get the adapter alone through a folder
+(`rollout.weight_update=disk`), merged weights under the model's own names otherwise; checkpoints are adapter folders that
+`PeftModel.from_pretrained` reads.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def make_weight_meta(config: GRPOConfig, run_dir: RunDir | str | Path) -> Weight
     way = config.rollout.weight_update
     folder = run_dir.path if isinstance(run_dir, RunDir) else Path(run_dir).absolute()
     if way == "disk":
-        return WeightUpdateMeta("disk", path=str(folder / "weights"))
+        # An adapter is all that changes: whoever reads a folder has the base model already.
+        is_adapter = config.actor.lora_rank > 0
+        return WeightUpdateMeta("disk", path=str(folder / "weights"), is_adapter=is_adapter)
     if way == "shm":
         key = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
         return WeightUpdateMeta("shm", path=str(_SHARED_MEMORY / f"arealite-{key}"))

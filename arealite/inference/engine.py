@@ -34,12 +34,7 @@ from arealite.inference.postprocess import Postprocessor
 from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
-from arealite.inference.weights import (
-    SharedReader,
-    fingerprint,
-    match_weights,
-    read_folder,
-)
+from arealite.inference.weights import ServedWeights, Staged, fingerprint
 from arealite.utils.fingerprint import Fingerprints, fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -62,7 +57,7 @@ class Engine:
             self.tokenizer = tokenizer or load_tokenizer(config.model_path)
         self.model = prepare_model(model)
         self.shape = shape_of(model, config.context_length)
-        self.runner = _make_runner(model, self.shape, config)
+        self.runner: Any = _make_runner(model, self.shape, config)  # None while memory is released
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
@@ -76,7 +71,10 @@ class Engine:
         self.busy_s = 0.0
         self.last_update_s = 0.0  # how long the last weight update held up generation
         self._started_s = time.monotonic()
-        self._shared = SharedReader()
+        self.weights = ServedWeights(self.model)
+        self.adapter_name = ""  # of the LoRA adapter in use, if any
+        self._base_version = 0  # of the weights without it
+        self._updating = threading.Lock()  # from reading an update to its use
         self._home: torch.device | None = None  # where the weights live, while they are elsewhere
         self._requests: dict[str, Request] = {}
         self._next_seed = config.seed
@@ -130,22 +128,32 @@ class Engine:
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
-        pairs = self._stage(read_folder(path), path)
-        return self._call(lambda: self._update(pairs, version, flush_cache))
+        return self._update(lambda: self.weights.stage("disk", path), version, flush_cache)
 
     def update_weights_from_shm(
         self, path: str, version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Copy weights a trainer on this machine has put into shared memory."""
-        pairs = self._stage(self._shared.read(path), path)
-        return self._call(lambda: self._update(pairs, version, flush_cache))
+        return self._update(lambda: self.weights.stage("shm", path), version, flush_cache)
 
     def update_weights_from_tensors(
         self, tensors: dict[str, torch.Tensor], version: int, flush_cache: bool = True
     ) -> Future[int]:
         """Take weights that were received some other way."""
-        pairs = self._stage(tensors, "the broadcast")
-        return self._call(lambda: self._update(pairs, version, flush_cache))
+        stage = self.weights.stage_tensors
+        return self._update(lambda: stage(tensors, "the broadcast"), version, flush_cache)
+
+    def load_adapter(
+        self, path: str, name: str, version: int, flush_cache: bool = True
+    ) -> Future[int]:
+        """Put the LoRA adapter of a PEFT folder on the base weights, in place of the one before."""
+        stage = self.weights.stage
+        return self._update(lambda: stage("adapter", path), version, flush_cache, name)
+
+    def unload_adapter(self, flush_cache: bool = True) -> Future[int]:
+        """Go back to the weights, and their version, without an adapter."""
+        stage = self.weights.stage
+        return self._update(lambda: stage("base", ""), self._base_version, flush_cache)
 
     def release_memory(self) -> Future[None]:
         """Give the device's memory back (KV cache, graphs, weights) until `resume_memory`; running requests wait."""
@@ -162,7 +170,7 @@ class Engine:
 
     def fingerprints(self) -> Future[Fingerprints]:
         """A cheap fingerprint of each tensor, to be compared after every update."""
-        return self._call(lambda: fingerprints(self.model.named_parameters()))
+        return self._call(lambda: fingerprints(self.weights.named_tensors().items()))
 
     def stats(self) -> dict[str, Any]:
         """Counters for people and routers; read without stopping the loop."""
@@ -180,6 +188,7 @@ class Engine:
             "last_update_s": self.last_update_s,
             "uptime_s": time.monotonic() - self._started_s,
             "paused": self.paused,
+            "adapter": self.adapter_name,
             "weight_version": str(self.version),
         }
 
@@ -331,10 +340,14 @@ class Engine:
         self.runner.attach(self.scheduler.slots)
         self._home = None
 
-    def _update(self, pairs: list, version: int, flush_cache: bool) -> int:
+    def _swap(self, staged: Staged, version: int, flush_cache: bool, adapter_name: str) -> int:
         begin = time.perf_counter()
         self._settle()
-        self.runner.load(pairs)
+        if staged.adapter is not None and not self.adapter_name:
+            self._base_version = self.version
+        self.runner.load(staged.pairs)
+        self.weights.accept(staged)
+        self.adapter_name = adapter_name
         if flush_cache:
             self.scheduler.pool.flush()
         self._set_version(version)
@@ -351,14 +364,32 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- helpers
 
-    def _stage(self, weights: dict[str, torch.Tensor], source: str) -> list:
-        """Check new weights as a whole and bring them to the device, off the engine's thread."""
-        runner = self.runner
-        if runner is None:
-            raise WeightUpdateError(
-                "the engine's memory is released: call /resume_memory_occupation first"
-            )
-        return runner.stage(match_weights(self.model, weights, source))
+    def _update(
+        self,
+        stage: Callable[[], Staged],
+        version: int,
+        flush_cache: bool,
+        adapter_name: str = "",
+    ) -> Future[int]:
+        """Read, check and bring new weights to the device on this thread; swap them in between two steps.
+
+        One update at a time: an adapter must be merged with the base weights that are in use when it comes into use.
+        """
+        self._updating.acquire()
+        try:
+            runner = self.runner
+            if runner is None:
+                raise WeightUpdateError(
+                    "the engine's memory is released: call /resume_memory_occupation first"
+                )
+            staged = stage()
+            staged.pairs = runner.stage(staged.pairs)
+            future = self._call(lambda: self._swap(staged, version, flush_cache, adapter_name))
+        except BaseException:
+            self._updating.release()
+            raise
+        future.add_done_callback(lambda _: self._updating.release())
+        return future
 
     def _check(self, request: Request) -> None:
         prompt, vocab = request.prompt, self.shape.vocab_size
@@ -388,7 +419,7 @@ class Engine:
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run `function` on the engine's thread between two steps."""
         future: Future[Any] = Future()
-
+        future.set_running_or_notify_cancel()  # it happens, also if whoever asked goes away
         self._send(lambda: future.set_result(function()), future)
         return future
 

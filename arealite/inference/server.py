@@ -56,6 +56,8 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/flush_cache", flush_cache),
             web.post("/update_weights_from_disk", update_weights_from_disk),
             web.post("/update_weights_from_shm", update_weights_from_shm),
+            web.post("/load_lora_adapter", load_lora_adapter),
+            web.post("/unload_lora_adapter", unload_lora_adapter),
             web.post("/init_weights_update_group", init_weights_update_group),
             web.post("/update_weights_from_distributed", update_weights_from_distributed),
             web.post("/update_weight_version", update_weight_version),
@@ -144,7 +146,11 @@ async def server_info(http_request: web.Request) -> web.Response:
 
 
 async def weights_checker(http_request: web.Request) -> web.Response:
-    """A hash of all weights; with `?tensors=1`, quickly, a fingerprint of each tensor."""
+    """A hash of all weights; with `?tensors=1`, quickly, a fingerprint of each tensor: `{name: [dtype, digest]}`.
+
+    With an adapter in use its own tensors are there too, under PEFT's names (`base_model.model.….lora_A.weight`), and the layers they change
+    as they are now used, merged. Whoever published the adapter compares its tensors; the merged ones follow from them.
+    """
     engine = http_request.app[ENGINE]
     if http_request.query.get("tensors"):
         tensors = await answer(engine.fingerprints())
@@ -187,6 +193,37 @@ async def update_weights_from_disk(http_request: web.Request) -> web.Response:
 async def update_weights_from_shm(http_request: web.Request) -> web.Response:
     body = await read_object(http_request)
     return await _update(http_request, body, "path", Engine.update_weights_from_shm)
+
+
+async def load_lora_adapter(http_request: web.Request) -> web.Response:
+    """SGLang's form: `lora_name`, `lora_path` (a PEFT folder). One adapter at a time: it takes the place of the one before.
+
+    The weight version becomes `weight_version`, else N where `lora_name` is `vN`, else the next one.
+    """
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    name = body.get("lora_name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"lora_name must name the adapter, got {name!r}")
+    if name[0] == "v" and name[1:].isdigit():
+        body.setdefault("weight_version", name[1:])
+
+    def load(engine: Engine, path: str, version: int, flush: bool) -> Any:
+        return engine.load_adapter(path, name, version, flush)
+
+    return await _update(http_request, body, "lora_path", load)
+
+
+async def unload_lora_adapter(http_request: web.Request) -> web.Response:
+    """Back to the base weights and the version they had."""
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    name = body.get("lora_name")
+    if not name or name != engine.adapter_name:
+        raise RequestError(f"adapter {name!r} is not loaded; {engine.adapter_name or 'none'} is")
+    flush = bool(body.get("flush_cache", True))
+    future = await asyncio.get_running_loop().run_in_executor(None, engine.unload_adapter, flush)
+    count = await answer(future)
+    message = f"the base weights, version {engine.version}, are in use"
+    return json_response({"success": True, "message": message, "num_paused_requests": count})
 
 
 async def init_weights_update_group(http_request: web.Request) -> web.Response:

@@ -1,43 +1,125 @@
-"""New weights for a model that is being served: read, checked as a whole, then copied in place.
+"""The weights of a model that is being served: new ones are read, checked as a whole, cut to this rank, then copied in place.
 
-Called by the engine. An update that does not fit (a missing, unknown or misshapen tensor) is refused before the first
+Used by the engine, in tensor parallel on every rank. What does not fit (a missing, unknown or misshapen tensor) is refused before the first
 byte is copied, so the old weights stay whole. Names are those of `named_parameters()`; a tied head may be left out.
+An adapter is merged as `W + scale·B·A` in float32, always from the weights without any adapter, which are kept on the host: swapping to
+and fro gives the same bits, and the storage that CUDA graphs read stays the same.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from arealite.api.errors import WeightUpdateError
+from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
+from arealite.inference.tensor_parallel import Shards
 from arealite.utils.shared_weights import SharedWeights
 
-Weights = dict[str, torch.Tensor]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Staged:
+    """New values of parameters, ready to be copied. `is_base`: they replace the base weights, not only what an adapter adds."""
+
+    pairs: Pairs
+    adapter: Adapter | None = None
+    is_base: bool = True
+
+
+class ServedWeights:
+    """Knows which weights the model holds. `stage` on any thread, one at a time; `accept` once the pairs were copied."""
+
+    def __init__(self, model: PreTrainedModel, shards: Shards | None = None):
+        self.model = model
+        self.shards = shards or Shards()
+        self.adapter: Adapter | None = None
+        self._base: Weights = {}  # what layers with an adapter were without it
+        self._shared = SharedReader()
+
+    def stage(self, source: str, path: str) -> Staged:
+        """Read and check weights: a folder (`disk`), a segment (`shm`), a PEFT folder (`adapter`), or none (`base`: as without an adapter)."""
+        if source == "adapter":
+            return self._stage_adapter(read_adapter(path), path)
+        if source == "base":
+            targets = dict(self.model.named_parameters())
+            return Staged([(targets[n], v) for n, v in self._base.items()], is_base=False)
+        read = self._shared.read if source == "shm" else read_folder
+        return self.stage_tensors(read(path), path)
+
+    def stage_tensors(self, weights: Weights, source: str) -> Staged:
+        """Pairs (parameter, its new value), or `WeightUpdateError` if the two do not fit exactly."""
+        targets: Weights = dict(self.model.named_parameters())
+        aliases = set(self.model.state_dict()) - set(targets)  # tied heads and persistent buffers
+        missing = sorted(set(targets) - set(weights))
+        extra = sorted(set(weights) - set(targets) - aliases)
+        if missing or extra:
+            kind, names = ("lacks", missing) if missing else ("has unknown", extra)
+            raise WeightUpdateError(
+                f"{source} {kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model. "
+                "The old weights are still served"
+            )
+        for name, target in targets.items():
+            self._check_shape(name, target, list(weights[name].shape), source)
+        return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
+
+    def accept(self, staged: Staged) -> None:
+        self.adapter = staged.adapter
+        if staged.is_base or staged.adapter is None:
+            self._base = {}
+
+    def named_tensors(self) -> Weights:
+        """Everything whose fingerprint others may compare: parameters as they are used, and the adapter's own tensors."""
+        return {
+            **dict(self.model.named_parameters()),
+            **(self.adapter.tensors if self.adapter else {}),
+        }
+
+    def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
+        targets = dict(self.model.named_parameters())
+        for name, (down, up, _) in adapter.layers.items():
+            if name not in targets or targets[name].dim() != 2:
+                raise WeightUpdateError(
+                    f"{source} adapts {name!r}, which is no linear layer of its own in this model: the adapter belongs to "
+                    "another model. The old weights are still served"
+                )
+            self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
+        for name in adapter.layers:
+            if name not in self._base:
+                self._base[name] = targets[name].detach().to("cpu", copy=True)
+        pairs = []
+        for name, base in self._base.items():
+            value = base.to(targets[name].device)
+            if name in adapter.layers:
+                value = self._merge(name, value, *adapter.layers[name])
+            pairs.append((targets[name], value))
+        if pairs and pairs[0][0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return Staged(pairs, adapter, is_base=False)
+
+    def _merge(
+        self, name: str, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        down, up = self.shards.cut_factors(name, down, up)
+        down, up = (t.to(base.device, torch.float32) for t in (down, up))
+        return torch.addmm(base.float(), up, down, alpha=scale).to(base.dtype)
+
+    def _check_shape(self, name: str, target: torch.Tensor, given: list[int], source: str) -> None:
+        expected = list(self.shards.whole_shape(name, target.shape))
+        if given != expected:
+            raise WeightUpdateError(
+                f"{source}: {name} has shape {given}, the model's is {expected}. The old weights are still served"
+            )
 
 
 def read_folder(path: str | Path) -> Weights:
     """All tensors of a Hugging Face folder (one safetensors file, or several with an index)."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise WeightUpdateError(f"{folder} is not a folder: give the path of a saved model")
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    weights: Weights = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise WeightUpdateError(f"cannot read {folder / name}: {error}") from error
-    return weights
+    return read_tensors(Path(path), "model")
 
 
 class SharedReader:
@@ -59,31 +141,8 @@ class SharedReader:
         return self._known[path][1].tensors
 
 
-def match_weights(
-    model: PreTrainedModel, weights: Weights, source: str
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (tensor of the model, its new value), or `WeightUpdateError` if the two do not fit exactly."""
-    targets: Weights = dict(model.named_parameters())
-    aliases = set(model.state_dict()) - set(targets)  # tied heads and persistent buffers
-    missing = sorted(set(targets) - set(weights))
-    extra = sorted(set(weights) - set(targets) - aliases)
-    if missing or extra:
-        kind, names = ("lacks", missing) if missing else ("has unknown", extra)
-        raise WeightUpdateError(
-            f"{source} {kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model. "
-            "The old weights are still served"
-        )
-    for name, target in targets.items():
-        if weights[name].shape != target.shape:
-            raise WeightUpdateError(
-                f"{source}: {name} has shape {list(weights[name].shape)}, the model's is {list(target.shape)}. "
-                "The old weights are still served"
-            )
-    return [(target, weights[name]) for name, target in targets.items()]
-
-
 @torch.no_grad()
-def copy_weights(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_weights(pairs: Pairs) -> None:
     for target, value in pairs:
         target.copy_(value)
 

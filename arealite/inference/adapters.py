@@ -1,0 +1,122 @@
+"""LoRA adapters in PEFT's folders: read, and checked for being what the embedded engine can merge.
+
+Used by `weights.ServedWeights`. An adapter is `W + scale·B·A` on linear layers and nothing else: whatever changes the model in another way (DoRA,
+trained biases, whole modules, starts that move the base weights) is refused by name, before any weight is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from arealite.api.errors import WeightUpdateError
+
+Weights = dict[str, torch.Tensor]
+SETTINGS, FILE_STEM = "adapter_config.json", "adapter_model"
+_PREFIX = "base_model.model."
+# Settings of PEFT that mean more than a low-rank sum on linear layers.
+_UNSUPPORTED = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config",
+)  # fmt: skip
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "kaiming")
+
+
+class LowRank(NamedTuple):
+    """What one layer's weight gains: `scale · up @ down`."""
+
+    down: torch.Tensor  # A: [rank, in]
+    up: torch.Tensor  # B: [out, rank]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`layers` by the name of the weight they change; `tensors` as they stand in the file."""
+
+    layers: dict[str, LowRank]
+    tensors: Weights
+
+
+def read_tensors(folder: Path, stem: str) -> Weights:
+    """All tensors of `stem`.safetensors, or of the several files that its index names."""
+    if not folder.is_dir():
+        raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
+    index = folder / f"{stem}.safetensors.index.json"
+    weights: Weights = {}
+    try:
+        names = [f"{stem}.safetensors"]
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            with safe_open(folder / name, framework="pt") as file:
+                weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise WeightUpdateError(f"cannot read the weights in {folder}: {error}") from error
+    return weights
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """The adapter in a PEFT folder; `WeightUpdateError` if it is torn or more than low-rank sums."""
+    folder = Path(path)
+    tensors = read_tensors(folder, FILE_STEM)
+    try:
+        settings = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise WeightUpdateError(f"cannot read {folder / SETTINGS}: {error}") from error
+    _check_settings(settings, folder)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        found = re.fullmatch(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight", key)
+        if found is None:
+            raise WeightUpdateError(f"{folder} holds {key!r}, which is no lora_A or lora_B weight")
+        pairs.setdefault(found[1], {})[found[2]] = tensor
+    layers = {
+        f"{module}.weight": _low_rank(module, pair, settings, folder)
+        for module, pair in pairs.items()
+    }
+    return Adapter(layers, tensors)
+
+
+def _check_settings(settings: dict[str, Any], folder: Path) -> None:
+    refused = [f"{key}={settings[key]}" for key in _UNSUPPORTED if settings.get(key)]
+    refused += [f"bias={settings['bias']}"] if settings.get("bias", "none") != "none" else []
+    start = settings.get("init_lora_weights", True)
+    refused += [f"init_lora_weights={start}"] if start not in _PLAIN_STARTS else []
+    if settings.get("peft_type") != "LORA":
+        refused.insert(0, f"peft_type={settings.get('peft_type')}")
+    if refused:
+        raise WeightUpdateError(
+            f"{folder} is an adapter with {', '.join(refused)}; the embedded engine merges plain LoRA (peft_type=LORA, "
+            "bias=none): push merged weights instead"
+        )
+
+
+def _low_rank(
+    module: str, pair: dict[str, torch.Tensor], settings: dict[str, Any], folder: Path
+) -> LowRank:
+    if set(pair) != {"A", "B"}:
+        raise WeightUpdateError(f"{folder}: {module} has lora_{min(pair)} but not its counterpart")
+    rank = int(_by_pattern(settings.get("rank_pattern"), module, settings["r"]))
+    alpha = float(_by_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
+    down, up = pair["A"], pair["B"]
+    if down.dim() != 2 or up.dim() != 2 or down.shape[0] != rank or up.shape[1] != rank:
+        raise WeightUpdateError(
+            f"{folder}: {module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, "
+            f"{SETTINGS} says rank {rank}"
+        )
+    return LowRank(down, up, alpha / (rank**0.5 if settings.get("use_rslora") else rank))
+
+
+def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the end of the module's name."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

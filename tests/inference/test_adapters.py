@@ -1,0 +1,151 @@
+"""LoRA adapters on the engine: PEFT's numbers, swaps that leave no trace, and folders that are refused as a whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from arealite.api.errors import WeightUpdateError
+from tests.inference.conftest import (
+    forward_logprobs,
+    make_model,
+    prompts,
+    run,
+    submit_and_see_start,
+)
+
+peft = pytest.importorskip("peft")
+
+
+def make_adapter(folder, model, seed, **settings):
+    """A PEFT folder with adapters that matter, and the model that PEFT makes with it."""
+    torch.manual_seed(seed)
+    given = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **(given | settings))
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+VARIANTS = {
+    "plain": {},
+    "rank-stabilised": {"use_rslora": True, "lora_alpha": 3},
+    "some layers": {"target_modules": ["q_proj", "down_proj"]},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"1.mlp.up_proj": 32}},
+}
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("family", ["qwen2", "smollm2"])
+def test_logprobs_are_those_of_pefts_forward(family, settings, make_engine, tmp_path):
+    model = make_model(family)
+    adapted = make_adapter(tmp_path, model, 1, **settings)
+    engine = make_engine(model)
+    engine.load_adapter(str(tmp_path), "v3", 3).result(30)
+    for prompt in prompts(3, low=3):
+        (output,) = run(engine, prompt, max_new_tokens=12, ignore_eos=True)
+        expected = forward_logprobs(adapted, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+        assert output.version_spans == [(3, 0, 12)]
+        base = forward_logprobs(model, prompt, output.token_ids)
+        assert (expected - base).abs().max() > 1e-2
+
+
+def test_swapping_to_and_fro_gives_the_same_bits(make_engine, tmp_path):
+    model = make_model()
+    make_adapter(tmp_path / "one", model, 1)
+    make_adapter(tmp_path / "two", model, 2, r=2, target_modules=["q_proj", "up_proj"])
+    engine = make_engine(model)
+
+    def weights():
+        return {n: p.clone() for n, p in engine.model.named_parameters()}
+
+    seen = [weights()]
+    order = ["one", "two", "one", "two", "one"]
+    for version, name in enumerate(order, 5):
+        engine.load_adapter(str(tmp_path / name), f"v{version}", version).result(30)
+        seen.append(weights())
+    held = engine.fingerprints().result(30)
+    assert sum(".lora_A." in name for name in held) == 21  # those of `one`, which is in use
+    engine.unload_adapter().result(30)
+    assert engine.version == 0 and engine.adapter_name == "" and engine.weights.adapter is None
+    for now, same in ((seen[3], seen[1]), (seen[5], seen[1]), (seen[4], seen[2])):
+        assert all(torch.equal(now[n], same[n]) for n in now)
+    assert all(torch.equal(p, seen[0][n]) for n, p in engine.model.named_parameters())
+    assert not all(torch.equal(seen[1][n], seen[2][n]) for n in seen[1])
+
+
+def test_an_adapter_after_a_full_update_stands_on_the_new_weights(make_engine, tmp_path):
+    model, other = make_model(seed=0), make_model(seed=9)
+    make_adapter(tmp_path / "one", model, 1)
+    engine = make_engine(model)
+    engine.load_adapter(str(tmp_path / "one"), "v1", 1).result(30)
+    engine.update_weights_from_tensors(dict(other.named_parameters()), 2).result(30)
+    assert engine.weights.adapter is None and engine.adapter_name == ""
+    adapted = make_adapter(tmp_path / "two", other, 2)
+    engine.load_adapter(str(tmp_path / "two"), "v3", 3).result(30)
+    (output,) = run(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True)
+    expected = forward_logprobs(adapted, [5, 6, 7], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+    engine.unload_adapter().result(30)
+    assert engine.version == 2
+
+
+def test_a_swap_under_load_marks_the_tokens_after_it(make_engine, tmp_path):
+    model = make_model()
+    make_adapter(tmp_path, model, 1)
+    engine = make_engine(model)
+    future = submit_and_see_start(engine, [1, 2, 3], max_new_tokens=200, ignore_eos=True)
+    engine.load_adapter(str(tmp_path), "v4", 4, flush_cache=False).result(30)
+    (output,) = future.result(60)
+    (first, start, cut), (second, again, end) = output.version_spans
+    assert (first, second, start, end) == (0, 4, 0, 200) and cut == again > 0
+
+
+def tear(folder, change):
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(settings, tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj."
+BAD = {
+    "DoRA": (lambda s, t: s.update(use_dora=True), "use_dora"),
+    "trained biases": (lambda s, t: s.update(bias="all"), "bias=all"),
+    "moved base": (lambda s, t: s.update(init_lora_weights="pissa"), "pissa"),
+    "not LoRA": (lambda s, t: s.update(peft_type="IA3"), "IA3"),
+    "rank": (lambda s, t: s.update(r=3), "rank 3"),
+    "no pair": (lambda s, t: t.pop(Q + "lora_B.weight"), "counterpart"),
+    "unknown tensor": (lambda s, t: t.update({Q + "weird": torch.ones(1)}), "weird"),
+    "unknown module": (
+        lambda s, t: t.update({k.replace("layers.1", "layers.7"): t.pop(k) for k in list(t) if "layers.1" in k}),
+        "layers.7",
+    ),
+    "shape": (
+        lambda s, t: t.update({Q + "lora_A.weight": torch.ones(4, 47)}), r"\[48, 47\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(
+    change, message, make_engine, tmp_path
+):
+    model = make_model()
+    make_adapter(tmp_path / "good", model, 1)
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    tear(tmp_path / "bad", change)
+    engine = make_engine(model)
+    engine.load_adapter(str(tmp_path / "good"), "v1", 1).result(30)
+    before = engine.fingerprint().result(30)
+    with pytest.raises(WeightUpdateError, match=message):
+        engine.load_adapter(str(tmp_path / "bad"), "v2", 2)
+    assert engine.fingerprint().result(30) == before and engine.version == 1
+    engine.load_adapter(str(tmp_path / "good"), "v2", 2).result(30)  # the next one is not held up
