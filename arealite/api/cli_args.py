@@ -273,6 +273,10 @@ class BaseExperimentConfig:
     experiment_name: str = _help("First part of the run directory's name.")
     trial_name: str = _help("Second part of the run directory's name.")
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
+    controller: bool = _help(
+        "Ray only: one driver runs the script, and each engine has actors and devices of its own.",
+        False,
+    )
     seed: int = _help("Seed of data order, sampling and initial weights.", 1)
     total_train_epochs: int = _help("Passes over the training set.", 1)
     total_train_steps: int | None = _help("Stop after so many steps, if earlier.", None)

@@ -17,11 +17,12 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.ledger import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.engine.controller.driver import Placed
 from arealite.utils import distributed
 from arealite.utils.data import split_groups
 
 
-class CollectingEngine(InferenceEngine):
+class CollectingEngine(InferenceEngine, metaclass=Placed):
     """Subclasses add generation and weight updates. `ledger_path` (rank 0) keeps the book of episodes."""
 
     def __init__(

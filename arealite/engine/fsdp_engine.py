@@ -26,6 +26,7 @@ from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, WeightUpdateMeta
 from arealite.engine import checkpoint
+from arealite.engine.controller.driver import Placed
 from arealite.engine.flops import FlopCounter, peak_flops
 from arealite.engine.hf_model import (
     PackedModel,
@@ -60,7 +61,7 @@ class MicroBatch(NamedTuple):
     prefixes: PrefixPlan | None  # prompts that rows of a group share, computed once
 
 
-class FSDPEngine(TrainEngine):
+class FSDPEngine(TrainEngine, metaclass=Placed):
     """See `TrainEngine` for the contract of each method."""
 
     scalar_head = False  # critics and reward models: one value per token instead of log-probs

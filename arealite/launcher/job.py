@@ -22,6 +22,9 @@ from arealite.launcher.plan import LaunchConfig, Plan, make_plan
 from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir
 
+# Tells the driver of controller mode which job it is of: the path of job.json.
+CONTROLLER_ENV = "AREALITE_CONTROLLER"
+
 
 class Follower:
     """Copies what is appended to a log on the shared folder to the console."""
@@ -68,6 +71,10 @@ class Job:
         return RunDir(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
 
     @property
+    def path(self) -> Path:
+        return self.run_dir.path / "job.json"
+
+    @property
     def names_folder(self) -> Path:
         """Of this attempt alone: what an earlier one left there means nothing."""
         return self.run_dir.names / f"{self.id}-{self.attempt}"
@@ -87,7 +94,8 @@ class Job:
         if plan.mode.gen_backend is not None:
             command = server_command(self.config, plan.mode.gen_backend, self.config.server.port)
             lines.append(f"each server: {shlex.join(command)}")
-        lines.append(f"each rank:   {shlex.join(self.command())}")
+        who = "the driver: " if plan.engines else "each rank:   "
+        lines.append(f"{who}{shlex.join(self.command())}")
         lines.append(f"threads per process: {plan.threads}")
         return "\n".join(lines)
 
@@ -95,12 +103,11 @@ class Job:
         """Write config.yaml and job.json; returns the latter."""
         self.run_dir.create()
         self.run_dir.config_path.write_text(self.config.resolved_yaml)
-        path = self.run_dir.path / "job.json"
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self.path.unlink(missing_ok=True)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(self), file, indent=1)
-        return path
+        return self.path
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

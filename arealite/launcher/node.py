@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import Job
+from arealite.launcher.job import CONTROLLER_ENV, Job
 from arealite.launcher.plan import ServerPlan, visible_gpus
 from arealite.launcher.servers import (
     is_healthy,
@@ -236,6 +236,8 @@ class NodePart:
         }
         if self.config.server.api_key:
             env["AREALITE_API_KEY"] = self.config.server.api_key
+        if self.plan.engines:
+            env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
         devices = [rank.device for rank in self.plan.ranks_on(self.node)]
         if self.gpus and None not in devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(

@@ -25,6 +25,8 @@ from arealite.api.errors import AllocationError, ConfigError
 from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
 
 _CHECK_TIMEOUT_S = 300.0
+# Sections of a configuration that become engines.
+_MODELS = ("actor", "critic", "ref", "teacher", "model")
 
 
 @dataclass
@@ -43,7 +45,11 @@ class LaunchConfig:
     model_path: str = ""
     train_device: str = "auto"
     setup_timeout_s: float = 300.0
+    weight_update: str = "disk"
+    lora_rank: int = 0
     resolved_yaml: str = ""
+    controller: bool = False
+    models: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     threads: int
     on_gpu: bool
+    engines: tuple[
+        str, ...
+    ] = ()  # controller mode: who has ranks of its own; the only rank of the plan is the driver
 
     def servers_on(self, node: int) -> list[ServerPlan]:
         return [s for s in self.servers if any(n == node for n, _ in s.places)]
@@ -83,10 +92,16 @@ class Plan:
     def describe(self) -> str:
         """What runs where, one process a line."""
         what = "gpu" if self.on_gpu else "slot"
-        lines = [f"{self.mode}: {len(self.servers)} servers, {len(self.ranks)} trainer ranks"]
+        size = self.mode.train_world_size
+        count = size * len(self.engines) or len(self.ranks)
+        lines = [f"{self.mode}: {len(self.servers)} servers, {count} trainer ranks"]
         for server in self.servers:
             places = [f"node {n} {what} {','.join(map(str, d)) or '-'}" for n, d in server.places]
             lines.append(f"  server {server.index}: {'; '.join(places)}")
+        if self.engines:
+            lines += ["  driver: node 0, runs the script", "  rollout: 1 actor with the executor"]
+            group = f"{size} rank(s), one {what} each, in a placement group of their own"
+            return "\n".join([*lines, *(f"  {engine}: {group}" for engine in self.engines)])
         for rank in self.ranks:
             lines.append(
                 f"  rank {rank.rank}: node {rank.node} {what} {'-' if rank.device is None else rank.device}"
@@ -97,12 +112,19 @@ class Plan:
 # ------------------------------------------------------------------------------------------ configuration
 
 
-def read_launch_config(script: str, argv: list[str]) -> LaunchConfig:
+def read_launch_config(script: str, argv: list[str], controls: bool = False) -> LaunchConfig:
     """What `script` will be configured with by `argv`. Whatever it would refuse is refused here, before anything starts.
 
-    The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here;
+    `controls`: whether the launcher has a controller mode. The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here;
     for any other the script itself is run once in check mode, in which `load_config` ends the process.
     """
+    config = _read(script, argv)
+    if config.controller and not controls:
+        raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
+    return config
+
+
+def _read(script: str, argv: list[str]) -> LaunchConfig:
     if not script.endswith(".py"):
         return _view(load_plain(argv), "")
     if not Path(script).is_file():
@@ -168,7 +190,11 @@ def _view(values: Any, text: str) -> LaunchConfig:
     model = values.get("actor") or values.get("model") or {}
     config.model_path = config.server.model_path or model.get("path", "")
     config.train_device = model.get("device", "auto")
-    config.setup_timeout_s = (values.get("rollout") or {}).get("setup_timeout_s", 300.0)
+    config.models = [name for name in _MODELS if (values.get(name) or {}).get("path")]
+    rollout = values.get("rollout") or {}
+    config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
+    config.weight_update = rollout.get("weight_update", "disk")
+    config.lora_rank = model.get("lora_rank", 0)
     config.resolved_yaml = text or OmegaConf.to_yaml(values)
     config.recover.check()
     config.cluster.check()
@@ -201,19 +227,21 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
     train_free = on_gpu and config.train_device == "cpu"
     slots = [(node, device) for node, devices in enumerate(nodes) for device in devices]
     gen_need = 0 if gen_free else mode.gen_world_size
-    train_need = 0 if train_free else mode.train_world_size
+    engines = tuple(config.models) if config.controller else ()
+    train_need = 0 if train_free else mode.train_world_size * max(1, len(engines))
     if gen_need + train_need > len(slots):
         raise AllocationError(_arithmetic(config, mode, gen_need, train_need, nodes))
     servers = tuple(
         _place_server(i, mode, None if gen_free else slots, len(nodes))
         for i in range(mode.num_servers)
     )
-    rank_slots = None if train_free or not mode.train else slots[gen_need:]
-    ranks = _place_ranks(max(1, mode.train_world_size), rank_slots, len(nodes))
-    processes = -(-(len(servers) + len(ranks)) // len(nodes))
+    rank_slots = None if train_free or not mode.train or engines else slots[gen_need:]
+    ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
+    others = mode.train_world_size * len(engines)
+    processes = -(-(len(servers) + len(ranks) + others) // len(nodes))
     cores = len(os.sched_getaffinity(0))
     threads = config.launcher.threads_per_process or max(1, cores // processes)
-    return Plan(mode, servers, tuple(ranks), threads, on_gpu)
+    return Plan(mode, servers, tuple(ranks), threads, on_gpu, engines)
 
 
 def local_slots(config: LaunchConfig) -> tuple[list[int], bool]:
@@ -267,7 +295,8 @@ def _arithmetic(
     if gen:
         sides.append(f"{mode.gen_backend} {mode.gen} = {gen}")
     if train:
-        sides.append(f"training {mode.train} = {train}")
+        each = f" for each of {', '.join(config.models)}" if config.controller else ""
+        sides.append(f"training {mode.train}{each} = {train}")
     have = " + ".join(str(len(g)) for g in gpus)
     total = sum(map(len, gpus))
     return (

@@ -20,7 +20,7 @@ from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
 from arealite.launcher.job import Follower, Job
 from arealite.launcher.local import command_line, run_attempts
 from arealite.launcher.node import run_node
-from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.plan import Plan, cluster_slots, read_launch_config
 from arealite.launcher.ray_pool import ServerPool
 from arealite.launcher.supervisor import Interrupted
 from arealite.utils.config import run_main
@@ -31,22 +31,24 @@ _LOOK_INTERVAL_S = 0.5
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run `script` on the Ray cluster; returns the exit code."""
-    config = read_launch_config(str(script), argv)
+    config = read_launch_config(str(script), argv, controls=True)
     devices, on_gpu = cluster_slots(config)
     script = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
     job = Job(config, script, argv, devices, on_gpu)
     if dry_run:
         print(job.describe())
         return 0
-    job.plan()
-    ray = connect()
-    _check_nodes(ray, job)
+    plan = job.plan()
+    num_ranks = len(plan.engines) * plan.mode.train_world_size
+    num_cpus = len(_bundles(job, plan)) + (num_ranks + 1 if plan.engines else 0)
+    ray = connect(num_cpus)
+    _check_nodes(ray, job, num_cpus)
     print(f"run directory: {job.run_dir.path}", flush=True)
     return run_attempts(job, lambda attempt: _Attempt(ray, attempt).run())
 
 
-def connect() -> Any:
-    """The `ray` module, connected to a cluster."""
+def connect(num_cpus: int | None = None) -> Any:
+    """The `ray` module, connected to a cluster; one that is started here for want of another has room for `num_cpus` processes."""
     try:
         import ray
     except ImportError as error:
@@ -59,21 +61,37 @@ def connect() -> Any:
             if "RAY_ADDRESS" in os.environ:
                 address = os.environ["RAY_ADDRESS"]
                 raise ConfigError(f"cannot reach the Ray cluster at {address}: {error}") from error
-            ray.init(include_dashboard=False, **options)
+            cores = len(os.sched_getaffinity(0))
+            ray.init(include_dashboard=False, num_cpus=max(cores, num_cpus or 0), **options)
     return ray
 
 
-def _check_nodes(ray: Any, job: Job) -> None:
+def _bundles(job: Job, plan: Plan) -> list[dict[str, float]]:
+    """What Ray reserves on each node: all its devices, or in controller mode those of its servers, for engines reserve their own."""
+    counts = [len(devices) for devices in job.devices]
+    if plan.engines:
+        places = [place for server in plan.servers for place in server.places]
+        used = max([0, *(node for node, _ in places)]) + 1
+        counts = [sum(len(d) for n, d in places if n == node) for node in range(used)]
+    return [{"CPU": 1.0, "GPU": float(n if job.on_gpu else 0)} for n in counts]
+
+
+def _check_nodes(ray: Any, job: Job, num_cpus: int) -> None:
     """Refuse a plan that the machines of the cluster cannot hold, with the arithmetic."""
     need = {"GPU": len(job.devices[0])} if job.on_gpu else {"CPU": 1}
     ((kind, count),) = need.items()
     nodes = sorted(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
     fitting = sum(have >= count for have in nodes)
+    has = ", ".join(f"{have:g}" for have in nodes)
     if fitting < len(job.devices):
-        has = ", ".join(f"{have:g}" for have in nodes)
         raise AllocationError(
             f"the job needs {len(job.devices)} nodes with {count} {kind} each (cluster.n_nodes, cluster.n_gpus_per_node); the Ray "
             f"cluster has {len(nodes)} nodes with {has} {kind}: {fitting} of them fit"
+        )
+    if not job.on_gpu and sum(nodes) < num_cpus:
+        raise AllocationError(
+            f"the job needs {num_cpus} CPU, one for each node with servers, for rollout and for each rank of {', '.join(job.config.models)}; "
+            f"the Ray cluster has {len(nodes)} nodes with {has} CPU"
         )
 
 
@@ -81,9 +99,14 @@ class NodeActor:
     """Lives on one machine of the cluster and runs its part of the job."""
 
     def run(self, job_path: str, attempt: int, node: int) -> int:
+        import ray
+
         job = Job.load(job_path)
         job.attempt = attempt
         os.chdir(job.cwd)
+        os.environ["RAY_ADDRESS"] = (
+            ray.get_runtime_context().gcs_address
+        )  # for a driver that it starts
         log = _log(job, node).open("a")
         with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             return run_node(job, node)
@@ -103,14 +126,14 @@ class _Attempt:
     def run(self) -> int:
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        bundle = {"CPU": 1} | ({"GPU": len(self.job.devices[0])} if self.job.on_gpu else {})
-        strategy = "STRICT_SPREAD" if len(self.job.devices) > 1 else "PACK"
-        self.group = placement_group([bundle] * len(self.job.devices), strategy=strategy)
+        self.bundles = _bundles(self.job, self.plan)
+        strategy = "STRICT_SPREAD" if len(self.bundles) > 1 else "PACK"
+        self.group = placement_group(self.bundles, strategy=strategy)
         shown = Follower(self.job.run_dir.logs / "rank0.log")
         try:
             with _noting_signals(self.signals):
-                self.wait_for_devices(bundle)
-                for node in range(len(self.job.devices)):
+                self.wait_for_devices()
+                for node in range(len(self.bundles)):
                     self.start(node)
                 self.pool = ServerPool(self.ray, self.job)
                 return self.watch(shown)
@@ -125,14 +148,14 @@ class _Attempt:
             remove_placement_group(self.group)
             shown.copy()
 
-    def wait_for_devices(self, bundle: dict[str, int]) -> None:
+    def wait_for_devices(self) -> None:
         timeout_s = self.job.config.setup_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.group.wait(1):
             self.raise_if_interrupted()
             if time.monotonic() > deadline:
                 raise AReaLiteError(
-                    f"Ray did not grant {len(self.job.devices)} × {bundle} within {timeout_s:.0f} s (rollout.setup_timeout_s): "
+                    f"Ray did not grant {self.bundles} within {timeout_s:.0f} s (rollout.setup_timeout_s): "
                     "other jobs hold the devices (see `ray status`)"
                 )
 
@@ -144,12 +167,11 @@ class _Attempt:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node)
-        gpus = len(self.job.devices[node]) if self.job.on_gpu else 0
+        gpus = self.bundles[node]["GPU"]
         options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": where}
         actor = self.ray.remote(NodeActor).options(**options).remote()
-        path = str(self.job.run_dir.path / "job.json")
         self.actors[node] = actor
-        self.running[actor.run.remote(path, self.job.attempt, node)] = node
+        self.running[actor.run.remote(str(self.job.path), self.job.attempt, node)] = node
 
     def watch(self, shown: Follower) -> int:
         """Until all nodes have ended well (0), or one has not (its code)."""

@@ -110,7 +110,7 @@ class Run:
         info = self._info(step)
         with self.phase("save"):
             self._save(info)
-        values = _mean(stats) if isinstance(stats, list) else dict(stats)
+        values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
         if self.evaluator is not None:
             with self.phase("evaluate"):
                 values |= self.evaluator.maybe_evaluate(info)

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Trace:
         self._last_take = self._start
         self._seconds: dict[str, float] = {}
         self._events: list[dict] = []
+        self._tracks: set[str] = set()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("[\n")
@@ -44,6 +46,15 @@ class Trace:
         """A number over time, drawn as a curve under the spans."""
         now = time.perf_counter() - self._start
         self._add({"name": name, "ph": "C", "ts": _us(now), "args": {name: value}})
+
+    def span(self, name: str, began: float, took_s: float, track: str) -> None:
+        """What another process did, by its clock (`time.time`), on a track of its own."""
+        start = began - time.time() + time.perf_counter() - self._start
+        where = {"tid": zlib.crc32(track.encode())}
+        if track not in self._tracks:
+            self._tracks.add(track)
+            self._add({"name": "thread_name", "ph": "M", "args": {"name": track}, **where})
+        self._add({"name": name, "ph": "X", "ts": _us(start), "dur": _us(took_s), **where})
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call, as `time/<phase>`, and of the whole as `time/step`."""
@@ -70,7 +81,7 @@ class Trace:
 
     def _add(self, event: dict) -> None:
         if self._path is not None:
-            self._events.append({**event, "pid": os.getpid(), "tid": threading.get_native_id()})
+            self._events.append({"pid": os.getpid(), "tid": threading.get_native_id(), **event})
 
 
 def _us(seconds: float) -> float:

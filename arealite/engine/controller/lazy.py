@@ -1,0 +1,155 @@
+"""What the driver holds of data that lives in Ray's object store: a batch, a column, a list of statistics. Nothing is fetched before it is read.
+
+A `LazyBatch` is layers of columns, one over the other: what the rollout collected, then what engines said of it. It goes to an engine as
+references. Reading a column's numbers in the driver brings that column here, and it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from arealite.utils.data import concat_padded
+
+
+class Pending(Protocol):
+    """A call that has ended or will: `refs` are the columns it leaves, one reference for each share of the rows."""
+
+    refs: list[Any]
+
+    def columns(self) -> tuple[str, ...]:
+        """Their names; waits for the end of the call."""
+        ...
+
+    def fetch(self, column: str) -> list[torch.Tensor]:
+        """One of them, of each share."""
+        ...
+
+    def put(self, column: torch.Tensor) -> Pending:
+        """A column that the driver has (named ""), cut into the same shares."""
+        ...
+
+    def value(self) -> Any:
+        """Its plain result; waits for the end of the call."""
+        ...
+
+
+@dataclass(eq=False)
+class Layer:
+    """Columns of one call. `names`: those that are taken over, and what they are called in the batch; None: all as they are."""
+
+    call: Pending
+    names: dict[str, str] | None = None
+
+    def columns(self) -> dict[str, str]:
+        """Name in the batch → name in the store."""
+        if self.names is None:
+            self.names = {name: name for name in self.call.columns()}
+        return {name: stored for stored, name in self.names.items()}
+
+
+class LazyTensor:
+    """A column that some engine computed, or will have. Any use but handing it on fetches it."""
+
+    def __init__(self, call: Pending, column: str):
+        self._call, self._column = call, column
+        self._tensor: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """Its numbers: the rows of all shares, padded alike."""
+        if self._tensor is None:
+            name = self._column
+            parts = [{"attention_mask": p, name: p} for p in self._call.fetch(name)]
+            self._tensor = concat_padded(parts)[name]
+        return self._tensor
+
+    def under(self, name: str) -> Layer:
+        """As a layer of a batch that has this column alone, by that name."""
+        return Layer(self._call, {self._column: name})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None):
+        return function(*_read(args), **{k: _read(v) for k, v in (kwargs or {}).items()})
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_read, value))
+    return value.tensor() if isinstance(value, LazyTensor) else value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.tensor(), name)(*_read(args))
+
+
+# Operators are looked up on the class, past __getattr__.
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "invert", "and", "or")  # fmt: skip
+_COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
+_OTHER = ("getitem", "len", "iter", "bool", "float", "int", "repr")
+for _name in (*_ARITHMETIC, *_COMPARISON, *_OTHER):
+    setattr(LazyTensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class LazyBatch(MutableMapping[str, Any]):
+    """Behaves as the dict of tensors that a script expects, made of references."""
+
+    def __init__(self, layers: list[Layer]):
+        self.layers = layers
+        self._predicted: list[Layer] = []
+
+    def observed(self) -> list[Layer]:
+        """Layers that are not predictions of engines. A prediction looks at these alone, so it need not wait for another."""
+        return [layer for layer in self.layers if layer not in self._predicted]
+
+    def __getitem__(self, key: str) -> LazyTensor:
+        if len(self.layers) == 1 and self.layers[0].names is None:
+            return LazyTensor(self.layers[0].call, key)  # of a call that has perhaps not ended
+        for layer in reversed(self.layers):
+            columns = layer.columns()
+            if key in columns:
+                return LazyTensor(layer.call, columns[key])
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: LazyTensor | torch.Tensor) -> None:
+        if isinstance(value, LazyTensor):
+            self.layers.append(value.under(key))
+            self._predicted.append(self.layers[-1])
+        else:
+            self.layers.append(Layer(self.layers[0].call.put(value), {"": key}))
+
+    def __delitem__(self, key: str) -> None:
+        if key not in list(self):
+            raise KeyError(key)
+        for layer in self.layers:
+            layer.names = {stored: name for name, stored in layer.columns().items() if name != key}
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in layer.columns() for layer in self.layers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for layer in self.layers for name in layer.columns()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class LazyList(Sequence[Any]):
+    """A list that an engine is still computing, such as the statistics of its minibatches."""
+
+    def __init__(self, call: Pending):
+        self._call = call
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._call.value()[index]
+
+    def __len__(self) -> int:
+        return len(self._call.value())
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
