@@ -10,6 +10,7 @@ that fails costs its own figures and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -119,10 +120,8 @@ class Server:
     def end(self) -> None:
         self.signal(signal.SIGCONT)
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
         self.signal(signal.SIGKILL)
         self.process.wait(30)
 

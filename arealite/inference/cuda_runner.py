@@ -9,8 +9,6 @@ Legend: S slots (row S is padding), B rows of a step, N tokens of a prefill, V v
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -19,11 +17,11 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference import cuda_ops
 from arealite.inference.cuda_ops import DeviceBatch
+from arealite.inference.extras import SamplingExtras
 from arealite.inference.fused_model import FusedDecoder, PlainDecoder, can_fuse
 from arealite.inference.graphs import GraphSet
 from arealite.inference.loading import ModelShape
 from arealite.inference.model_runner import StepResult, count_blocks
-from arealite.inference.sampler import make_batch, sample
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.slots import Journal, SlotTable
 
@@ -83,6 +81,7 @@ class CudaRunner:
     def attach(self, slots: SlotTable) -> None:
         """Mirror this table on the device and capture the graphs."""
         self.slots = slots
+        self.extras: SamplingExtras | None = None  # made when the first request needs it
         self.journal = slots.journal = Journal()
         s, device = slots.num_slots, self.device
         self.table = torch.zeros(
@@ -184,16 +183,20 @@ class CudaRunner:
             return DeviceStep(result, self.out, None)
         b = self._send_rows(slots)
         self.graphs.run(("layers", b))
-        if self._is_plain(slots):
-            if self.slots.truncates[slots].any():
-                self.graphs.run(("truncate", b))
-                self.truncated = True
-            elif self.truncated:
-                self.thresholds.fill_(float("-inf"))
-                self.truncated = False
-            self.graphs.run(("sample", b))
-        else:
-            self._sample_with_extras(slots)
+        extras = self._extras_for(slots)
+        if extras is not None:
+            rows = self.rows[:b]
+            positions = self.position.index_select(0, rows)
+            extras.adjust(self.logits[:b], rows, positions, self.temperature)
+        if self.slots.truncates[slots].any():
+            self.graphs.run(("truncate", b))
+            self.truncated = True
+        elif self.truncated:
+            self.thresholds.fill_(float("-inf"))
+            self.truncated = False
+        self.graphs.run(("sample", b))
+        if extras is not None:
+            extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
         if not self.on_gpu:
             return DeviceStep(result, self.out.clone(), None)
         out = torch.empty(self.out.shape, dtype=torch.int32, pin_memory=True)
@@ -202,36 +205,15 @@ class CudaRunner:
         event.record(self.stream)
         return DeviceStep(result, out, event)
 
-    def _is_plain(self, slots: np.ndarray) -> bool:
-        """Whether the graphs can sample for these sequences; the rest goes through `sampler.sample`."""
+    def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
+        """What the graphs do not do for these sequences, if there is such a thing."""
         table = self.slots
-        return not (
-            table.penalizes[slots].any()
-            or table.biased[slots].any()
-            or table.wants_raw[slots].any()
-            or (table.length[slots] < table.min_len[slots]).any()
-        )
+        asked = table.penalizes[slots] | table.biased[slots] | table.wants_raw[slots]
+        return self.extras if (asked | (table.length[slots] < table.min_len[slots])).any() else None
 
     def needs_tokens(self, slots: np.ndarray) -> bool:
-        """Whether the next step depends on tokens the host must know first (penalties count them)."""
-        return bool(self.slots.penalizes[slots].any())
-
-    def _sample_with_extras(self, slots: np.ndarray) -> None:
-        if self.config.deterministic:  # a sum's bits, too, depend on how many rows there are
-            slots = np.resize(slots, self.slots.num_slots)
-        batch = make_batch(self.slots, slots, self.shape.vocab_size, self.shape.eos_ids)
-        for field in fields(batch):
-            value = getattr(batch, field.name)
-            if isinstance(value, torch.Tensor):
-                setattr(batch, field.name, value.to(self.device, non_blocking=True))
-        count = len(slots)
-        tokens, logprobs, raw = sample(self.logits[:count], batch)
-        self.out[0, :count] = tokens.int()
-        self.out_logprobs[:count] = logprobs
-        if raw is not None:
-            self.out_raw[:count] = raw
-        rows = self.rows[: len(np.unique(slots))]
-        cuda_ops.advance(rows, self.out[0], self.last_token, self.position)
+        """Whether the next step depends on tokens the host must know first; here the device keeps count."""
+        return False
 
     def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
         """Compute prompts with the very graph that decodes, one token of each sequence at a time."""
@@ -316,6 +298,7 @@ class CudaRunner:
             self.top_p.view(torch.int32)[at_row] = sent[:, 7].int()
             self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
             self.table[at_row, :width] = sent[:, 9:].int()
+            self._tell_extras(rows)
         grown = [slot for slot in journal.grown if slot not in journal.taken]
         if grown:
             rows = np.array(grown)
@@ -324,6 +307,18 @@ class CudaRunner:
             self.table[sent[0], sent[1]] = sent[2].int()
         journal.taken.clear()
         journal.grown.clear()
+
+    def _tell_extras(self, rows: np.ndarray) -> None:
+        slots = self.slots
+        rows = rows[slots.ticket[rows] > 0]
+        asked = (
+            slots.penalizes | slots.biased | slots.wants_raw | (slots.min_len > slots.prompt_len)
+        )
+        if self.extras is None and asked[rows].any():
+            shape = self.shape
+            self.extras = SamplingExtras(slots, shape.vocab_size, shape.eos_ids, self.device)
+        if self.extras is not None:
+            self.extras.take(rows)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

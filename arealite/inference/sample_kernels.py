@@ -170,3 +170,142 @@ def advance_kernel(
     if row != dummy:
         tl.store(last_token_ptr + row, tl.load(out_token_ptr + line))
         tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
+
+
+# ------------------------------------------------------------- what some requests add to plain sampling (extras.py)
+
+PENALIZED = tl.constexpr(1)  # bits of a slot's flags
+RAW = tl.constexpr(2)
+IN_PROMPT = tl.constexpr(16384)  # bit of a token's code; the bits below count it in the output
+
+
+@triton.jit
+def _penalize(x, code, repetition, frequency, presence):
+    count = (code & (IN_PROMPT - 1)).to(tl.float32)
+    x = tl.where(code != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+    return x - frequency * count - tl.where(count > 0, presence, 0.0)
+
+
+@triton.jit
+def _undo_penalty(x, code, repetition, frequency, presence):
+    count = (code & (IN_PROMPT - 1)).to(tl.float32)
+    x = x + frequency * count + tl.where(count > 0, presence, 0.0)
+    return tl.where(code != 0, tl.where(x > 0, x * repetition, x / repetition), x)
+
+
+@triton.jit
+def penalty_kernel(
+    logits_ptr, row_ptr, flags_ptr, code_ptr, penalty_ptr, peak_ptr, total_ptr, vocab_size, part_size,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Measure the raw logits for their log-sum-exp, then penalise them in place. Grid (sequences, parts of the vocabulary)."""
+    line, part = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_ptr + line).to(tl.int64)
+    flags = tl.load(flags_ptr + row)
+    if flags != 0:
+        repetition = tl.load(penalty_ptr + row * 3)
+        frequency = tl.load(penalty_ptr + row * 3 + 1)
+        presence = tl.load(penalty_ptr + row * 3 + 2)
+        total = tl.zeros([BLOCK], tl.float32)
+        peak = float("-inf")
+        start = part * part_size
+        end = tl.minimum(start + part_size, vocab_size)
+        base = logits_ptr + line.to(tl.int64) * vocab_size
+        for offset in range(start, end, BLOCK):
+            ids = offset + tl.arange(0, BLOCK)
+            x = tl.load(base + ids, mask=ids < end, other=float("-inf"))
+            higher = tl.maximum(peak, tl.max(x, 0))
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(peak - anchor) + tl.exp(x - anchor)
+            peak = higher
+            if (flags & PENALIZED) != 0:
+                code = tl.load(code_ptr + row * vocab_size + ids, mask=ids < end, other=0)
+                x = _penalize(x, code.to(tl.int32), repetition, frequency, presence)
+                tl.store(base + ids, x, mask=ids < end)
+        tl.store(peak_ptr + line * PARTS + part, peak)
+        tl.store(total_ptr + line * PARTS + part, tl.sum(total, 0))
+
+
+@triton.jit
+def bias_kernel(
+    logits_ptr, row_ptr, num_bias_ptr, bias_id_ptr, bias_ptr, vocab_size, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the logit bias. One program per sequence."""
+    line = tl.program_id(0)
+    row = tl.load(row_ptr + line).to(tl.int64)
+    count = tl.load(num_bias_ptr + row)
+    base = logits_ptr + line.to(tl.int64) * vocab_size
+    for offset in range(0, count, BLOCK):
+        at = offset + tl.arange(0, BLOCK)
+        inside = at < count
+        ids = tl.load(bias_id_ptr + row * MOST + at, mask=inside, other=0)
+        bias = tl.load(bias_ptr + row * MOST + at, mask=inside, other=0.0)
+        x = tl.load(base + ids, mask=inside, other=0.0)
+        tl.store(base + ids, x + bias, mask=inside)
+
+
+@triton.jit
+def ban_kernel(
+    logits_ptr, row_ptr, pos_ptr, temperature_ptr, min_len_ptr, num_banned_ptr, banned_ptr, held_ptr, vocab_size,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """Take stop tokens away from sequences that are too short to end; `held` keeps their log-sum-exp for the log-prob."""
+    line = tl.program_id(0)
+    row = tl.load(row_ptr + line).to(tl.int64)
+    held = float("-inf")
+    # The token to sample stands one after the one just computed.
+    if tl.load(pos_ptr + line) + 1 < tl.load(min_len_ptr + row):
+        given = tl.load(temperature_ptr + row)
+        at = tl.arange(0, MOST)
+        inside = at < tl.load(num_banned_ptr + row)
+        ids = tl.load(banned_ptr + row * MOST + at, mask=inside, other=0)
+        to = logits_ptr + line.to(tl.int64) * vocab_size + ids
+        x = tl.load(to, mask=inside, other=float("-inf")) / tl.where(given == 0.0, 1.0, given)
+        tl.store(to, tl.full([MOST], float("-inf"), tl.float32), mask=inside)
+        peak = tl.max(x, 0)
+        anchor = tl.where(peak == float("-inf"), 0.0, peak)
+        held = anchor + tl.log(tl.sum(tl.exp(x - anchor), 0))
+    tl.store(held_ptr + line, held)
+
+
+@triton.jit
+def finish_extras_kernel(
+    logits_ptr, row_ptr, temperature_ptr, flags_ptr, code_ptr, penalty_ptr, num_bias_ptr, bias_id_ptr, bias_ptr,
+    held_ptr, peak_ptr, total_ptr, out_token_ptr, out_logprob_ptr, out_raw_ptr, vocab_size,
+    PARTS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """After sampling: the banned tokens' share of the log-prob, the raw log-prob, the count of the token."""
+    line = tl.program_id(0)
+    row = tl.load(row_ptr + line).to(tl.int64)
+    token = tl.load(out_token_ptr + line)
+    x = tl.load(logits_ptr + line.to(tl.int64) * vocab_size + token)
+    held = tl.load(held_ptr + line)
+    if held > float("-inf"):
+        given = tl.load(temperature_ptr + row)
+        logprob = tl.load(out_logprob_ptr + line)
+        excess = held - (x / tl.where(given == 0.0, 1.0, given) - logprob)
+        grown = tl.maximum(excess, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(excess)))
+        tl.store(out_logprob_ptr + line, logprob - grown)
+    flags = tl.load(flags_ptr + row)
+    if flags != 0:
+        at_code = code_ptr + row * vocab_size + token
+        code = 0
+        if (flags & PENALIZED) != 0:
+            code = tl.load(at_code).to(tl.int32)
+            if (code & (IN_PROMPT - 1)) < IN_PROMPT - 1:
+                tl.store(at_code, (code + 1).to(tl.int16))
+        for offset in range(0, tl.load(num_bias_ptr + row), BLOCK):
+            at = offset + tl.arange(0, BLOCK)
+            inside = at < tl.load(num_bias_ptr + row)
+            ids = tl.load(bias_id_ptr + row * MOST + at, mask=inside, other=-1)
+            bias = tl.load(bias_ptr + row * MOST + at, mask=inside, other=0.0)
+            x -= tl.sum(tl.where(ids == token, bias, 0.0), 0)
+        repetition = tl.load(penalty_ptr + row * 3)
+        frequency = tl.load(penalty_ptr + row * 3 + 1)
+        presence = tl.load(penalty_ptr + row * 3 + 2)
+        raw = _undo_penalty(x, code, repetition, frequency, presence)
+        part = line * PARTS + tl.arange(0, PARTS)
+        peak = tl.load(peak_ptr + part)
+        high = tl.max(peak, 0)
+        total = tl.sum(tl.load(total_ptr + part) * tl.exp(peak - high), 0)
+        tl.store(out_raw_ptr + line, raw - high - tl.log(total))

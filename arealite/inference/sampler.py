@@ -56,10 +56,10 @@ def sample(
     if batch.temperature is not None:
         logits = logits / batch.temperature[:, None]
     scores = logits
-    if batch.top_k is not None:
-        scores = truncate(logits, batch.top_k, batch.top_p, batch.min_p)
     if batch.banned is not None:
         scores = scores.masked_fill(batch.banned, float("-inf"))
+    if batch.top_k is not None:
+        scores = truncate(scores, batch.top_k, batch.top_p, batch.min_p)
     if not batch.all_greedy:
         noise = gumbel_noise(batch.seeds, batch.positions, logits.shape[1])
         if batch.greedy is not None:

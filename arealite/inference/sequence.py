@@ -21,6 +21,7 @@ from arealite.api.errors import RequestError
 
 MAX_SAMPLES = 4096
 MAX_STOP_IDS = 64
+MAX_BIAS = 1024  # entries of a logit_bias
 _PREFIX, _COUNTER = secrets.token_hex(6), itertools.count()  # ids of requests that bring none
 
 
@@ -85,6 +86,10 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"at most {MAX_STOP_IDS} stop_token_ids, got {len(self.stop_token_ids)}"
+            )
+        if len(self.logit_bias) > MAX_BIAS:
+            raise RequestError(
+                f"at most {MAX_BIAS} entries of logit_bias, got {len(self.logit_bias)}"
             )
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token in ids:
