@@ -1,9 +1,10 @@
 """How much faster is asynchronous training than synchronous, same machine, same work, same reward at the end?
 
-    python benchmark/async_vs_sync.py [--runs 1] [--steps 110] [--case lognormal] [--case slow_reward] [--device cpu]
+    python benchmark/async_vs_sync.py [--case lognormal] [--case slow_reward] [--case one_gpu] [--runs 1] [--steps N]
 
-Cases: `lognormal`, answers followed by generations whose length varies by a factor of ten and more; `slow_reward`, rewards that take a second of
-waiting. Both sides run through the launcher with an embedded server and a trainer as two processes, and take turns.
+Cases: `lognormal`, on CPU, generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, rewards that wait a second; `one_gpu`, a
+0.5B model (random weights) on one GPU that server and trainer share, log-normal answers. Both sides run through the launcher with an embedded server
+and a trainer as two processes, over the same rows, seeds and lengths, and take turns. The first steps, which fill the pipeline, are left out of the times.
 """
 
 from __future__ import annotations
@@ -15,94 +16,135 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from common import describe_machine, print_table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "arealite"
 sys.path.insert(0, str(EXAMPLES))
 from demo import supervise  # noqa: E402
-from reverse import make_model  # noqa: E402
+from reverse import make_model, make_tokenizer  # noqa: E402
 
-CASES = {
-    "lognormal": {"BENCH_MEDIAN_TOKENS": "12", "BENCH_SIGMA": "1.2"},
-    "slow_reward": {"BENCH_REWARD_WAIT_S": "1.0"},
-}
 ETA = {"synchronous": 0, "asynchronous": 4}
+NUM_FILLING = 5  # steps
+GPU_SHAPE = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                 num_key_value_heads=2, vocab_size=151936)  # fmt: skip
+TINY_SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, vocab_size=512)  # fmt: skip
 
 
-def make_start(work: Path) -> Path:
-    """The demo's model after supervised training, with room for longer sequences."""
-    make_model(work / "random", seed=1)
-    config_path = work / "random" / "config.json"
-    config = json.loads(config_path.read_text()) | {"max_position_embeddings": 512}
-    config_path.write_text(json.dumps(config))
-    supervise(work / "random", work / "model", seed=1)
+@dataclass(frozen=True)
+class Case:
+    env: dict[str, str]
+    options: tuple[str, ...]
+    steps: int
+    visible_gpus: str | None = None
+    shape: dict[str, int] = field(default_factory=dict)
+
+
+ON_CPU = ("server.context_length=512", "server.max_total_tokens=131072")
+ON_GPU = (
+    "server.device=cuda", "server.dtype=bfloat16", "server.context_length=2304", "server.max_total_tokens=700000",
+    "server.max_running_requests=512", "actor.device=cuda", "actor.dtype=bfloat16", "actor.max_tokens_per_mb=32768",
+    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=1e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
+)  # fmt: skip
+HALVES = {"BENCH_TASK": "halves", "BENCH_SIGMA": "1.2"}
+CASES = {
+    "lognormal": Case({"BENCH_MEDIAN_TOKENS": "12", "BENCH_SIGMA": "1.2"}, ON_CPU, 110),
+    "slow_reward": Case({"BENCH_REWARD_WAIT_S": "1.0"}, ON_CPU, 110),
+    # the same GPU twice: one place for the server and one for the trainer
+    "one_gpu": Case(
+        {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 25, "0,0", GPU_SHAPE
+    ),
+    # how `one_gpu` is tried out without a GPU
+    "one_gpu_dry": Case(
+        {**HALVES, "BENCH_MEDIAN_TOKENS": "16", "BENCH_MAX_TOKENS": "200"},
+        (*ON_CPU, "train_dataset.batch_size=8", "gconfig.max_new_tokens=200", "actor.optimizer.lr=1e-3"), 25, None, TINY_SHAPE,
+    ),
+}  # fmt: skip
+
+
+def make_start(case: Case, work: Path) -> Path:
+    """The weights that both sides start from."""
+    if case.shape:
+        folder = work / f"model-{case.shape['hidden_size']}"
+        torch.manual_seed(0)
+        config = Qwen2Config(**case.shape, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0)
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+        return folder
+    if not (work / "model").exists():
+        make_model(work / "random", seed=1)
+        config_path = work / "random" / "config.json"
+        longer = json.loads(config_path.read_text()) | {"max_position_embeddings": 512}
+        config_path.write_text(json.dumps(longer))
+        supervise(work / "random", work / "model", seed=1)
     return work / "model"
 
 
-def run(case: str, side: str, model: Path, work: Path, steps: int, device: str) -> dict[str, float]:
-    trial = f"{case}-{side}"
-    command = [
-        sys.executable,
-        "-m",
-        "arealite.launcher.local",
-        str(ROOT / "benchmark/async_task.py"),
-    ]
+def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, float]:
+    case, trial = CASES[name], f"{name}-{side}"
+    command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/async_task.py"]
     command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
     command += [f"rollout.max_head_offpolicyness={ETA[side]}", f"cluster.fileroot={work}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
-    command += ["server.context_length=512", "server.max_total_tokens=131072"]
-    command += [f"server.device={device}", f"actor.device={device}"]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=3600, env={**os.environ, **CASES[case]})
+    env = {**os.environ, **case.env}
+    if case.visible_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = case.visible_gpus
+    subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    warm = rows[5:]  # the first steps fill the pipeline
+    warm = rows[NUM_FILLING:]
+    seconds = sum(r["time/step"] for r in warm)
     return {
-        "seconds_per_step": sum(r["time/step"] for r in warm) / len(warm),
+        "seconds_per_step": seconds / len(warm),
+        "first_reward": statistics.mean(r["reward"] for r in rows[:3]),
         "final_reward": statistics.mean(r["reward"] for r in rows[-5:]),
         "lag_mean": statistics.mean(r["lag_mean"] for r in warm),
         "trainer_idle": statistics.mean(r["idle/trainer"] for r in warm),
         "server_idle": statistics.mean(r.get("idle/server", 0.0) for r in warm),
+        "trained_tokens_per_s": sum(r["num_seqs"] * r["answer_len"] for r in warm) / seconds,
+        **{f"{part}_s": statistics.mean(r[f"time/{part}"] for r in warm) for part in PARTS},
     }
+
+
+PARTS = ("rollout", "logp", "update", "weights")
+COLUMNS = ("seconds_per_step", "first_reward", "final_reward", "lag_mean", "trainer_idle", "server_idle", "rollout_s", "update_s", "weights_s")  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--case", action="append", choices=list(CASES))
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, help="keep the run directories here")
     options = parser.parse_args()
-    cases = options.case or list(CASES)
-    measured: dict[str, dict[str, list[dict[str, float]]]] = {}
+    disable_progress_bar()
+    rows, line = [], {"benchmark": "async_vs_sync", "speedup": {}, "measured": {}}
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        model = make_start(work)
-        for case in cases:
-            measured[case] = {side: [] for side in ETA}
+        work = options.work or Path(folder)
+        for name in options.case or ("lognormal", "slow_reward"):
+            model, steps = make_start(CASES[name], work), options.steps or CASES[name].steps
+            sides: dict[str, list[dict[str, float]]] = {side: [] for side in ETA}
             for _ in range(options.runs):
                 for side in ETA:
-                    measured[case][side].append(
-                        run(case, side, model, work, options.steps, options.device)
-                    )
-    rows, speedups = [], {}
-    for case, sides in measured.items():
-        median = {
-            side: {k: statistics.median(r[k] for r in runs) for k in runs[0]}
-            for side, runs in sides.items()
-        }
-        speedups[case] = (
-            median["synchronous"]["seconds_per_step"] / median["asynchronous"]["seconds_per_step"]
-        )
-        for side, values in median.items():
-            rows.append([case, side, *(f"{v:.3f}" for v in values.values())])
-        rows.append([case, "speed-up", f"{speedups[case]:.2f}x", "", "", "", ""])
-    header = ["case", "side", "s/step", "final reward", "mean lag", "trainer idle", "server idle"]
-    print_table(header, rows)
-    line = {"benchmark": "async_vs_sync", "speedup": speedups, "measured": measured}
-    print(json.dumps({**line, "steps": options.steps, **describe_machine()}))
+                    sides[side].append(run(name, side, model, work, steps))
+            median = {
+                side: {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+                for side, runs in sides.items()
+            }
+            times = [median[side]["seconds_per_step"] for side in ETA]
+            line["speedup"][name], line["measured"][name] = times[0] / times[1], sides
+            for side, values in median.items():
+                rows.append([name, side, *(f"{values[c]:.3f}" for c in COLUMNS)])
+            rows.append([name, f"{times[0] / times[1]:.2f} times as fast", *["" for _ in COLUMNS]])
+    print_table(["case", "side", *COLUMNS], rows)
+    print(json.dumps({**line, **describe_machine()}))
 
 
 if __name__ == "__main__":

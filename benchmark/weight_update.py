@@ -2,8 +2,9 @@
 
     python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5]
 
-One process publishes (as the trainer does), a real server in another loads while it generates. Prints a table and one JSON line. `publish` runs
-while generation goes on; `pause` is the longest time without a token around an update.
+A training engine publishes, a real server in another process loads while it generates, and its fingerprints are compared. `publish` and most of
+`load` run while generation goes on; `pause` is the longest time without a token around an update, less what a token usually takes. An update needs two
+copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -25,10 +27,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from arealite.api.cli_args import InferenceEngineConfig  # noqa: E402
+from arealite.api.cli_args import InferenceEngineConfig, TrainEngineConfig  # noqa: E402
 from arealite.api.io_struct import WeightUpdateMeta  # noqa: E402
+from arealite.engine.fsdp_engine import FSDPEngine  # noqa: E402
 from arealite.engine.sglang_remote import RemoteSGLangEngine  # noqa: E402
-from arealite.utils.shared_weights import SharedWeights  # noqa: E402
 from tests.server_process import server_process  # noqa: E402
 
 
@@ -82,42 +84,32 @@ def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
     return statistics.median(times)
 
 
-def measure(way: str, model: Qwen2ForCausalLM, work: Path, repeats: int) -> dict[str, float]:
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    shared = (
-        SharedWeights.create(f"/dev/shm/arealite-bench-{way}", weights) if way == "shm" else None
-    )
-    publish_s, load_s, pauses_s = [], [], []
+def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, float]:
+    """Medians over `repeats` updates while one long request is being answered."""
+    path = {"disk": work / "weights", "shm": f"/dev/shm/arealite-bench-{os.getpid()}"}.get(way, "")
+    seconds: dict[str, list[float]] = {"publish_s": [], "load_s": [], "pause_s": []}
+    moments = []
     with server_process(work / "model", context_length=4096, max_total_tokens=16384) as server:
-        config = InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120)
-        engine = RemoteSGLangEngine(config)
+        engine = RemoteSGLangEngine(
+            InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120)
+        )
         engine.initialize([server.address])
         stream = Stream(server.address)
         stream.start()
-        moments = []
-        for version in range(1, repeats + 1):
+        for version in range(1, repeats + 2):
+            meta = WeightUpdateMeta(way, str(path), version)  # pyright: ignore
             began = time.perf_counter()
-            if shared is not None:
-                path = str(shared.path)
-                for name, value in weights.items():
-                    shared.tensors[name].copy_(value)
-            else:
-                path = str(work / f"v{version}")
-                model.save_pretrained(path)
+            actor.update_weights(meta)
             published = time.perf_counter()
-            engine.update_weights(WeightUpdateMeta(way, path, version))  # pyright: ignore
-            publish_s.append(published - began)
-            load_s.append(time.perf_counter() - published)
-            moments.append((published, time.perf_counter()))
+            engine.update_weights(meta)
+            ended = time.perf_counter()
+            if version > 1:  # the first one makes segments and connections
+                seconds["publish_s"].append(published - began)
+                seconds["load_s"].append(ended - published)
+                moments.append((published, ended))
         engine.destroy()
-        pauses_s = [stream.longest_gap(*moment) for moment in moments]
-    if shared is not None:
-        shared.unlink()
-    return {
-        "publish_s": statistics.median(publish_s),
-        "load_s": statistics.median(load_s),
-        "pause_s": statistics.median(pauses_s),
-    }
+        seconds["pause_s"] = [stream.longest_gap(*moment) for moment in moments]
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -131,16 +123,26 @@ def main() -> None:
         work = Path(folder)
         model = make_model(work / "model", options.hidden, options.layers)
         size_gb = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
-        copy_s = copy_seconds({name: p.detach() for name, p in model.named_parameters()})
-        ways = {way: measure(way, model, work, options.repeats) for way in ("disk", "shm")}
-    rows = [["plain copy", f"{copy_s:.3f}", "", "", f"{size_gb / copy_s:.2f}", "1.0"]]
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        actor = FSDPEngine(
+            TrainEngineConfig(str(work / "model"), dtype="float32", device="cpu", optimizer=None)
+        )
+        actor.initialize()
+        copies, ways = [], {}
+        for way in ("disk", "shm", "broadcast"):
+            copies.append(copy_seconds(weights))
+            ways[way] = measure(way, actor, work, options.repeats)
+        copy_s = statistics.median(copies)
+        actor.destroy()
+    rows = [["plain copy", f"{copy_s:.3f}", "", "", "", f"{size_gb / copy_s:.2f}", "1.0"]]
     for way, t in ways.items():
         total = t["publish_s"] + t["load_s"]
-        cells = [f"{total:.3f}", f"{t['publish_s']:.3f}", f"{t['pause_s']:.3f}"]
-        # an update needs two copies: out of the trainer and into the server
+        cells = [f"{v:.3f}" for v in (total, t["publish_s"], t["load_s"], t["pause_s"])]
         rows.append([way, *cells, f"{size_gb / total:.2f}", f"{total / (2 * copy_s):.2f}"])
     print(f"{size_gb:.2f} GB of weights")
-    print_table(["way", "total s", "publish s", "pause s", "GB/s", "times two plain copies"], rows)
+    print_table(
+        ["way", "total s", "publish s", "load s", "pause s", "GB/s", "times two plain copies"], rows
+    )
     line = {"benchmark": "weight_update", "size_gb": size_gb, "copy_s": copy_s, "ways": ways}
     print(json.dumps({**line, **describe_machine()}))
 

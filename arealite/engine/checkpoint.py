@@ -53,13 +53,18 @@ def tensor_specs(engine: FSDPEngine) -> list[tuple[str, torch.Size, torch.dtype]
     return [(lora.plain_name(n), p.shape, dtype) for n, p in parameters if not lora.is_adapter(n)]
 
 
-def gathered_parameters(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate."""
+def gathered_parameters(
+    engine: FSDPEngine, borrow: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate.
+
+    In the published type and a copy; with `borrow` as it is, for whoever copies it at once.
+    """
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in engine.model.named_parameters():
         if not lora.is_adapter(name):
-            value = lora.merged(engine.model, name, _whole(parameter))
-            yield lora.plain_name(name), value.to(dtype)
+            value = lora.merged(engine.model, name, _whole(parameter, borrow))
+            yield lora.plain_name(name), value if borrow else value.to(dtype)
 
 
 def _export(
@@ -156,8 +161,10 @@ def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bo
     _fix_config(aside / "config.json", engine.config.dtype)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _whole(value: torch.Tensor, borrow: bool = False) -> torch.Tensor:
     value = value.detach()
+    if borrow and not isinstance(value, DTensor):
+        return value
     # FSDP leaves the root's parameters gathered after a forward pass. A copy, because writing one out as bytes would make
     # its storage one that FSDP can no longer free.
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()

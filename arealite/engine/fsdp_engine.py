@@ -392,7 +392,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
                 for n, s, d in checkpoint.tensor_specs(self)
             }
             self._shared = SharedWeights.create(path, like)
-        for name, tensor in checkpoint.gathered_parameters(self):
+        for name, tensor in checkpoint.gathered_parameters(self, borrow=True):
             if self._shared is not None:
                 self._shared.tensors[name].copy_(tensor)
         distributed.barrier()
