@@ -2,7 +2,8 @@
 
     python benchmark/training.py                     CPU: packed against padded
     python benchmark/training.py --device cuda       MFU of the 1.5B and 0.5B shapes through the whole engine, log-prob memory,
-                                                     32k tokens in one sequence; against TRL where it is installed
+                                                     32k tokens in one sequence
+    … --part trl [--trl-python PYTHON]               one GRPO step against TRL's trainer on the same batch (PYTHON has TRL)
 
 Lengths are log-normal like GSM8K answers. The model is made from its shape with random weights: nothing is downloaded.
 """
@@ -12,16 +13,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from common import describe_machine
-from transformers import Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from arealite.algo.advantages import normalize
 from arealite.algo.logprobs import packed_logprobs
-from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.api.cli_args import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 
 SHAPES = {
@@ -195,9 +202,99 @@ def run_cuda(quick: bool) -> list[dict]:
     return rows
 
 
-def run_cpu(threads: int) -> list[dict]:
+# ------------------------------------------------------------------------------------------- against TRL
+
+
+def grpo_batch(num_groups: int, group_size: int, scale: float, vocab_size: int) -> Batch:
+    """GSM8K-like: prompts and answers of log-normal length (medians 100 and 200 times `scale`), groups share a prompt."""
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.empty(num_groups).log_normal_(0.0, 0.3, generator=g) * 100 * scale
+    answers = torch.empty(num_groups * group_size).log_normal_(0.0, 0.6, generator=g) * 200 * scale
+    prompts = prompts.int().clamp(min=4).repeat_interleave(group_size)
+    answers = answers.int().clamp(4, int(1024 * scale))
+    batch = fixed_batch((prompts + answers).tolist(), vocab_size)
+    first = torch.arange(len(answers)) // group_size * group_size
+    position = torch.arange(batch["input_ids"].shape[1])
+    in_prompt = position < prompts[:, None]
+    batch["input_ids"] = torch.where(in_prompt, batch["input_ids"][first], batch["input_ids"])
+    batch["loss_mask"] *= ~in_prompt
+    rewards = torch.randint(0, 2, (len(answers),), generator=g).float()
+    scores = normalize(rewards, first)
+    return batch | {
+        "group_ids": first, "rewards": rewards, "scores": scores,
+        "advantages": scores[:, None] * batch["loss_mask"], "versions": batch["loss_mask"] - 1,
+    }  # fmt: skip
+
+
+def time_actor(path: str, device: str, batch: Batch, **kwargs) -> dict[str, float]:
+    """Median seconds of `ppo_update` (one optimizer step), the first step's gradient norm, peak memory."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    config = PPOActorConfig(
+        path=path, device=device, dtype=dtype, param_dtype=dtype, prox_logp="first_pass", loss_mean="sequence",
+        optimizer=OptimizerConfig(lr=1e-5, warmup_steps_proportion=0.0), **kwargs,
+    )  # fmt: skip
+    actor = FSDPPPOActor(config)
+    actor.initialize(FinetuneSpec(1, 1000, 1))
+    batch = batch | {"logprobs": actor.compute_logp(batch)}
+    seconds, norms = [], []
+    for _ in range(6):
+        start = time.perf_counter()
+        norms.append(actor.ppo_update(batch)[0]["grad_norm"])  # on the host: the device is done
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    actor.destroy()
+    del actor
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()
+    return {"seconds": statistics.median(seconds[2:]), "grad_norm": norms[0], "peak_gib": peak}
+
+
+def time_trl(python: str, path: str, batch_file: str, *options: str) -> dict[str, float]:
+    script = str(Path(__file__).with_name("trl_step.py"))
+    command = [python, script, path, batch_file, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TRL {")]
+    if not lines:
+        print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", flush=True)
+        return {}
+    return json.loads(lines[-1].removeprefix("TRL "))
+
+
+def bench_trl(shape: str, device: str, python: str) -> list[dict]:
+    """One GRPO step on the same batch and weights: TRL's trainer, and the engine without and with shared prompts."""
+    cuda = device == "cuda"
+    batch = grpo_batch(8 if cuda else 4, 8, 1.0 if cuda else 0.1, 151936 if cuda else 512)
+    real, cells = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
+    with tempfile.TemporaryDirectory() as folder:
+        make_config_folder(shape, 151936 if cuda else 512, folder)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder))
+        model.to(torch.bfloat16 if cuda else torch.float32).save_pretrained(folder)
+        del model
+        gc.collect()
+        torch.save(batch, f"{folder}/batch.pt")
+        sides = {
+            "TRL GRPOTrainer": lambda: time_trl(python, folder, f"{folder}/batch.pt", "16"),
+            "TRL GRPOTrainer, torch_compile": lambda: time_trl(python, folder, f"{folder}/batch.pt", "16", "compile"),
+            "ours, compiled, prompts not shared": lambda: time_actor(folder, device, batch, share_prefix=False, compile=True),
+            "ours, compiled": lambda: time_actor(folder, device, batch, compile=True),
+        }  # fmt: skip
+        rows = []
+        for side, measure in sides.items():
+            result = measure()
+            seconds = result.get("seconds", float("inf"))
+            rows.append({"what": f"GRPO step, {shape}, {real} tokens in {len(batch['rewards'])} sequences (padded {cells})",
+                         "side": side, "tokens_per_s": round(real / seconds), **result})  # fmt: skip
+            print(rows[-1], flush=True)
+    trl = min(row.get("seconds", float("inf")) for row in rows[:2])
+    return [*rows, {"what": f"{shape} TRL's best / ours compiled", "speedup": round(trl / rows[-1]["seconds"], 2)}]  # fmt: skip
+
+
+def run_cpu() -> list[dict]:
     """The same batch packed, and padded to its longest sequence (as rows of full length whose pads are not trained)."""
-    torch.set_num_threads(threads)
     batch = lognormal_batch(4096, 64, 512, 512)
     padded = dict(batch)
     padded["attention_mask"] = torch.ones_like(batch["attention_mask"])
@@ -229,8 +326,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="compiled runs only")
+    parser.add_argument("--part", default="engine", choices=["engine", "trl"])
+    parser.add_argument("--trl-python", default=sys.executable, help="a Python that has TRL")
     args = parser.parse_args()
-    rows = run_cuda(args.quick) if args.device == "cuda" else run_cpu(args.threads)
+    torch.set_num_threads(args.threads)
+    if args.part == "trl":
+        shapes = ("0.5B", "1.5B") if args.device == "cuda" else ("tiny",)
+        rows = [row for s in shapes for row in bench_trl(s, args.device, args.trl_python)]
+    else:
+        rows = run_cuda(args.quick) if args.device == "cuda" else run_cpu()
     for row in rows:
         print("  ".join(f"{k}={v}" for k, v in row.items()))
     print(json.dumps({"benchmark": "training", **describe_machine(), "rows": rows}))
