@@ -28,7 +28,12 @@ class Server:
     failures: int = 0
     last_error: str = ""
     version: int | None = None
-    is_arealite: bool = False
+    kind: str = ""  # as its client has found out: "arealite" is the embedded one
+    adapter: str = ""  # name of the LoRA adapter that `version` is, where requests must name it
+    endpoints: frozenset[str] = frozenset()
+    num_ranks: int = 1
+    device: str = "cpu"
+    dtype: str = "auto"
     is_elastic: bool = False
     is_lost: bool = False
     requests: set[asyncio.Task] = field(default_factory=set)
@@ -37,6 +42,10 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://{self.address}"
+
+    @property
+    def is_arealite(self) -> bool:
+        return self.kind == "arealite"
 
     def describe(self) -> str:
         state = "open" if self.is_open else "updating its weights"

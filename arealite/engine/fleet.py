@@ -38,8 +38,8 @@ class Wire(Protocol):
 
     async def ping(self, server: Server, timeout_s: float) -> None: ...
 
-    async def pause_server(self, server: Server) -> None:
-        """Stop decoding as `config.pause_mode` says."""
+    async def pause_server(self, server: Server, mode: str) -> None:
+        """Stop decoding: `abort` returns what is in flight, `in_place` keeps it."""
         ...
 
     async def continue_server(self, server: Server) -> None: ...
@@ -59,6 +59,12 @@ class Wire(Protocol):
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         """What the server holds; None if it cannot tell."""
         ...
+
+    async def release_memory(self, server: Server) -> None:
+        """Have a paused server give its cache's memory back."""
+        ...
+
+    async def resume_memory(self, server: Server) -> None: ...
 
 
 class Fleet:
@@ -94,7 +100,7 @@ class Fleet:
 
     def state(self) -> dict[str, Any]:
         """What rollout workers must know: which servers are open, of what kind, and the version."""
-        servers = [(s.address, s.is_open, s.is_arealite) for s in self.router.servers.values()]
+        servers = [(s.address, s.is_open, s.kind, s.adapter) for s in self.router.servers.values()]
         return {"version": self.version, "servers": servers}
 
     def follow(self, state: dict[str, Any]) -> None:
@@ -102,9 +108,9 @@ class Fleet:
         self.version = state["version"]
         for address in set(self.router.servers) - {address for address, *_ in state["servers"]}:
             self._leave(self.router.servers[address])
-        for address, is_open, is_arealite in state["servers"]:
+        for address, is_open, kind, adapter in state["servers"]:
             server = self.router.add(address, is_open=False)
-            server.is_arealite, server.version = is_arealite, self.version
+            server.kind, server.adapter, server.version = kind, adapter, self.version
             (self.router.open if is_open else self.router.close)(server)
 
     # ------------------------------------------------------------------------------------ weight updates
@@ -113,7 +119,7 @@ class Fleet:
         """Bring every server that answers to `meta`, in parallel; the others get it before their next request."""
         async with self._changing_weights:
             self._published, self.version = meta, meta.version
-            servers = [s for s in self.router.servers.values() if s not in self._reviving]
+            servers = self._living()
             outcomes = await self._load_all(servers, meta)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerError):
@@ -141,7 +147,9 @@ class Fleet:
             server.version = meta.version
             return
         self.router.close(server)
-        await self.wire.pause_server(server)
+        # a request is bound to its adapter: to go on under another one it has to be sent again
+        mode = "abort" if meta.is_adapter else self.config.pause_mode
+        await self.wire.pause_server(server, mode)
         try:
             await self.wire.load_weights(server, meta)
             await self._verify(server, meta)
@@ -151,7 +159,7 @@ class Fleet:
         self.router.open(server)
 
     async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
-        held = await self.wire.fingerprints(server)
+        held = None if meta.is_adapter else await self.wire.fingerprints(server)
         if held is None:
             return
         if self._tensors is None or self._tensors[0] != meta:  # read once for all servers
@@ -162,6 +170,30 @@ class Fleet:
                 f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
                 f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
             )
+
+    # --------------------------------------------------------------------------------------------- memory
+
+    async def release_memory(self) -> None:
+        """Interrupt what is in flight (it goes on after `resume_memory`) and free the servers' caches."""
+        async with self._changing_weights:
+            await asyncio.gather(*(self._release_memory(s) for s in self._living()))
+
+    async def _release_memory(self, server: Server) -> None:
+        self.router.close(server)
+        await self.wire.pause_server(server, "abort")
+        await self.wire.release_memory(server)
+
+    async def resume_memory(self) -> None:
+        async with self._changing_weights:
+            await asyncio.gather(*(self._resume_memory(s) for s in self._living()))
+
+    async def _resume_memory(self, server: Server) -> None:
+        await self.wire.resume_memory(server)
+        await self.wire.continue_server(server)
+        self.router.open(server)
+
+    def _living(self) -> list[Server]:
+        return [s for s in self.router.servers.values() if s not in self._reviving]
 
     # ------------------------------------------------------------------------------ failing and coming back
 

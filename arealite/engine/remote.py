@@ -11,6 +11,7 @@ import abc
 import asyncio
 import os
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from arealite.core.membership import Members
 from arealite.core.router import Router, Server
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
+from arealite.engine.broadcast import WeightSender
 from arealite.engine.collecting import CollectingEngine
 from arealite.engine.fleet import Fleet
 from arealite.utils import distributed
@@ -30,6 +32,7 @@ from arealite.utils.http import HttpClient, HttpError
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
 NAMES_ENV = "AREALITE_NAMES"
+CONTROL_TIMEOUT_S = 60.0
 _INFO_TIMEOUT_S = 5.0
 
 
@@ -111,6 +114,7 @@ class RemoteEngine(CollectingEngine):
             # servers may join a job that has a run directory, which is where its ledger lies
             self._members = Members(ledger_path and Path(ledger_path).parent, names)
         self.fleet = Fleet(config, self, self._members)
+        self.sender = WeightSender(config.setup_timeout_s)
         self._http: HttpClient | None = None
 
     # ----------------------------------------------------------------------------------- the wire format
@@ -126,7 +130,7 @@ class RemoteEngine(CollectingEngine):
         await self.http.get(f"{server.url}/health", timeout_s)
 
     @abc.abstractmethod
-    async def pause_server(self, server: Server) -> None: ...
+    async def pause_server(self, server: Server, mode: str) -> None: ...
 
     @abc.abstractmethod
     async def continue_server(self, server: Server) -> None: ...
@@ -135,13 +139,36 @@ class RemoteEngine(CollectingEngine):
         return False
 
     async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
-        """Nothing to do, for ways in which each server fetches its weights by itself."""
+        if meta.type == "broadcast":
+            await self.sender.open(servers, meta, self.join_group)
+
+    @abc.abstractmethod
+    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        """Have the server join the process group over which weights are broadcast."""
 
     @abc.abstractmethod
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
 
-    async def fingerprints(self, server: Server) -> Fingerprints | None:
-        return None
+    @abc.abstractmethod
+    async def fingerprints(self, server: Server) -> Fingerprints | None: ...
+
+    @abc.abstractmethod
+    async def release_memory(self, server: Server) -> None: ...
+
+    @abc.abstractmethod
+    async def resume_memory(self, server: Server) -> None: ...
+
+    async def control(
+        self,
+        server: Server,
+        endpoint: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        *,
+        is_json: bool = True,
+    ) -> Any:
+        url = f"{server.url}/{endpoint}"
+        return await self.http.post(url, body or {}, timeout_s, is_json=is_json)
 
     # --------------------------------------------------------------------------------------- life cycle
 
@@ -284,6 +311,19 @@ class RemoteEngine(CollectingEngine):
             wait = NamedWait("update_weights", what, limit, option)
             self.executor.run_coroutine(self.fleet.update(meta, wait), wait)
         self.set_version(meta.version)
+
+    def offload(self) -> None:
+        """Have all servers free the memory of their caches, for a trainer on the same device. Requests wait until `onload`."""
+        self._of_fleet("offload", self.fleet.release_memory)
+
+    def onload(self) -> None:
+        self._of_fleet("onload", self.fleet.resume_memory)
+
+    def _of_fleet(self, name: str, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if distributed.rank() == 0:
+            limit, option = self.config.setup_timeout_s, "rollout.setup_timeout_s"
+            wait = NamedWait(name, f"{len(self.router.servers)} servers", limit, option)
+            self.executor.run_coroutine(act(), wait)
 
     # ----------------------------------------------------------------------------------------- inspection
 

@@ -5,30 +5,28 @@ Only the wire format is here; choice of server, interruption, retries and collec
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.router import Server
-from arealite.engine.broadcast import WeightSender
-from arealite.engine.remote import Piece, Progress, RemoteEngine
-from arealite.utils.fingerprint import Fingerprints
+from arealite.engine.broadcast import JOIN_TIMEOUT_S
+from arealite.engine.published import read_published
+from arealite.engine.remote import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine
+from arealite.engine.shared_tensors import share
+from arealite.utils.fingerprint import SHA256, Fingerprints
 from arealite.utils.http import HttpError
+from arealite.utils.weight_group import buckets, specs_of
 
-_CONTROL_TIMEOUT_S = 60.0
+_NEEDED = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
 
 class RemoteSGLangEngine(RemoteEngine):
     """Generates with SGLang or embedded servers."""
-
-    def __init__(
-        self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None
-    ):
-        super().__init__(config, seed, ledger_path)
-        self._sender = WeightSender()
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         # SGLang gives all n samples of a request the same seed; the embedded server seed + i
@@ -50,6 +48,8 @@ class RemoteSGLangEngine(RemoteEngine):
         if not server.is_arealite:
             # Updated in place, SGLang keeps its prefix cache: keys and values of old weights must not meet new requests.
             body["extra_key"] = f"v{server.version}"
+        if server.adapter:
+            body["lora_path"] = server.adapter
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
         try:
@@ -64,24 +64,26 @@ class RemoteSGLangEngine(RemoteEngine):
             )
         return pieces
 
-    async def pause_server(self, server: Server) -> None:
-        await self._control(server, "pause_generation", {"mode": self.config.pause_mode})
+    async def pause_server(self, server: Server, mode: str) -> None:
+        await self.control(server, "pause_generation", {"mode": mode})
 
     async def continue_server(self, server: Server) -> None:
-        await self._control(server, "continue_generation", {})
+        await self.control(server, "continue_generation")
+
+    async def release_memory(self, server: Server) -> None:
+        # only the cache: weights would come back as whatever the memory holds then
+        await self.control(server, "release_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def resume_memory(self, server: Server) -> None:
+        await self.control(server, "resume_memory_occupation", {"tags": ["kv_cache"]})
+
+    # ------------------------------------------------------------------------------------ weight updates
 
     def can_swap(self, server: Server) -> bool:
         return server.is_arealite and self.config.pause_mode == "in_place"
 
-    async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
-        if meta.type != "broadcast":
-            return
-        foreign = [s.address for s in servers if not s.is_arealite]
-        if foreign:
-            raise WeightUpdateError(
-                f"{foreign[0]} is not an embedded server: set rollout.weight_update=disk for SGLang"
-            )
-        await self._sender.open(self.http, servers, meta)
+    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        await self.control(server, "init_weights_update_group", settings, JOIN_TIMEOUT_S)
 
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         # in place, requests in flight keep their KV cache: there is nothing that could be flushed
@@ -89,55 +91,148 @@ class RemoteSGLangEngine(RemoteEngine):
             "weight_version": str(meta.version),
             "flush_cache": self.config.pause_mode == "abort",
         }
-        if meta.type == "disk":
-            endpoint, body = "update_weights_from_disk", {"model_path": meta.path, **common}
-        elif meta.type == "shm":
-            endpoint, body = "update_weights_from_shm", {"path": meta.path, **common}
-        else:
-            endpoint, body = (
-                "update_weights_from_distributed",
-                {**self._sender.body(meta), **common},
-            )
         try:
-            answer = await self._control(server, endpoint, body, self.config.setup_timeout_s)
+            if meta.is_adapter:
+                await self._load_adapter(server, meta)
+            elif meta.type == "disk":
+                body = {"model_path": meta.path, **common}
+                await self._load(server, "update_weights_from_disk", body)
+            elif meta.type == "broadcast":
+                await self._receive(server, meta, common)
+            elif server.is_arealite:
+                await self._load(server, "update_weights_from_shm", {"path": meta.path, **common})
+            else:
+                await self._share_with(server, meta, common)
         except HttpError as error:
-            if (
-                meta.type == "broadcast"
-            ):  # another member may have failed: this one is asked again on its own
-                self._sender.give_up()
+            if meta.type == "broadcast":
+                # another member may have failed: this one is asked again on its own
+                self.sender.give_up()
                 raise
             raise WeightUpdateError(
                 f"{server.address} refused version {meta.version}: {error.text}"
             ) from error
+
+    async def _load(self, server: Server, endpoint: str, body: dict[str, Any]) -> None:
+        answer = await self.control(server, endpoint, body, self.config.setup_timeout_s)
         if isinstance(answer, dict) and not answer.get("success", True):
-            message = answer.get("message", answer)
-            raise WeightUpdateError(f"{server.address} refused version {meta.version}: {message}")
+            message = answer.get("message") or answer.get("error_message") or answer
+            raise WeightUpdateError(f"{server.address} refused new weights: {message}")
+
+    async def _receive(
+        self, server: Server, meta: WeightUpdateMeta, common: dict[str, Any]
+    ) -> None:
+        """Portion after portion; the embedded engine takes all at once, because it swaps them at once."""
+        portions = list(self.sender.portions(meta))
+        if server.is_arealite:
+            portions = [[spec for portion in portions for spec in portion]]
+        async with self._session(server):
+            for portion in portions:
+                names, dtypes, shapes = map(list, zip(*portion, strict=True))
+                body = {"names": names, "dtypes": dtypes, "shapes": shapes}
+                body |= {"group_name": self.sender.name, **common}
+                await self._load(server, "update_weights_from_distributed", body)
+
+    async def _share_with(
+        self, server: Server, meta: WeightUpdateMeta, common: dict[str, Any]
+    ) -> None:
+        """From shared memory, where SGLang has no endpoint for a file of ours: tensors it maps by name."""
+        loop, tensors = asyncio.get_running_loop(), read_published(meta)
+        async with self._session(server):
+            for portion in buckets(specs_of(tensors)):
+                described, copies = await loop.run_in_executor(
+                    None, share, tensors, portion, server.num_ranks
+                )
+                body = {"serialized_named_tensors": described, **common}
+                await self._load(server, "update_weights_from_tensor", body)
+                del copies
+
+    @asynccontextmanager
+    async def _session(self, server: Server) -> AsyncIterator[None]:
+        """Newer SGLang takes tensors only between begin and end; an end that a crash left out is made up for."""
+        if "/begin_weight_update" not in server.endpoints:
+            yield
+            return
+        try:
+            await self._load(server, "begin_weight_update", {})
+        except HttpError as error:
+            if error.status != 400:
+                raise
+            await self._load(server, "end_weight_update", {})
+            await self._load(server, "begin_weight_update", {})
+        yield
+        await self._load(server, "end_weight_update", {})
+
+    async def _load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """The adapter under a name of its own; the one before it goes, as its requests have been interrupted."""
+        name, before = f"v{meta.version}", server.adapter
+        body = {"lora_name": name, "lora_path": meta.path}
+        if server.is_arealite:  # it merges the adapter, so requests need not name it
+            await self._load(server, "load_lora_adapter", body)
+            return
+        if before == name:
+            await self._load(server, "unload_lora_adapter", {"lora_name": name})
+        await self._load(server, "load_lora_adapter", body)
+        version = {"new_version": str(meta.version), "abort_all_requests": False}
+        await self._load(server, "update_weight_version", version)
+        server.adapter = name
+        if before not in ("", name):
+            await self._load(server, "unload_lora_adapter", {"lora_name": before})
+
+    # -------------------------------------------------------------------------------------- what it is
 
     async def probe(self, server: Server) -> None:
         await self.http.get(f"{server.url}/health", timeout_s=5)
-        try:
-            info = await self.http.get(f"{server.url}/model_info", timeout_s=5)
-        except HttpError as error:
-            if error.status != 404:
-                raise
-            info = await self.http.get(f"{server.url}/get_model_info", timeout_s=5)  # older SGLang
-        server.is_arealite = info.get("engine") == "arealite"
+        info = await self._first(server, "model_info", "get_model_info")
         server.version = _version(info.get("weight_version"), 0)
+        if info.get("engine") == "arealite":
+            server.kind = "arealite"
+            return
+        setup = await self._first(server, "server_info", "get_server_info")
+        schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=10)
+        server.kind, server.endpoints = "sglang", frozenset(schema["paths"])
+        missing = [e for e in _NEEDED if e not in server.endpoints]
+        if missing:
+            raise ServerError(
+                f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later is needed"
+            )
+        server.num_ranks = int(setup.get("tp_size", 1))
+        server.device = str(setup.get("device", "cuda"))
+        server.dtype = str(setup.get("dtype", "auto"))
+        if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update != "disk":
+            raise ServerError(
+                f"{server.address} runs in {setup['pp_size']} pipeline stages, to which SGLang sends weights by disk only: "
+                "set rollout.weight_update=disk"
+            )
+        if server.version == 0:
+            server.adapter = ""
+
+    async def _first(self, server: Server, *names: str) -> dict[str, Any]:
+        """The answer of the first of these endpoints that exists: older versions have other names."""
+        for name in names[:-1]:
+            try:
+                return await self.http.get(f"{server.url}/{name}", timeout_s=5)
+            except HttpError as error:
+                if error.status != 404:
+                    raise
+        return await self.http.get(f"{server.url}/{names[-1]}", timeout_s=5)
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
-        if not server.is_arealite:
+        if server.is_arealite:
+            url = f"{server.url}/weights_checker?tensors=1"
+            answer = await self.http.get(url, CONTROL_TIMEOUT_S)
+            return {name: (dtype, digest) for name, (dtype, digest) in answer["tensors"].items()}
+        # On CUDA SGLang hashes by a kernel of its own; shards of tensors cannot be compared either.
+        if "/weights_checker" not in server.endpoints or server.device != "cpu":
             return None
-        answer = await self.http.get(f"{server.url}/weights_checker?tensors=1", _CONTROL_TIMEOUT_S)
-        return {name: (dtype, digest) for name, (dtype, digest) in answer["tensors"].items()}
-
-    async def _control(
-        self,
-        server: Server,
-        endpoint: str,
-        body: dict[str, Any],
-        timeout_s: float = _CONTROL_TIMEOUT_S,
-    ) -> Any:
-        return await self.http.post(f"{server.url}/{endpoint}", body, timeout_s)
+        if server.num_ranks > 1 or server.dtype == "auto":
+            return None
+        answer = await self.http.get(f"{server.url}/weights_checker", CONTROL_TIMEOUT_S)
+        held = answer["ranks"][0]["checksums"]
+        return {
+            name: (server.dtype, SHA256 + digest)
+            for name, digest in held.items()
+            if "embed_tokens" not in name and "lm_head" not in name  # their rows may be padded
+        }
 
 
 def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """`RemotevLLMEngine`: the client of vLLM's native endpoints for reinforcement learning. No patched server is needed.
 
-Tokens in, tokens out over /inference/v1/generate; pause, weights and versions over the endpoints of VLLM_SERVER_DEV_MODE=1. Only the wire format
-is here; choice of server, interruption, retries and collecting are inherited. Versions that lack an endpoint are named when connecting.
+Tokens in, tokens out over /inference/v1/generate, or /v1/completions where that is missing; pause, weights and versions over the endpoints of
+VLLM_SERVER_DEV_MODE=1. Only the wire format is here; choice of server, interruption, retries and collecting are inherited. What a server can do is
+found out when connecting; a version that cannot be used is named.
 """
 
 from __future__ import annotations
@@ -11,37 +12,41 @@ from typing import Any
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.router import Server
+from arealite.engine.broadcast import JOIN_TIMEOUT_S
 from arealite.engine.remote import Piece, Progress, RemoteEngine
 from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpError
 
-_CONTROL_TIMEOUT_S = 60.0
 _PAUSE_MODES = {"abort": "abort", "in_place": "keep"}
-_NEEDS = (
-    "RemotevLLMEngine needs vLLM 0.30 or later, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1 "
-    "(the launcher does so)"
-)
 _EXTENSION = "arealite.engine.vllm_extension.WeightLoading"
+_NEEDED = ("/pause", "/resume", "/collective_rpc")
+_TOKENS = "/inference/v1/generate"
+# An older vLLM, or one without --enable-scale-out: OpenAI's endpoint with token ids on both sides.
+_BY_COMPLETIONS = "vllm by completions"
 
 
 class RemotevLLMEngine(RemoteEngine):
     """Generates with vLLM servers."""
 
     async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
-        body = {
-            "token_ids": progress.request.input_ids + progress.tokens,
-            "sampling_params": _sampling_params(
-                progress, num_samples, progress.next_segment(self.config.segment_tokens)
-            ),
-            "request_id": progress.next_rid(),
-            # Updated in place, vLLM keeps its prefix cache: keys and values of old weights must not meet new requests.
-            "cache_salt": f"v{server.version}",
-        }
-        url = f"{server.url}/inference/v1/generate"
+        max_tokens = progress.next_segment(self.config.segment_tokens)
+        params = _sampling_params(progress, num_samples, max_tokens)
+        prompt = progress.request.input_ids + progress.tokens
+        # Updated in place, vLLM keeps its prefix cache: keys and values of old weights must not meet new requests.
+        body = {"request_id": progress.next_rid(), "cache_salt": f"v{server.version}"}
+        if server.adapter:
+            body["model"] = server.adapter
+        if server.kind == _BY_COMPLETIONS:
+            endpoint, read = "/v1/completions", _completion
+            body |= {"prompt": prompt, "return_token_ids": True, **params}
+        else:
+            endpoint, read = _TOKENS, _piece
+            body |= {"token_ids": prompt, "sampling_params": params}
+        url = f"{server.url}{endpoint}"
         answer = await self.http.post(url, body, self.config.request_timeout_s)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            pieces = [_piece(choice, server, self.get_version()) for choice in choices]
+            pieces = [read(choice, server, self.get_version()) for choice in choices]
         except (KeyError, TypeError) as error:
             raise ServerError(
                 f"{server.address} answered without the expected fields: {error!r}"
@@ -50,61 +55,107 @@ class RemotevLLMEngine(RemoteEngine):
         pieces += [Piece([], [], [], "abort") for _ in range(num_samples - len(pieces))]
         return pieces
 
-    async def pause_server(self, server: Server) -> None:
-        mode = _PAUSE_MODES[self.config.pause_mode]
-        await self._control(server, f"pause?mode={mode}")
+    async def pause_server(self, server: Server, mode: str) -> None:
+        mode = "abort" if server.kind == _BY_COMPLETIONS else mode
+        await self.control(server, f"pause?mode={_PAUSE_MODES[mode]}")
 
     async def continue_server(self, server: Server) -> None:
-        await self._control(server, "resume")
+        await self.control(server, "resume")
 
-    def can_swap(self, server: Server) -> bool:
-        return False
+    async def release_memory(self, server: Server) -> None:
+        await self.control(server, "sleep?level=1", is_json=False)
+
+    async def resume_memory(self, server: Server) -> None:
+        await self.control(server, "wake_up", is_json=False)
+
+    # ------------------------------------------------------------------------------------ weight updates
+
+    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        if "/init_weight_transfer_engine" not in server.endpoints:
+            raise WeightUpdateError(
+                f"{server.address} is a vLLM without /init_weight_transfer_engine: set rollout.weight_update=disk or shm"
+            )
+        body = {"init_info": settings}
+        await self.control(server, "init_weight_transfer_engine", body, JOIN_TIMEOUT_S)
 
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        if meta.type not in ("disk", "shm"):
-            raise WeightUpdateError(
-                f"RemotevLLMEngine cannot update weights by {meta.type!r}: set rollout.weight_update=disk or shm"
-            )
-        call: dict[str, Any] = {"method": "arealite_load", "args": [meta.type, meta.path]}
+        limit = self.config.setup_timeout_s
         try:
-            await self._control(server, "collective_rpc", call, self.config.setup_timeout_s)
-            await self._control(server, "update_weight_version", {"new_version": str(meta.version)})
+            if meta.is_adapter:
+                await self._load_adapter(server, meta)
+            elif meta.type == "broadcast":
+                await self._receive(server, meta)
+            else:
+                call = {"method": "arealite_load", "args": [meta.type, meta.path]}
+                await self.control(server, "collective_rpc", call, limit)
+            if "/update_weight_version" in server.endpoints:
+                version = {"new_version": str(meta.version)}
+                await self.control(server, "update_weight_version", version)
         except HttpError as error:
+            if meta.type == "broadcast":
+                # another member may have failed: this one is asked again on its own
+                self.sender.give_up()
+                raise
             raise WeightUpdateError(
                 f"{server.address} refused version {meta.version}: {error.text}"
             ) from error
 
+    async def _receive(self, server: Server, meta: WeightUpdateMeta) -> None:
+        limit = self.config.setup_timeout_s
+        await self.control(server, "start_weight_update", timeout_s=limit)
+        for portion in self.sender.portions(meta):
+            names, dtypes, shapes = map(list, zip(*portion, strict=True))
+            info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+            await self.control(server, "update_weights", {"update_info": info}, limit)
+        await self.control(server, "finish_weight_update", timeout_s=limit)
+
+    async def _load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """The adapter under a name of its own; the one before it goes, as its requests have been interrupted."""
+        name, before = f"v{meta.version}", server.adapter
+        body = {"lora_name": name, "lora_path": meta.path, "load_inplace": True}
+        await self.control(server, "v1/load_lora_adapter", body, is_json=False)
+        server.adapter = name
+        if before not in ("", name):
+            body = {"lora_name": before}
+            await self.control(server, "v1/unload_lora_adapter", body, is_json=False)
+
+    # -------------------------------------------------------------------------------------- what it is
+
     async def probe(self, server: Server) -> None:
         await self.http.get(f"{server.url}/health", timeout_s=5)
-        try:
-            info = await self.http.get(f"{server.url}/weight_info", timeout_s=5)
-            setup = await self.http.get(f"{server.url}/server_info?config_format=json", timeout_s=5)
-            paths = (await self.http.get(f"{server.url}/openapi.json", timeout_s=10))["paths"]
-        except HttpError as error:
-            if error.status != 404:
-                raise
-            raise ServerError(f"{server.address} lacks an endpoint ({error}): {_NEEDS}") from error
-        if "/inference/v1/generate" not in paths:
-            raise ServerError(f"{server.address} lacks /inference/v1/generate: {_NEEDS}")
-        if _EXTENSION not in str(setup):
+        server.endpoints = frozenset(
+            (await self.http.get(f"{server.url}/openapi.json", timeout_s=10))["paths"]
+        )
+        missing = [e for e in _NEEDED if e not in server.endpoints]
+        if missing:
+            version = (await self.http.get(f"{server.url}/version", timeout_s=5))["version"]
             raise ServerError(
-                f"{server.address} was started without --worker-extension-cls {_EXTENSION}: it could not load new weights"
+                f"{server.address} is vLLM {version} without {', '.join(missing)}: 0.24 or later is needed, started with "
+                "VLLM_SERVER_DEV_MODE=1 (the launcher does so)"
             )
-        server.version = _version(info.get("weight_version"), 0)
-
-    async def ping(self, server: Server, timeout_s: float) -> None:
-        await self.http.get(f"{server.url}/health", timeout_s)
+        try:
+            answer = await self.control(server, "collective_rpc", {"method": "arealite_device"})
+        except HttpError as error:
+            raise ServerError(
+                f"{server.address} could not load new weights, start it with --worker-extension-cls {_EXTENSION} "
+                f"(the launcher does so): {error.text}"
+            ) from error
+        server.device = answer["results"][0]
+        server.kind = "vllm" if _TOKENS in server.endpoints else _BY_COMPLETIONS
+        server.version = 0  # a version that cannot tell is given the current weights again
+        if "/weight_info" in server.endpoints:
+            info = await self.http.get(f"{server.url}/weight_info", timeout_s=5)
+            server.version = _version(info.get("weight_version"), 0)
+        if "/get_world_size" in server.endpoints:
+            answer = await self.http.get(f"{server.url}/get_world_size", timeout_s=5)
+            server.num_ranks = int(answer["world_size"])
+        if server.version == 0:
+            server.adapter = ""
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
-        call = {"method": "arealite_fingerprints"}
-        answer = await self._control(server, "collective_rpc", call)
+        answer = await self.control(server, "collective_rpc", {"method": "arealite_fingerprints"})
         held = answer["results"][0]
         return None if held is None else {name: (d, h) for name, (d, h) in held.items()}
-
-    async def _control(
-        self, server: Server, endpoint: str, body: Any = None, timeout_s: float = _CONTROL_TIMEOUT_S
-    ) -> Any:
-        return await self.http.post(f"{server.url}/{endpoint}", body or {}, timeout_s)
 
 
 def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> dict[str, Any]:
@@ -148,6 +199,12 @@ def _piece(choice: dict[str, Any], server: Server, current_version: int) -> Piec
         start, end = span["start"], span["end"]
         versions[start:end] = [_version(span["version"], current_version)] * (end - start)
     return Piece(tokens, [entry["logprob"] for entry in content], versions, reason)
+
+
+def _completion(choice: dict[str, Any], server: Server, current_version: int) -> Piece:
+    """As `_piece`, of OpenAI's answer; it tells no versions, and every update interrupts it."""
+    content = [{"logprob": p} for p in (choice.get("logprobs") or {}).get("token_logprobs") or []]
+    return _piece({**choice, "logprobs": {"content": content}}, server, current_version)
 
 
 def _version(text: Any, default: int) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 from arealite.api.errors import RequestError, WeightUpdateError
 from arealite.utils.weight_group import WeightGroup, parse_specs
 
-TIMEOUT_S = 20.0
+JOIN_TIMEOUT_S = 20.0
+# A sender that dies closes its connections; only one that hangs is waited for this long.
+TIMEOUT_S = 300.0
 
 
 class WeightReceiver:
@@ -35,8 +37,9 @@ class WeightReceiver:
                 f"backend is {backend!r}; the embedded engine receives weights over gloo"
             )
         self._group = None
+        limits = {"join_timeout_s": JOIN_TIMEOUT_S, "timeout_s": TIMEOUT_S}
         try:
-            self._group = WeightGroup(address, port, rank, size, name, TIMEOUT_S)
+            self._group = WeightGroup(address, port, rank, size, name, **limits)
         except RuntimeError as error:
             raise WeightUpdateError(
                 f"cannot join the group at {address}:{port}: {error}"
@@ -47,10 +50,10 @@ class WeightReceiver:
         if self._group is None or body.get("group_name") != self._name:
             raise RequestError(f"this server is not in the group {body.get('group_name')!r}")
         try:
-            specs = parse_specs(body.get("specs"))
-        except (ValueError, TypeError, AttributeError) as error:
+            specs = parse_specs(body.get("names"), body.get("dtypes"), body.get("shapes"))
+        except (ValueError, TypeError) as error:
             raise RequestError(
-                f"specs must list name, type and shape of each tensor: {error}"
+                f"names, dtypes and shapes must list name, type and shape of each tensor: {error}"
             ) from error
         try:
             return self._group.receive(specs)

@@ -29,6 +29,7 @@ _VLLM_FLAGS = {
     "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": "arealite.engine.vllm_extension.WeightLoading",
 }
+_VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _KEY_ENV = "AREALITE_API_KEY"
 
 
@@ -68,6 +69,10 @@ def server_command(
         flags |= {"api_key": config.server.api_key}
         if spread:
             flags |= {"nnodes": spread[0], "node_rank": spread[1], "dist_init_addr": spread[2]}
+        if _sends_adapters(config):
+            # the adapter in use and the one that comes
+            flags |= {"enable_lora": True, "max_loaded_loras": 2, "max_loras_per_batch": 2}
+            flags |= {"max_lora_rank": config.lora_rank, "lora_target_modules": "all"}
         return [*shlex.split(base), *_flags(flags | config.sglang)]
     base = config.vllm.get(
         "command", f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve"
@@ -75,6 +80,11 @@ def server_command(
     flags = {"host": host, "port": port}
     flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
     flags |= _VLLM_FLAGS
+    if config.weight_update == "broadcast":
+        flags |= {"weight_transfer_config": {"backend": "arealite"}}
+    if _sends_adapters(config):
+        rank = next((r for r in _VLLM_LORA_RANKS if r >= config.lora_rank), config.lora_rank)
+        flags |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 2}
     if spread:
         master, master_port = spread[2].rsplit(":", 1)
         flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
@@ -91,6 +101,8 @@ def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
     if backend == "vllm":
         # Its weight-update endpoints exist in this mode only.
         ours["VLLM_SERVER_DEV_MODE"] = "1"
+        if _sends_adapters(config):
+            ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         # So that its workers find our extension, also from an environment of their own.
         package = str(Path(__file__).parents[2])
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -158,6 +170,11 @@ def _flags(values: dict[str, Any]) -> list[str]:
         elif value is not True:
             flags.append(str(value))
     return flags
+
+
+def _sends_adapters(config: LaunchConfig) -> bool:
+    """A trainer of adapters sends them alone by disk, merged into the weights otherwise."""
+    return config.lora_rank > 0 and config.weight_update == "disk"
 
 
 def _strategy(config: LaunchConfig) -> ParallelStrategy:

@@ -61,8 +61,11 @@ class HttpClient:
             trust_env=False,
         )
 
-    async def post(self, url: str, body: Any, timeout_s: float | None = None) -> Any:
-        return await self._request("POST", url, dumps(body), timeout_s)
+    async def post(
+        self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True
+    ) -> Any:
+        """The answer; None if it `is_json=False` and so of no interest."""
+        return await self._request("POST", url, dumps(body), timeout_s, is_json)
 
     async def get(self, url: str, timeout_s: float | None = None) -> Any:
         return await self._request("GET", url, None, timeout_s)
@@ -71,7 +74,12 @@ class HttpClient:
         await self._session.close()
 
     async def _request(
-        self, method: str, url: str, data: bytes | None, timeout_s: float | None
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        timeout_s: float | None,
+        is_json: bool = True,
     ) -> Any:
         try:
             # connecting is quick or hopeless; without its own limit a dead host takes the whole time-out
@@ -80,7 +88,7 @@ class HttpClient:
                 raw = await response.read()
                 if response.status >= 400:
                     raise HttpError(url, response.status, _error_text(raw))
-                return loads(raw) if raw else None
+                return loads(raw) if raw and is_json else None
         except TimeoutError as error:
             raise ServerError(f"{url} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:

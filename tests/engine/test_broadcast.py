@@ -14,6 +14,8 @@ from arealite.utils.weight_group import WeightGroup, put_outbox, specs_of
 from tests.engine.test_fleet import connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
 
+LIMITS = {"join_timeout_s": 20, "timeout_s": 20}
+
 
 @pytest.mark.parametrize("bucket_bytes", [128, 1 << 20])
 def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_bytes):
@@ -29,12 +31,12 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_byte
     port, got = free_port(), []
 
     def receive():
-        group = WeightGroup("127.0.0.1", port, 1, 2, "test", 20)
+        group = WeightGroup("127.0.0.1", port, 1, 2, "test", **LIMITS)
         got.extend(group.receive(specs_of(tensors)) for _ in range(2))
 
     thread = threading.Thread(target=receive)
     thread.start()
-    group = WeightGroup("127.0.0.1", port, 0, 2, "test", 20)
+    group = WeightGroup("127.0.0.1", port, 0, 2, "test", **LIMITS)
     group.send(tensors)
     group.send(tensors)
     thread.join(20)

@@ -70,6 +70,7 @@ def server_venv(backend: str) -> Path:
 def launch_config(backend: str, model: Path) -> LaunchConfig:
     """The configuration with which the launcher starts this server on CPU."""
     config = LaunchConfig(allocation_mode=f"{backend}.d1+d1", model_path=str(model))
+    config.weight_update = "broadcast"  # vLLM must be told when it starts
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     if backend == "embedded":
         config.server.dtype, config.server.device = "float32", "cpu"

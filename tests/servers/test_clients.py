@@ -1,7 +1,9 @@
-"""The same client tests against every real server: log-probs, versions, updates of weights, interruption."""
+"""The same client tests against every real server: log-probs, versions, updates of weights by every way, interruption, adapters."""
 
 import asyncio
+import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,10 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.waits import NamedWait
+from arealite.engine import fleet
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.vllm_remote import RemotevLLMEngine
+from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
+from arealite.utils.shared_weights import SharedWeights
+from arealite.utils.weight_group import put_outbox
 
 ENGINES = {"embedded": RemoteSGLangEngine, "sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
 PROMPT = [5, 17, 40, 8, 61]
@@ -40,10 +46,16 @@ def request(max_new_tokens: int = 16, **kwargs) -> ModelRequest:
     return ModelRequest(PROMPT, gconfig)
 
 
-@torch.no_grad()
 def forward(model_path: Path, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of the generated tokens by a full forward pass of the Hugging Face model."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return logprobs_of(model, response, temperature)
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: torch.nn.Module, response: ModelResponse, temperature: float = 1.0
+) -> torch.Tensor:
     tokens = torch.tensor([response.input_tokens + response.output_tokens])
     logp = torch.log_softmax(model(tokens).logits[0].float() / temperature, -1)
     start = len(response.input_tokens)
@@ -85,14 +97,94 @@ def test_a_stop_token_ends_the_continuation(engine, models):
     assert stop not in response.output_tokens[:-1]
 
 
-def test_new_weights_are_used_from_the_next_token_on(engine, models):
+@pytest.fixture
+def publish() -> Iterator:
+    """Publish a model's weights as a trainer would, by any way."""
+    segment = Path(f"/dev/shm/arealite-test-{os.getpid()}")
+
+    def make(way: str, path: Path, version: int) -> WeightUpdateMeta:
+        if way == "disk":
+            return WeightUpdateMeta("disk", str(path), version)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
+        if way == "broadcast":
+            put_outbox("test", tensors.items())
+            return WeightUpdateMeta("broadcast", "test", version)
+        shared = SharedWeights.create(segment, tensors)
+        for name, tensor in tensors.items():
+            shared.tensors[name].copy_(tensor)
+        return WeightUpdateMeta("shm", str(segment), version)
+
+    yield make
+    segment.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("way", ["disk", "shm", "broadcast"])
+def test_new_weights_are_used_from_the_next_token_on(engine, models, publish, way, monkeypatch):
+    monkeypatch.setattr("arealite.utils.weight_group.BUCKET_BYTES", 50_000)  # several portions
     for version in (2, 3):
         path = models[version - 1]
-        engine.update_weights(WeightUpdateMeta("disk", str(path), version=version))
+        engine.update_weights(publish(way, path, version))
         response = run(engine, engine.agenerate(request()))
         assert response.output_versions == [version] * 16
         measured = torch.tensor(response.output_logprobs)
         assert torch.allclose(measured, forward(path, response), atol=TOLERANCE)
+
+
+def test_a_server_that_holds_other_weights_stops_the_run(engine, models, monkeypatch):
+    published = fleet.read_published(WeightUpdateMeta("disk", str(models[2])))
+    monkeypatch.setattr(fleet, "read_published", lambda meta: published)
+    with pytest.raises(WeightUpdateError, match=r"its tensor model\.\S+\.weight differs"):
+        engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
+
+
+def test_requests_wait_while_the_memory_is_lent_and_go_on_after(engine, models):
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(run, engine, engine.agenerate(request(200)), 120)
+        engine.offload()
+        engine.onload()
+        response = pending.result()
+    assert len(response.output_tokens) == 200
+    measured = torch.tensor(response.output_logprobs)
+    assert torch.allclose(measured, forward(models[0], response), atol=TOLERANCE)
+
+
+def test_adapters_are_swapped_by_name(engine, models, servers, tmp_path):
+    if servers.backend == "sglang":
+        pytest.skip("SGLang does not start with LoRA on CPU")
+    for version in (2, 3):
+        folder, model = make_adapter(models[0], tmp_path / f"v{version}", seed=version)
+        engine.update_weights(WeightUpdateMeta("disk", str(folder), version, is_adapter=True))
+        response = run(engine, engine.agenerate(request()))
+        assert response.output_versions == [version] * 16
+        measured = torch.tensor(response.output_logprobs)
+        assert torch.allclose(measured, logprobs_of(model, response), atol=TOLERANCE)
+
+
+def make_adapter(base: Path, folder: Path, seed: int) -> tuple[Path, torch.nn.Module]:
+    """A PEFT folder, and the model with that adapter."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder, adapted
+
+
+@pytest.mark.vllm
+def test_vllm_by_completions(engine, models, servers):
+    """What a vLLM without its token endpoint is spoken to with; this one has both."""
+    if servers.backend != "vllm":
+        pytest.skip("only vLLM has two endpoints")
+    for server in engine.router.servers.values():
+        server.kind = _BY_COMPLETIONS
+    test_logprobs_are_those_of_a_local_forward(engine, models, 0.7)
+    test_a_group_is_of_different_samples(engine)
+    test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, models, servers)
 
 
 @pytest.mark.parametrize("engine", ["abort", "in_place"], indirect=True)
