@@ -81,6 +81,23 @@ def arguments() -> Callable[..., list[str]]:
     return make
 
 
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A real Ray of four logical nodes on this machine, for all tests that need one."""
+    try:
+        from ray.cluster_utils import Cluster
+    except ImportError:
+        assert "CI" not in os.environ, "Ray must be installed in CI"
+        pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
+    # By default Ray's workers give way to everything else, and on a busy machine never get their turn.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 12, "num_gpus": 0})
+    for _ in range(3):
+        made.add_node(num_cpus=1, num_gpus=4)
+    yield made
+    made.shutdown()
+
+
 def carriers(folder: Path) -> list[str]:
     """Command lines of living processes that work in `folder`: whatever a launcher there left behind."""
     found = []

@@ -18,27 +18,10 @@ RUN = Path("runs/e/t")
 ray_marker = pytest.mark.ray
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    try:
-        import ray  # noqa: F401
-        from ray.cluster_utils import Cluster
-    except ImportError:
-        assert "CI" not in os.environ, "Ray must be installed in CI"
-        pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
-    # By default Ray's workers give way to everything else, and on a busy machine never get their turn.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    for _ in range(3):
-        made.add_node(num_cpus=1, num_gpus=4)
-    yield made
-    made.shutdown()
-
-
-def start(cluster, argv: list[str]) -> subprocess.Popen:
+def start(ray_cluster, argv: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "arealite.launcher.ray", "script.py", *argv],
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        env={**os.environ, "RAY_ADDRESS": ray_cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -65,11 +48,11 @@ def test_dry_run_needs_no_cluster(work, arguments, capsys):
 
 
 @ray_marker
-def test_a_job_over_four_nodes(work, arguments, cluster):
+def test_a_job_over_four_nodes(work, arguments, ray_cluster):
     argv = on_cpu(
         arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
     )
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
@@ -79,18 +62,18 @@ def test_a_job_over_four_nodes(work, arguments, cluster):
 
 
 @ray_marker
-def test_devices_come_from_ray(work, arguments, cluster):
+def test_devices_come_from_ray(work, arguments, ray_cluster):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d4+d4")
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert "devices 0,1,2,3" in out
 
 
 @ray_marker
-def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, cluster):
+def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, ray_cluster):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=8", mode="sglang.d8+d8")
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert (
@@ -100,7 +83,7 @@ def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, cluster)
 
 
 @ray_marker
-def test_a_failing_rank_is_shown(work, arguments, cluster):
+def test_a_failing_rank_is_shown(work, arguments, ray_cluster):
     argv = on_cpu(
         arguments,
         "cluster.n_nodes=2",
@@ -108,7 +91,7 @@ def test_a_failing_rank_is_shown(work, arguments, cluster):
         "tokenizer_path=raise",
         mode="sglang.d2+d2",
     )
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "rank one has a problem" in out
@@ -117,7 +100,7 @@ def test_a_failing_rank_is_shown(work, arguments, cluster):
 
 @ray_marker
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_launcher_leaves_nothing(work, arguments, cluster, number):
+def test_ending_the_launcher_leaves_nothing(work, arguments, ray_cluster, number):
     argv = on_cpu(
         arguments,
         "cluster.n_nodes=2",
@@ -125,7 +108,7 @@ def test_ending_the_launcher_leaves_nothing(work, arguments, cluster, number):
         "tokenizer_path=wait",
         mode="sglang.d2+d2",
     )
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
     process.send_signal(number)
     process.communicate(timeout=60)
@@ -134,14 +117,14 @@ def test_ending_the_launcher_leaves_nothing(work, arguments, cluster, number):
 
 
 @ray_marker
-def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, cluster):
+def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_cluster):
     argv = on_cpu(
         arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=1", "tokenizer_path=until", "recover.mode=auto", "recover.retries=1", mode="sglang.d3+d1"
     )  # fmt: skip
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists())
-    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-    cluster.add_node(num_cpus=1, num_gpus=4)
+    ray_cluster.remove_node(next(iter(ray_cluster.worker_nodes)), allow_graceful=False)
+    ray_cluster.add_node(num_cpus=1, num_gpus=4)
     # Whichever node it was: its servers are started anew, or (with the trainer) the run restarts.
     assert process.stdout is not None
     lines = []
@@ -155,9 +138,9 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, cluster)
 
 
 @ray_marker
-def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, arguments, cluster):
+def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, arguments, ray_cluster):
     argv = on_cpu(arguments, "cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "tokenizer_path=until", "launcher.max_servers=2", mode="sglang.d1+d1")  # fmt: skip
-    process = start(cluster, argv)
+    process = start(ray_cluster, argv)
     elastic = FileNames(RUN / "names" / ELASTIC_FOLDER, ELASTIC_TTL_S)
     wait_for(lambda: len(elastic.list(ELASTIC_PREFIX)) == 1)
     (work / "idle").touch()

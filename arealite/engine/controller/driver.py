@@ -146,7 +146,7 @@ class Driver:
         try:
             head = self.ray.get(ref)
         except self.ray.exceptions.RayActorError as error:
-            reason = str(error).strip().splitlines()[-1].strip()
+            reason = str(error).split("Some common causes")[0].strip().splitlines()[-1].strip()
             raise TrainingError(
                 f"rank {rank} of {name} died during {call.method}: {reason}\nIts log is {self.log(name, rank)}. With recover.mode=auto and "
                 "recover.retries the launcher starts again from the recover checkpoint"

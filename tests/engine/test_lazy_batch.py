@@ -1,0 +1,90 @@
+"""What a script may do with a batch that lives in the object store, without fetching more than it reads."""
+
+import pytest
+import torch
+
+from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
+
+
+class Ended:
+    """A call that has ended, with two shares of columns."""
+
+    def __init__(self, shares, fetched):
+        self.refs, self.fetched = shares, fetched
+
+    def columns(self):
+        return tuple(self.refs[0])
+
+    def fetch(self, column):
+        self.fetched.append(column)
+        return [share[column] for share in self.refs]
+
+    def put(self, column):
+        rows = len(self.refs[0]["rewards"])
+        return Ended([{"": column[:rows]}, {"": column[rows:]}], self.fetched)
+
+    def value(self):
+        return [{"loss": 1.0}, {"loss": 2.0}]
+
+
+@pytest.fixture
+def fetched():
+    return []
+
+
+@pytest.fixture
+def batch(fetched):
+    first = {"versions": torch.ones(1, 2), "rewards": torch.tensor([1.0])}
+    second = {"versions": torch.ones(2, 3), "rewards": torch.tensor([2.0, 3.0])}
+    return LazyBatch([Layer(Ended([first, second], fetched))])
+
+
+def prediction(fetched, name=""):
+    return LazyTensor(Ended([{name: torch.zeros(1, 2)}, {name: torch.ones(2, 3)}], fetched), name)
+
+
+def test_keys_and_assignment_fetch_nothing(batch, fetched):
+    batch["prox_logp"] = prediction(fetched)
+    batch.update(values=prediction(fetched, "values"))
+    assert list(batch) == ["versions", "rewards", "prox_logp", "values"] and len(batch) == 4
+    assert "values" in batch and "returns" not in batch and fetched == []
+    del batch["values"]
+    assert "values" not in batch
+    with pytest.raises(KeyError):
+        batch["returns"]
+
+
+def test_reading_a_column_fetches_it_alone_and_once(batch, fetched):
+    rewards = batch["rewards"]
+    assert rewards.float().tolist() == [1, 2, 3] and float(rewards.mean()) == 2
+    assert (
+        torch.unique(rewards).tolist() == [1, 2, 3] and len(rewards) == 3 and rewards.shape == (3,)
+    )
+    assert (rewards - 1).tolist() == (rewards * 1 - torch.ones(3)).tolist() == [0, 1, 2]
+    assert (torch.ones(3) + rewards).tolist() == [2, 3, 4] and bool((rewards > 0).all())
+    assert fetched == ["rewards"]
+    assert batch["versions"].tensor().tolist() == [[1, 1, -1], [1, 1, 1], [1, 1, 1]], "padded alike"
+
+
+def test_predictions_do_not_wait_for_each_other(batch, fetched):
+    batch["prox_logp"] = prediction(fetched)
+    batch["rewards"] = batch["rewards"].tensor() * 2  # computed here: part of what is observed
+    batch.layers.append(Layer(prediction(fetched, "advantages")._call))
+    assert len(batch.layers) == 4 and len(batch.observed()) == 3
+    assert batch["rewards"].tolist() == [2, 4, 6], "the last layer wins"
+
+
+def test_a_forward_pass_is_asked_for_its_column_before_it_has_ended(fetched):
+    class Running(Ended):
+        def columns(self):
+            raise AssertionError("waited")
+
+    result = LazyBatch([Layer(Running([{"logp": torch.zeros(1, 1)}], fetched))])
+    assert isinstance(result["logp"], LazyTensor)
+
+
+def test_statistics_are_a_sequence(batch):
+    stats = LazyList(batch.layers[0].call)
+    assert len(stats) == 2 and stats[1] == {"loss": 2.0} and not isinstance(stats, list)
+    stats += [{"critic/loss": 3.0}]
+    assert stats == [{"loss": 1.0}, {"loss": 2.0}, {"critic/loss": 3.0}]

@@ -1,0 +1,225 @@
+"""Controller mode on a real Ray: one driver, engines in actors; same numbers as ranks, nothing through the driver, calls overlapped, deaths told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.cli_args import (
+    ClusterConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    TrainEngineConfig,
+)
+from arealite.api.errors import AllocationError, ConfigError, TrainingError
+from arealite.api.io_struct import FinetuneSpec, Stat
+from arealite.engine.controller.driver import Driver
+from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.launcher import local, ray
+from arealite.launcher.job import Job
+from arealite.launcher.plan import LaunchConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
+MODELS = ("actor", "critic", "ref")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Three small decoders of the demo's kind; the critic's has a head."""
+    sys.path.insert(0, str(EXAMPLES))
+    from reverse import make_model
+
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(MODELS):
+        make_model(folder / name, seed)
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "critic", num_labels=1)
+    critic.save_pretrained(folder / "critic")
+    return {name: folder / name for name in MODELS}
+
+
+def arguments(folder: Path, models: dict[str, Path], steps: int, *more: str) -> list[str]:
+    on_cpu = [f"{m}.{key}" for m in ("ref", "critic") for key in ("device=cpu", "dtype=float32")]
+    return [
+        *("--config", str(EXAMPLES / "configs" / "demo.yaml"), f"cluster.fileroot={folder}"),
+        *(f"{name}.path={path}" for name, path in models.items()),
+        *(*on_cpu, "actor.algorithm=ppo", "actor.kl_ctl=0.1", "actor.prox_logp=recompute"),
+        *("allocation_mode=embedded.d1+d2", "gconfig.n_samples=4", "train_dataset.batch_size=4"),
+        *("rollout.max_head_offpolicyness=0", f"total_train_steps={steps}"),
+        *("server.deterministic=true", "server.max_total_tokens=4096"),
+        *("launcher.stop_timeout_s=3", "stats_logger.console=false", *more),
+    ]
+
+
+def start(launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
+    script = str(EXAMPLES / "reverse_grpo.py")
+    command = [sys.executable, "-m", f"arealite.launcher.{launcher}", script, *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+
+
+def stats(folder: Path) -> list[dict]:
+    path = folder / "demo" / "reverse" / "stats.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def spans(folder: Path, name: str) -> list[tuple[float, float]]:
+    events = json.loads((folder / "demo" / "reverse" / "trace_engines.json").read_text())
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name]
+
+
+def rank_pids(folder: Path, log: str = "") -> list[int]:
+    """Actors of the run in `folder`, told by the log that is theirs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_text() if entry.name.isdigit() else ""
+            is_mine = f"AREALITE_LOG_FILE={folder}" in environment and f"{log}.log" in environment
+            if is_mine and "ray::" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition, timeout_s: float = 110) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def test_dry_run_shows_who_has_devices_of_its_own(tmp_path, models, capsys):
+    argv = arguments(tmp_path, models, 1, "cluster.n_gpus_per_node=8", "controller=true")
+    assert ray.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert "driver: node 0, runs the script" in out and "1 servers, 6 trainer ranks" in out
+    for name in MODELS:
+        assert f"  {name}: 2 rank(s), one slot each, in a placement group of their own" in out
+    with pytest.raises(AllocationError, match=r"d2p1t1 for each of actor, critic, ref = 6"):
+        ray.launch(EXAMPLES / "reverse_grpo.py", [*argv, "cluster.n_gpus_per_node=4"], dry_run=True)
+    with pytest.raises(ConfigError, match="controller=true needs Ray"):
+        local.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_script_in_controller_mode_computes_what_its_ranks_do(tmp_path, models, ray_cluster):
+    """Actor and critic on two ranks each, and a reference: losses of the two runs are equal to the last bit."""
+    one, other = tmp_path / "ranks", tmp_path / "controller"
+    ranks = start("local", arguments(one, models, 3))
+    extra = ("controller=true", "rollout.weight_update=broadcast", "cluster.n_gpus_per_node=8")
+    argv = arguments(other, models, 3, *extra)
+    driver = start("ray", argv, RAY_ADDRESS=ray_cluster.address)
+    for process in (ranks, driver):
+        out, _ = process.communicate(timeout=250)
+        assert process.returncode == 0, out
+    keys = ("loss", "grad_norm", "ref_kl", "answer_len", "critic/loss", "critic/grad_norm")
+    pairs = list(zip(stats(one), stats(other), strict=True))
+    assert len(pairs) == 3
+    for here, there in pairs:
+        assert {k: here[k] for k in keys} == {k: there[k] for k in keys}
+        assert there["driver/tensor_bytes"] == 0, "a tensor passed through the driver"
+    for first, second in (("actor.compute_logp", "ref.forward"), ("actor.ppo_update", "critic.ppo_update")):  # fmt: skip
+        pairs = [(a, b) for a in spans(other, first) for b in spans(other, second)]
+        assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs), f"{first} and {second} never met"
+    assert rank_pids(other) == []
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_dead_actor_is_told_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path, models, ray_cluster
+):
+    models = {name: path for name, path in models.items() if name != "critic"}
+    recover = ("recover.mode=auto", "recover.retries=1", "recover.freq_steps=1")
+    argv = arguments(
+        tmp_path, models, 1000, "controller=true", "cluster.n_gpus_per_node=8", *recover
+    )
+    argv = [a for a in argv if not a.startswith("critic") and a != "actor.algorithm=ppo"]
+    process = start("ray", argv, RAY_ADDRESS=ray_cluster.address)
+    try:
+        wait_for(lambda: len(stats(tmp_path)) >= 2)
+        (victim,) = rank_pids(tmp_path, "actor.rank1")
+        os.kill(victim, signal.SIGKILL)
+        before = len(stats(tmp_path))
+        wait_for(lambda: len(stats(tmp_path)) > before + 1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, out
+    assert "rank 1 of actor died during" in out and "starting again from the recover" in out
+    steps = [line["step"] for line in stats(tmp_path)]
+    assert steps == list(range(len(steps))), "went on where the checkpoint was"
+    wait_for(lambda: rank_pids(tmp_path) == [], 30)
+
+
+@pytest.fixture
+def driver(tmp_path, ray_cluster, monkeypatch):
+    """This process as the driver of a job."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    cluster = ClusterConfig(fileroot=str(tmp_path))
+    config = LaunchConfig(allocation_mode="d2", cluster=cluster, setup_timeout_s=60)
+    job = Job(config, "script.py", [], [[0] * 8], False)
+    job.save()
+    module = ray.connect()
+    yield Driver(module, job)
+    module.shutdown()
+
+
+def pairs_batch() -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([5, 9, 7, 4, 8, 6, 9, 3])
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    ids = torch.randint(3, 29, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    number = torch.arange(8)
+    pairs = {"pair_ids": number // 2 + 1, "is_chosen": 1 - number % 2}
+    return {"input_ids": ids, "attention_mask": mask, "loss_mask": mask.clone(), **pairs}
+
+
+def train_dpo(make) -> tuple[dict[str, float], torch.Tensor]:
+    """A step of DPO against a reference, with the lines of examples/arealite/preference_dpo.py."""
+    engine, ref = make()
+    engine.initialize(FinetuneSpec(1, 100, 1))
+    ref.initialize()
+    batch = pairs_batch()
+    batch["ref_logp"] = ref.forward(batch)["logp"]
+    result = engine.train_dpo(batch)
+    weight = 2.0
+    extra = engine.eval_batch(pairs_batch(), lambda out, mb: (out["logp"].sum() * weight, {"two": Stat(torch.tensor(2.0))}), lambda mb: mb["loss_mask"].sum())  # fmt: skip
+    return result | extra, batch["ref_logp"] * 1.0
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+def test_engines_in_actors_of_different_numbers(models, driver):
+    """Two data-parallel ranks train, one is the reference; the same as one process, also for a batch that the script made itself."""
+    optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
+    common = {"dtype": "float32", "device": "cpu"}
+    trained = PreferenceConfig(path=str(models["actor"]), optimizer=optimizer, **common)
+    frozen = TrainEngineConfig(path=str(models["ref"]), optimizer=None, **common)
+    expected, logp = train_dpo(lambda: (FSDPDPOEngine(trained), FSDPEngine(frozen)))
+    engine = driver.place(FSDPDPOEngine, (trained, ParallelStrategy(data=2)), {})
+    ref = driver.place(FSDPEngine, (frozen, ParallelStrategy(data=1)), {})
+    found, far_logp = train_dpo(lambda: (engine, ref))
+    for key in ("loss", "grad_norm", "accuracy", "two"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4), key
+    order = [0, 1, 4, 5, 2, 3, 6, 7]  # pairs are dealt out in turn
+    torch.testing.assert_close(far_logp, logp[order])
+    engine.set_version(7)
+    ref.temperature = 0.5
+    assert engine.get_version() == 7 and ref.temperature == 0.5 and engine.dp_size == 2
+    with pytest.raises(TrainingError, match="needs `ref_logp` in the batch"):
+        engine.train_dpo(pairs_batch())
+    with pytest.raises(AttributeError):
+        _ = engine.no_such_thing
+    engine.destroy()
+    engine.destroy()
