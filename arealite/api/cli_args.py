@@ -135,6 +135,7 @@ class ServerConfig:
         "float32, bfloat16, float16, or auto (bfloat16 on cuda, float32 on cpu).", "auto"
     )
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
+    tensor_parallel: int = _help("Devices (on CPU, processes) that share one model.", 1)
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0)
     api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
@@ -164,6 +165,10 @@ class ServerConfig:
         )
         _require(
             self.block_size >= 1, f"server.block_size must be at least 1, got {self.block_size}"
+        )
+        _require(
+            self.tensor_parallel >= 1,
+            f"server.tensor_parallel must be at least 1, got {self.tensor_parallel}",
         )
         _require(self.max_running_requests >= 1, "server.max_running_requests must be at least 1")
         _require(

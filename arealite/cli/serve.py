@@ -30,6 +30,9 @@ def main(argv: list[str]) -> int:
         # Every call into torch lets the HTTP side have a turn: the engine must get the interpreter back at once.
         sys.setswitchinterval(5e-5)
     asyncio.run(_serve(engine, config, sock))
+    if engine.failure is not None:
+        print(f"error: {engine.failure}", file=sys.stderr, flush=True)
+        os._exit(1)  # what still waits for a lost rank would keep the interpreter from ending
     return 0
 
 
@@ -38,6 +41,7 @@ async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    engine.on_failure = lambda: loop.call_soon_threadsafe(stop.set)
     if not config.join:
         return await serve(engine, config, sock, stop)
     host, port = sock.getsockname()[:2]

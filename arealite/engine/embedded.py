@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
 from arealite.api.errors import ConfigError
@@ -86,6 +87,10 @@ class EmbeddedEngine(CollectingEngine):
             self.engine.abort(request.rid)
             raise
         return [_piece(output) for output in outputs]
+
+    def server_info(self) -> list[dict[str, Any]]:
+        """What the engine says of itself."""
+        return [self.engine.stats()]
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         limit, interrupts = self.config.setup_timeout_s, self.config.pause_mode == "abort"

@@ -159,7 +159,9 @@ class Fleet:
         self.router.open(server)
 
     async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
-        held = None if meta.is_adapter else await self.wire.fingerprints(server)
+        # others tell nothing of an adapter's tensors
+        tells = server.is_arealite or not meta.is_adapter
+        held = await self.wire.fingerprints(server) if tells else None
         if held is None:
             return
         if self._tensors is None or self._tensors[0] != meta:  # read once for all servers

@@ -40,7 +40,7 @@ from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scal
 from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout, fold_pipeline
 from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
 from arealite.engine.vision import check_vision_layout, has_vision, take_vision
-from arealite.utils import distributed
+from arealite.utils import device_weights, distributed
 from arealite.utils.data import (
     pack,
     select_rows,
@@ -48,6 +48,7 @@ from arealite.utils.data import (
     split_micro_batches,
     unpack,
 )
+from arealite.utils.device_weights import DeviceWeights
 from arealite.utils.shared_weights import SharedWeights
 from arealite.utils.weight_group import put_outbox
 
@@ -93,7 +94,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self.bad_steps = 0
         self._bad_in_a_row = 0
         self._version = 0
-        self._shared: SharedWeights | None = None
+        self._shared: SharedWeights | DeviceWeights | None = None
 
     # ------------------------------------------------------------------------------------------ life cycle
 
@@ -391,10 +392,13 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
                 n: torch.empty(s, dtype=d, device="meta")
                 for n, s, d in checkpoint.tensor_specs(self)
             }
-            self._shared = SharedWeights.create(path, like)
+            on_gpu = path.endswith(device_weights.SUFFIX)
+            self._shared = (DeviceWeights if on_gpu else SharedWeights).create(path, like)
         for name, tensor in checkpoint.gathered_parameters(self, borrow=True):
             if self._shared is not None:
                 self._shared.tensors[name].copy_(tensor)
+        if self._shared is not None:
+            self._shared.publish()
         distributed.barrier()
 
     def extra_state(self) -> dict[str, torch.Tensor]:

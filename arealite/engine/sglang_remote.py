@@ -167,6 +167,7 @@ class RemoteSGLangEngine(RemoteEngine):
         name, before = f"v{meta.version}", server.adapter
         body = {"lora_name": name, "lora_path": meta.path}
         if server.is_arealite:  # it merges the adapter, so requests need not name it
+            body["flush_cache"] = self.config.pause_mode == "abort"
             await self._load(server, "load_lora_adapter", body)
             return
         if before == name:

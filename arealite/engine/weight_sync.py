@@ -6,33 +6,55 @@ they are paused only to load. When `sync_weights` returns, trainer and servers h
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine, TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.utils import distributed
+from arealite.engine.embedded import EmbeddedEngine
+from arealite.engine.remote import RemoteEngine
+from arealite.utils import device_weights, distributed
 from arealite.utils.rundir import RunDir
 
-_SHARED_MEMORY = Path("/dev/shm")
+logger = logging.getLogger("arealite.weights")
 
 
-def make_weight_meta(config: GRPOConfig, run_dir: RunDir | str | Path) -> WeightUpdateMeta:
-    """How weights travel, by `rollout.weight_update`. The name in shared memory is the same after a restart, so that a
-    crashed run leaves at most one segment, which the next one takes over."""
+def make_weight_meta(
+    config: GRPOConfig,
+    run_dir: RunDir | str | Path,
+    rollout: RemoteEngine | EmbeddedEngine | None = None,
+) -> WeightUpdateMeta:
+    """How weights travel, by `rollout.weight_update`. With `shm` and servers that share the trainer's GPU they stay on it, if `rollout` is given to ask them."""
     way = config.rollout.weight_update
-    folder = run_dir.path if isinstance(run_dir, RunDir) else Path(run_dir).absolute()
+    folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     if way == "disk":
         # An adapter is all that changes: whoever reads a folder has the base model already.
         is_adapter = config.actor.lora_rank > 0
-        return WeightUpdateMeta("disk", path=str(folder / "weights"), is_adapter=is_adapter)
+        return WeightUpdateMeta("disk", path=str(folders.weights), is_adapter=is_adapter)
     if way == "shm":
-        key = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-        return WeightUpdateMeta("shm", path=str(_SHARED_MEMORY / f"arealite-{key}"))
+        path = str(folders.shared_weights)
+        trains_on_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
+        if trains_on_gpu and rollout is not None and _see_same_gpu(rollout):
+            path += device_weights.SUFFIX
+        return WeightUpdateMeta("shm", path=path)
     return WeightUpdateMeta("broadcast")
+
+
+def _see_same_gpu(rollout: RemoteEngine | EmbeddedEngine) -> bool:
+    """Whether every server can map the memory of rank 0's GPU. Decided once, for the whole run, and told."""
+    answer = None
+    if distributed.rank() == 0:
+        mine = device_weights.visible_gpus()[torch.cuda.current_device()]
+        infos = rollout.server_info()
+        answer = bool(infos) and all(mine in info.get("gpus", ()) for info in infos)
+        way = "stay on the GPU (CUDA IPC)" if answer else "pass through host memory: a server does not see the trainer's GPU"  # fmt: skip
+        logger.info("rollout.weight_update=shm: weights %s", way)
+    return bool(distributed.broadcast_json(answer))
 
 
 def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdateMeta) -> None:

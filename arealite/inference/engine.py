@@ -22,20 +22,16 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.kv_cache import BlockPool
-from arealite.inference.loading import (
-    ModelShape,
-    load_model,
-    load_tokenizer,
-    prepare_model,
-    shape_of,
-)
-from arealite.inference.model_runner import ModelRunner, Step
+from arealite.inference.loading import load_model, load_tokenizer, prepare_model, shape_of
+from arealite.inference.model_runner import Step
 from arealite.inference.postprocess import Postprocessor
+from arealite.inference.ranks import ParallelRunner, ParallelWeights, Ranks, make_runner
 from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
-from arealite.inference.weights import ServedWeights, Staged, fingerprint
-from arealite.utils.fingerprint import Fingerprints, fingerprints
+from arealite.inference.weights import ServedWeights, Staged
+from arealite.utils.device_weights import visible_gpus
+from arealite.utils.fingerprint import Fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
@@ -53,12 +49,21 @@ class Engine:
         config.check()
         self.config = config
         self.tokenizer = tokenizer
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None  # called when it is set
+        self.ranks: Ranks | None = None
+        if model is not None:
+            self.weights = ServedWeights(prepare_model(model))
+        elif config.tensor_parallel == 1:
+            self.weights = ServedWeights(*load_model(config))
+        else:
+            self.ranks = Ranks(config, self._lost_rank)
+            self.weights = ParallelWeights(*load_model(config, self.ranks.group), self.ranks)
         if model is None:
-            model = load_model(config)
             self.tokenizer = tokenizer or load_tokenizer(config.model_path)
-        self.model = prepare_model(model)
-        self.shape = shape_of(model, config.context_length)
-        self.runner: Any = _make_runner(model, self.shape, config)  # None while memory is released
+        self.model = self.weights.model
+        self.shape = shape_of(self.model, config.context_length)
+        self.runner: Any = self._make_runner(config)  # None while memory is released
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
@@ -67,12 +72,11 @@ class Engine:
         self.scheduler.settle = self._settle
         self.post = Postprocessor(slots, self.shape, self.tokenizer)
         self.version = 0
-        self.failure: BaseException | None = None
         self.paused = False
         self.busy_s = 0.0
         self.last_update_s = 0.0  # how long the last weight update held up generation
         self._started_s = time.monotonic()
-        self.weights = ServedWeights(self.model)
+        self._gpus = visible_gpus() if self.runner.device.type == "cuda" else []
         self.adapter_name = ""  # of the LoRA adapter in use, if any
         self._base_version = 0  # of the weights without it
         self._updating = threading.Lock()  # from reading an update to its use
@@ -97,8 +101,11 @@ class Engine:
             self._closing = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            # What waits for a lost rank may never return.
+            self._thread.join(None if self.failure is None else 5.0)
         self._fail_requests(ServerError("it was closed"))
+        if self.ranks is not None:
+            self.ranks.close()
 
     def submit(self, request: Request) -> Future[list[SampleOutput]]:
         """Queue a request; an invalid one raises `RequestError` at once and touches nothing."""
@@ -167,11 +174,13 @@ class Engine:
         return self._call(lambda: self._set_version(version))
 
     def fingerprint(self) -> Future[str]:
-        return self._call(lambda: fingerprint(self.model))
+        return self._call(self.weights.fingerprint)
 
     def fingerprints(self) -> Future[Fingerprints]:
         """A cheap fingerprint of each tensor, to be compared after every update; read while generation goes on."""
-        return _BESIDE.submit(lambda: fingerprints(self.weights.named_tensors().items()))
+        if self.ranks is not None:  # other ranks must be asked between the same two steps
+            return self._call(self.weights.fingerprints)
+        return _BESIDE.submit(self.weights.fingerprints)
 
     def stats(self) -> dict[str, Any]:
         """Counters for people and routers; read without stopping the loop."""
@@ -190,6 +199,7 @@ class Engine:
             "uptime_s": time.monotonic() - self._started_s,
             "paused": self.paused,
             "adapter": self.adapter_name,
+            "gpus": self._gpus,
             "weight_version": str(self.version),
         }
 
@@ -203,8 +213,12 @@ class Engine:
                     self._step()
                 self.busy_s += time.perf_counter() - begin
         except BaseException as error:
+            lost = self.ranks.lost(wait_s=2.0) if self.ranks else None
+            if lost is not None:
+                return self._lost_rank(lost)
             self.failure = error
             self._fail_requests(error)
+            self.on_failure()
             raise
 
     def _wait_for_work(self) -> bool:
@@ -326,6 +340,8 @@ class Engine:
         self.scheduler.pool.flush()
         self._home = self.runner.device
         self.runner = None
+        if self.ranks is not None:
+            self.ranks.send("release")
         self.model.to("cpu")
         if self._home.type == "cuda":
             gc.collect()
@@ -337,7 +353,7 @@ class Engine:
         self.model.to(self._home)
         pool = self.scheduler.pool
         config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
-        self.runner = _make_runner(self.model, self.shape, config)
+        self.runner = self._make_runner(config)
         self.runner.attach(self.scheduler.slots)
         self._home = None
 
@@ -364,6 +380,16 @@ class Engine:
                     seq.mark_version(version, self.post.num_sampled(seq))
 
     # ---------------------------------------------------------------------------------------------- helpers
+
+    def _make_runner(self, config: ServerConfig) -> Any:
+        runner = make_runner(self.model, self.shape, config)
+        return runner if self.ranks is None else ParallelRunner(runner, self.ranks)
+
+    def _lost_rank(self, message: str) -> None:
+        """Called on the engine's thread or on the one that watches the ranks."""
+        self.failure = ServerError(message)
+        self._fail_requests(self.failure)
+        self.on_failure()
 
     def _update(
         self,
@@ -434,15 +460,6 @@ class Engine:
         self._requests.clear()
         for future in waiting:
             _answer(future, cause)
-
-
-def _make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Any:
-    """The runner for the model's device. Triton is needed, and imported, only for CUDA."""
-    if next(model.parameters()).device.type == "cuda":
-        from arealite.inference.cuda_runner import CudaRunner
-
-        return CudaRunner(model, shape, config)
-    return ModelRunner(model, shape, config)
 
 
 def _answer(future: Future, value: Any) -> None:

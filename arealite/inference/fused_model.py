@@ -68,10 +68,10 @@ class FusedDecoder:
                 qkv, batch, index, self.cos, self.sin, self.num_heads, layer.head_norms
             )
             mixed = cuda_ops.attend(q, batch, index, layer.scale, layer.window)
-            delta = F.linear(mixed.flatten(1), layer.out.weight, layer.out.bias)
+            delta = layer.out(mixed.flatten(1))  # called as modules: with several ranks they sum
             x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps)
             gated = cuda_ops.silu_mul(F.linear(x, layer.gate_up_weight))
-            delta = F.linear(gated, layer.down.weight)
+            delta = layer.down(gated)
         return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
 
     def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:

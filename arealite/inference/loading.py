@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.attention import ATTENTION_NAME, register_paged_attention
+from arealite.inference.tensor_parallel import Shards, TensorGroup, check_parallel, shard_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -37,12 +44,17 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
+    """Where a rank of the server computes."""
+    count, name = torch.cuda.device_count(), config.device
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU here: use device=cpu or device=auto")
-    return torch.device(name)
+        name = "cuda" if count else "cpu"
+    if name == "cuda" and count < config.tensor_parallel:
+        seen = f"{count} GPUs" if count else "no GPU"
+        raise ConfigError(
+            f"device=cuda with tensor_parallel={config.tensor_parallel}, but torch sees {seen} here: use fewer, or device=cpu"
+        )
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -53,8 +65,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(config: ServerConfig) -> PreTrainedModel:
-    """The model with its weights on the chosen device, attending through the paged KV cache."""
+def read_config(config: ServerConfig) -> PreTrainedConfig:
+    """The model's own config, once it is known that the server can be had as configured."""
     if not config.model_path:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     looks_local = config.model_path.startswith(("/", ".", "~"))
@@ -62,10 +74,24 @@ def load_model(config: ServerConfig) -> PreTrainedModel:
         raise ConfigError(
             f"model_path={config.model_path} is not a folder: give one with config.json and weights, or a hub name"
         )
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    choose_dtype(config.dtype, choose_device(config))
     try:
         model_config = AutoConfig.from_pretrained(config.model_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
+    if config.tensor_parallel > 1:
+        check_parallel(model_config, config.tensor_parallel)
+    return model_config
+
+
+def load_model(
+    config: ServerConfig, group: TensorGroup | None = None
+) -> tuple[PreTrainedModel, Shards]:
+    """This rank's part of the model, with its weights on the chosen device, attending through the paged KV cache."""
+    model_config = read_config(config)
+    device = choose_device(config, group.rank if group else 0)
+    dtype = choose_dtype(config.dtype, device)
+    try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model_path, config=model_config, dtype=dtype
         )
@@ -75,7 +101,8 @@ def load_model(config: ServerConfig) -> PreTrainedModel:
         raise ConfigError(
             f"the weights in {config.model_path} are damaged or incomplete ({error}): copy or download them again"
         ) from error
-    return prepare_model(model.to(device))
+    shards = shard_model(model, group) if group else Shards()
+    return prepare_model(model.to(device)), shards
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:

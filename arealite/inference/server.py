@@ -200,7 +200,7 @@ async def load_lora_adapter(http_request: web.Request) -> web.Response:
 
     The weight version becomes `weight_version`, else N where `lora_name` is `vN`, else the next one.
     """
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    body = await read_object(http_request)
     name = body.get("lora_name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"lora_name must name the adapter, got {name!r}")

@@ -66,10 +66,14 @@ class SlotTable:
     def take(self, seq: Sequence, limit: int) -> int:
         """Give `seq` a row filled with its tokens and sampling parameters."""
         slot = self._free.pop()
+        self.fill(slot, seq, limit, self._next_ticket)
+        self._next_ticket += 1
+        return slot
+
+    def fill(self, slot: int, seq: Sequence, limit: int, ticket: int) -> None:
         seq.slot = slot
         self.sequence[slot] = seq
-        self.ticket[slot] = self._next_ticket
-        self._next_ticket += 1
+        self.ticket[slot] = ticket
         prompt, params = seq.request.prompt, seq.request.params
         length = len(prompt)
         self.tokens[slot, :length] = prompt
@@ -107,7 +111,6 @@ class SlotTable:
             self.stop_ids[slot] = -1
             self.stop_ids[slot, :count] = params.stop_token_ids
             self.num_stop_ids[slot] = count
-        return slot
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
         self.block_table[slot, : len(blocks)] = blocks

@@ -1,13 +1,30 @@
 """Tensor parallelism of the embedded engine: which parameters are cut, how, and over whom.
 
-Used by the loader and by `weights.ServedWeights`, on every rank alike. A server on one device has `Shards()`, which cuts nothing.
+Used when a model is loaded and by `weights.ServedWeights`, on every rank alike. Linear layers are cut as the model's own plan in transformers says:
+columns (queries, keys, values, gate, up) so that a rank has whole heads, rows (output, down) so that one sum over the ranks ends each block. Embeddings and head
+are whole on every rank: each then has all logits and samples the same token by itself, where a cut head would have to gather `[B, V]`
+logits in every step, which takes as long as reading the other half of the head.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from arealite.api.errors import ConfigError
+
+_DIMS = {"colwise": 0, "rowwise": 1}
+_WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
+_TIMEOUT = timedelta(
+    minutes=10
+)  # a rank that dies closes its connections; this is for one that hangs
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,107 @@ class Shards:
         return down, up
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
-        dim = self.dims.get(name)
-        shape = list(part)
+        dim, shape = self.dims.get(name), list(part)
         if dim is not None:
             shape[dim] *= self.size
         return torch.Size(shape)
+
+    def owners(self, name: str, part: torch.Size, stride: int) -> torch.Tensor:
+        """Which rank holds each `stride`-th element of the whole tensor."""
+        dim, whole = self.dims[name], self.whole_shape(name, part)
+        index = torch.arange(0, whole.numel(), stride)
+        return torch.unravel_index(index, whole)[dim] // part[dim]
+
+    def sample(self, name: str, part: torch.Tensor, stride: int) -> torch.Tensor:
+        """Those of every `stride`-th element of the whole tensor that lie in this rank's part, in order."""
+        dim, whole = self.dims[name], self.whole_shape(name, part.shape)
+        index = torch.arange(0, whole.numel(), stride)
+        places = torch.unravel_index(
+            index[self.owners(name, part.shape, stride) == self.rank], whole
+        )
+        local = [place % part.shape[dim] if i == dim else place for i, place in enumerate(places)]
+        return part.detach()[tuple(place.to(part.device) for place in local)].cpu()
+
+
+class TensorGroup:
+    """The ranks of one server: gloo on the CPU, NCCL on CUDA, where its sums are captured in the step's graph."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
+        self.rank, self.size = rank, size
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _TIMEOUT
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """In place, and the same bits on every rank."""
+        self._group.allreduce([value]).wait()
+        return value
+
+
+class RowLinear(nn.Module):
+    """A linear layer whose input is cut over the ranks: each computes a summand, and the bias is added once."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: TensorGroup):
+        super().__init__()
+        self.weight, self.bias, self._sum = weight, bias, group.sum
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._sum(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+def check_parallel(config: PreTrainedConfig, size: int) -> None:
+    """Refuse a number of ranks that does not divide the model, or a model that cannot be cut, before anything is loaded."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    counts = {
+        "attention heads": heads,
+        "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
+        "intermediate size": text.intermediate_size,
+    }
+    for what, count in counts.items():
+        if count % size:
+            possible = [n for n in range(1, 65) if not any(c % n for c in counts.values())]
+            raise ConfigError(
+                f"tensor_parallel={size} does not divide the model's {what}: {count} / {size} = {count / size:.2f}. "
+                f"Possible: {', '.join(map(str, possible))}"
+            )
+    unknown = sorted({s for s in _plan(config).values() if s not in (*_DIMS, *_WHOLE)})
+    if unknown or not _plan(config):
+        raise ConfigError(
+            f"model type {text.model_type!r} has parts that cannot be cut here ({', '.join(unknown) or 'no plan at all'}): "
+            "use tensor_parallel=1, or serve it with sglang or vllm"
+        )
+
+
+def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
+    """Keep this rank's part of each layer. The model's config then counts this rank's heads."""
+    shards, plan = Shards(group.rank, group.size, {}), _plan(model.config)
+    prefix = next(n for n, m in model.named_modules() if m is model.base_model)
+    for name, module in list(model.base_model.named_modules()):
+        dim = _DIMS.get(plan.get(re.sub(r"\.\d+\.", ".*.", name), ""))
+        if dim is None or not isinstance(module, nn.Linear):
+            continue
+        name = f"{prefix}.{name}" if prefix else name
+        shards.dims[f"{name}.weight"] = dim
+        if module.bias is not None and dim == 0:
+            shards.dims[f"{name}.bias"] = 0
+        for key, parameter in module.named_parameters():
+            parameter.data = shards.cut(f"{name}.{key}", parameter.data).clone()
+        module.out_features, module.in_features = module.weight.shape
+        if dim == 1:
+            model.set_submodule(name, RowLinear(module.weight, module.bias, group))
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // group.size
+    text.num_attention_heads = heads // group.size
+    return shards
+
+
+def _plan(config: PreTrainedConfig) -> dict[str, str]:
+    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
 from arealite.inference.tensor_parallel import Shards
-from arealite.utils.shared_weights import SharedWeights
+from arealite.utils.device_weights import attach
+from arealite.utils.fingerprint import Fingerprints, fingerprints
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -40,7 +41,6 @@ class ServedWeights:
         self.shards = shards or Shards()
         self.adapter: Adapter | None = None
         self._base: Weights = {}  # what layers with an adapter were without it
-        self._shared = SharedReader()
 
     def stage(self, source: str, path: str) -> Staged:
         """Read and check weights: a folder (`disk`), a segment (`shm`), a PEFT folder (`adapter`), or none (`base`: as without an adapter)."""
@@ -49,10 +49,14 @@ class ServedWeights:
         if source == "base":
             targets = dict(self.model.named_parameters())
             return Staged([(targets[n], v) for n, v in self._base.items()], is_base=False)
-        read = self._shared.read if source == "shm" else read_folder
-        return self.stage_tensors(read(path), path)
+        read = attach if source == "shm" else read_folder
+        return self._match(read(path), path)
 
     def stage_tensors(self, weights: Weights, source: str) -> Staged:
+        """Check weights that are in memory already."""
+        return self._match(weights, source)
+
+    def _match(self, weights: Weights, source: str) -> Staged:
         """Pairs (parameter, its new value), or `WeightUpdateError` if the two do not fit exactly."""
         targets: Weights = dict(self.model.named_parameters())
         aliases = set(self.model.state_dict()) - set(targets)  # tied heads and persistent buffers
@@ -72,6 +76,22 @@ class ServedWeights:
         self.adapter = staged.adapter
         if staged.is_base or staged.adapter is None:
             self._base = {}
+
+    def fingerprint(self) -> str:
+        """A hash of all weights, the same on every server that holds the same numbers in the same type."""
+        digest = hashlib.sha256()
+        for name, part in sorted(self.model.named_parameters()):
+            digest.update(name.encode())
+            whole = self.whole(name, part).detach().contiguous().cpu()
+            digest.update(whole.view(torch.uint8).reshape(-1).numpy().data)
+        return digest.hexdigest()
+
+    def fingerprints(self) -> Fingerprints:
+        """A cheap fingerprint of each tensor, to be compared after every update."""
+        return fingerprints(self.named_tensors().items())
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return part
 
     def named_tensors(self) -> Weights:
         """Everything whose fingerprint others may compare: parameters as they are used, and the adapter's own tensors."""
@@ -122,36 +142,7 @@ def read_folder(path: str | Path) -> Weights:
     return read_tensors(Path(path), "model")
 
 
-class SharedReader:
-    """Maps shared weight files; maps one again only when the trainer has made a new file under the same name."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int], SharedWeights]] = {}
-
-    def read(self, path: str) -> Weights:
-        try:
-            stat = Path(path).stat()
-        except OSError as error:
-            raise WeightUpdateError(
-                f"cannot attach shared weights {path}: {error.strerror}"
-            ) from error
-        identity = (stat.st_dev, stat.st_ino)
-        if path not in self._known or self._known[path][0] != identity:
-            self._known[path] = (identity, SharedWeights.attach(path))
-        return self._known[path][1].tensors
-
-
 @torch.no_grad()
 def copy_weights(pairs: Pairs) -> None:
     for target, value in pairs:
         target.copy_(value)
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of all weights, the same on every server that holds the same numbers in the same type."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        flat = tensor.detach().contiguous().cpu().view(torch.uint8).reshape(-1)
-        digest.update(flat.numpy().data)
-    return digest.hexdigest()

@@ -18,7 +18,7 @@ from typing import Any
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ServerError
+from arealite.api.errors import ConfigError, ServerError
 from arealite.launcher.plan import LaunchConfig
 from arealite.utils.network import free_port, is_free
 
@@ -141,7 +141,17 @@ def _get(address: str, path: str, api_key: str | None) -> bytes | None:
 
 
 def _embedded_arguments(config: LaunchConfig, port: int) -> list[str]:
-    server = dataclasses.replace(config.server, model_path=config.model_path, port=port)
+    strategy = _strategy(config)
+    if strategy.pipeline > 1:
+        raise ConfigError(
+            f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
+        )
+    server = dataclasses.replace(
+        config.server,
+        model_path=config.model_path,
+        port=port,
+        tensor_parallel=strategy.tensor,
+    )
     default = ServerConfig()
     changed = {
         f.name: getattr(server, f.name)

@@ -72,7 +72,7 @@ class PPOTrainer:
         engines = {"actor": actor, "critic": critic} if critic else {"actor": actor}
         parts = (config, self.spec, engines, rollout, self.dataloader, self.tokenizer)
         with Run(*parts, validate) as run:
-            weights = make_weight_meta(config, run.dir)
+            weights = make_weight_meta(config, run.dir, rollout)
             for step in run.steps():
                 with run.phase("rollout"):
                     batch = rollout.prepare_batch(self.dataloader, workflow)

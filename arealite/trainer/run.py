@@ -141,7 +141,7 @@ class Run:
         last = self.recover.load()
         first = 0 if last is None else last.global_step + 1
         if first and self.rollout is not None:
-            weights = make_weight_meta(self.config, self.dir)
+            weights = make_weight_meta(self.config, self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         # Without a checkpoint this is a new run: what an earlier one of the same name left is not its history.
         self.stats.resume(first)

@@ -45,8 +45,11 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> Fingerprints:
 def first_mismatch(published: dict[str, torch.Tensor], held: Fingerprints) -> str | None:
     """The name of a published tensor that a server holds differently; None if all agree.
 
-    Tensors that only the server has (a tied head) follow from others and are not compared.
+    Tensors that only the server has (a tied head) follow from others and are not compared. An adapter's must all be there.
     """
+    lacking = (name for name in published if ".lora_" in name and name not in held)
+    if (missing := next(lacking, None)) is not None:
+        return missing
     for name, (dtype, digest) in held.items():
         tensor = _as_held(published, name)
         if tensor is None:

@@ -93,6 +93,9 @@ class SharedWeights:
                 f"cannot attach shared weights {path}: {error.strerror}"
             ) from error
 
+    def publish(self) -> None:
+        """What was copied into the tensors is seen by others at once."""
+
     def unlink(self) -> None:
         """Remove the file; maps that exist stay valid."""
         _mapped.pop(self.path, None)

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         workflow = DynamicSampling(workflow)
 
     with Run(config, spec, actor, rollout, dataloader, tokenizer, validate) as run:
-        weights = make_weight_meta(config, run.dir)
+        weights = make_weight_meta(config, run.dir, rollout)
         for step in run.steps():
             with run.phase("rollout"):
                 batch = rollout.prepare_batch(dataloader, workflow)

@@ -12,6 +12,7 @@ import torch
 from arealite.api.cli_args import ServerConfig
 from arealite.inference import engine as engine_module
 from arealite.inference.engine import Engine
+from arealite.inference.model_runner import ModelRunner
 from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
 
@@ -30,7 +31,7 @@ SCALE = 1 if GPU else 4  # the interpreter is slow
 @pytest.fixture
 def make_engine(monkeypatch):
     cuda_runner = pytest.importorskip("arealite.inference.cuda_runner")
-    monkeypatch.setattr(engine_module, "_make_runner", cuda_runner.CudaRunner)
+    monkeypatch.setattr(engine_module, "make_runner", cuda_runner.CudaRunner)
     engines = []
 
     def make(model, **settings):
@@ -72,7 +73,7 @@ def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine):
     model = make_model()
     device = make_engine(model)
     host = Engine(ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model))
-    host.runner = engine_module.ModelRunner(host.model, host.shape, host.config)
+    host.runner = ModelRunner(host.model, host.shape, host.config)
     host.runner.attach(host.scheduler.slots)
     host.start()
     cases = [

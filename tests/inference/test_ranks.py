@@ -1,0 +1,207 @@
+"""Tensor parallel with two real ranks: the same tokens as one rank, updates on both or none, and no rank outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.inference.engine import Engine
+from arealite.utils.process import process_table
+from tests.inference.conftest import (
+    forward_logprobs,
+    generate,
+    make_model,
+    prompts,
+    run,
+    submit,
+    submit_and_see_start,
+)
+from tests.inference.test_adapters import make_adapter
+from tests.server_process import server_process
+
+SETTINGS = {"max_total_tokens": 2048, "block_size": 4, "device": "cpu", "max_prefill_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    for seed, family in enumerate(["qwen2", "qwen3"]):
+        make_model(family, seed).save_pretrained(root / family)
+    make_model("qwen2", 5).save_pretrained(root / "other")
+    return {name: root / name for name in ("qwen2", "qwen3", "other")}
+
+
+@pytest.fixture(scope="module")
+def pair(folders):
+    """Two ranks, and one."""
+    engines = [
+        Engine(ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=n, **SETTINGS))
+        for n in (2, 1)
+    ]
+    yield [engine.start() for engine in engines]
+    processes = engines[0].ranks.processes
+    for engine in engines:
+        engine.close()
+    assert [p.exitcode for p in processes] == [0]
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32)
+
+
+def test_each_rank_holds_half_the_heads_and_the_same_tokens_come_out(pair, model):
+    two, one = pair
+    assert two.runner.runner.keys[0].shape[2] * 2 == one.runner.keys[0].shape[2]
+    asked = prompts(12)
+    greedy = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
+    futures = [submit(two, prompt, **greedy) for prompt in asked]
+    for prompt, future in zip(asked, futures, strict=True):
+        (output,) = future.result(60)
+        assert output.token_ids == generate(model, prompt, 20, None)
+        logprobs = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), logprobs, atol=1e-5, rtol=0)
+
+
+CASES = [
+    {"n": 4, "temperature": 0.8},
+    {"top_p": 0.7, "top_k": 20, "min_p": 0.01},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    {"logit_bias": {7: 5.0, 9: -100.0}, "min_new_tokens": 5, "stop_token_ids": [7]},
+    {"sampling_seed": 2**63 + 11},
+]
+
+
+@pytest.mark.parametrize("params", CASES, ids=lambda p: ",".join(p))
+def test_sampling_draws_what_one_rank_draws(params, pair):
+    params = {"sampling_seed": 3, "max_new_tokens": 16} | params
+    for prompt in prompts(3, low=2):
+        outputs = [run(engine, prompt, **params) for engine in pair]
+        for mine, theirs in zip(*outputs, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+
+
+def test_preemption_abort_and_pauses_keep_the_ranks_together(pair, model):
+    two, _ = pair
+    long = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
+    asked = prompts(12, low=10, seed=4)
+    futures = [submit(two, p, rid=f"r{i}", **long) for i, p in enumerate(asked)]
+    for i in range(0, 12, 3):
+        two.abort(f"r{i}").result(60)
+    two.pause("retract").result(60)
+    two.resume().result(60)
+    for i, (prompt, future) in enumerate(zip(asked, futures, strict=True)):
+        (output,) = future.result(120)
+        if i % 3 == 1:
+            assert output.token_ids == generate(model, prompt, 200, None)
+    assert two.scheduler.num_preemptions > 0
+    assert two.scheduler.pool.num_free == two.scheduler.pool.num_usable
+
+
+def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
+    two, one = pair
+    other = folders["other"]
+    future = submit_and_see_start(two, [1, 2, 3], max_new_tokens=150, ignore_eos=True)
+    for version, engine in ((1, two), (1, one)):
+        engine.update_weights_from_disk(str(other), version, flush_cache=False).result(60)
+    assert [span[0] for span in future.result(60)[0].version_spans] == [0, 1]
+    assert two.fingerprint().result(60) == one.fingerprint().result(60)
+    assert two.fingerprints().result(60) == one.fingerprints().result(60)
+
+    weights = load_file(other / "model.safetensors")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    save_file(weights | {"model.norm.weight": torch.ones(47)}, torn / "model.safetensors")
+    with pytest.raises(WeightUpdateError, match="47"):
+        two.update_weights_from_disk(str(torn), 2)
+    assert two.fingerprint().result(60) == one.fingerprint().result(60) and two.version == 1
+
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
+    for engine in pair:
+        engine.update_weights_from_tensors(doubled, 3).result(60)
+    assert two.fingerprints().result(60) == one.fingerprints().result(60)
+    same = {"temperature": 0.0, "max_new_tokens": 12}
+    assert run(two, [4, 5, 6], **same)[0].token_ids == run(one, [4, 5, 6], **same)[0].token_ids
+
+
+def test_adapters_are_cut_too(pair, folders, tmp_path):
+    pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32)
+    adapted = make_adapter(tmp_path, base, 1)
+    for engine in pair:
+        engine.update_weights_from_disk(str(folders["qwen2"]), 4).result(60)
+        engine.load_adapter(str(tmp_path), "v5", 5).result(60)
+    (output,) = run(pair[0], [5, 6, 7], max_new_tokens=12, ignore_eos=True)
+    expected = forward_logprobs(adapted, [5, 6, 7], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+    for engine in pair:
+        engine.unload_adapter().result(60)
+    assert pair[0].fingerprint().result(60) == pair[1].fingerprint().result(60)
+
+
+def test_memory_is_released_on_every_rank(pair, model):
+    two, _ = pair
+    future = submit_and_see_start(
+        two, [9, 8, 7], temperature=0.0, max_new_tokens=100, ignore_eos=True
+    )
+    two.release_memory().result(60)
+    with pytest.raises(WeightUpdateError, match="released"):
+        two.update_weights_from_tensors({}, 9)
+    two.resume_memory().result(60)
+    assert future.result(60)[0].token_ids == generate(model, [9, 8, 7], 100, None)
+
+
+def test_head_norms_and_another_family(folders):
+    config = ServerConfig(model_path=str(folders["qwen3"]), tensor_parallel=2, **SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.float32)
+    engine = Engine(config).start()
+    try:
+        output = run(engine, [3, 1, 4], temperature=0.0, max_new_tokens=20, ignore_eos=True)[0]
+        assert output.token_ids == generate(model, [3, 1, 4], 20, None)
+        # A rank that dies fails whoever waits, and everyone after, with its name.
+        future = submit_and_see_start(engine, [1, 2], max_new_tokens=200, ignore_eos=True)
+        os.kill(engine.ranks.processes[0].pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match="rank 1 of 2"):
+            future.result(30)
+        with pytest.raises(ServerError, match="rank 1 of 2"):
+            submit(engine, [1])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("size", "words"), [(3, "4 / 3 = 1.33"), (4, "key-value heads: 2 / 4")])
+def test_what_cannot_be_cut_is_refused_before_any_process_starts(size, words, folders):
+    config = ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=size, **SETTINGS)
+    with pytest.raises(ConfigError, match=words):
+        Engine(config)
+
+
+def test_a_server_without_one_of_its_ranks_ends_with_one_message(folders):
+    with server_process(folders["qwen2"], tensor_parallel=2, max_total_tokens=2048) as server:
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        assert len(server.post("generate", **body)["output_ids"]) == 4
+        table = process_table()
+        ranks = [
+            p
+            for p, info in table.items()
+            if info.parent == server.process.pid and b"spawn_main" in _command(p)
+        ]
+        assert len(ranks) == 1
+        os.kill(ranks[0], signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        said = [line for line in server.lines if "rank 1 of 2" in line]
+        assert len(said) == 1 and "Traceback" not in "".join(server.lines)
+    assert not [p for p in ranks if p in process_table() and not process_table()[p].zombie]
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
