@@ -235,6 +235,9 @@ class ClusterConfig:
     """The machines."""
 
     n_nodes: int = _help("Number of machines.", 1)
+    min_nodes: int | None = _help(
+        "torchrun only: machines may come and go, down to this many; null: all must stay.", None
+    )
     n_gpus_per_node: int = _help("Accelerators per machine; on CPU, processes per machine.", 8)
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
@@ -243,6 +246,10 @@ class ClusterConfig:
         _require(
             self.n_gpus_per_node >= 1,
             f"cluster.n_gpus_per_node must be at least 1, got {self.n_gpus_per_node}",
+        )
+        _require(
+            self.min_nodes is None or 1 <= self.min_nodes <= self.n_nodes,
+            f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={self.n_nodes}",
         )
 
 

@@ -2,7 +2,8 @@
 
 As the local launcher, but the trainer ranks belong to torchrun: a rank that dies is restarted with all others inside the running job (`recover.retries` times,
 from the recover checkpoint) while the servers stay up. On several machines run the same command on each; they meet through the
-run directory, which they share. Nodes take their numbers in the order in which they come.
+run directory, which they share. Nodes take their numbers in the order in which they come. With `cluster.min_nodes` a machine may join or leave at
+any time but the first: the ranks start again, as many as there are now, from the recover checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
@@ -21,6 +24,10 @@ from arealite.launcher.plan import cluster_slots, local_slots, read_launch_confi
 from arealite.launcher.supervisor import ChildSpec
 from arealite.utils.config import run_main
 from arealite.utils.names import FileNames, wait_for_names
+
+MEETING_TTL_S = 15.0
+# A machine that is gone is noticed within seconds; one that joins is waited for as long.
+_QUICK = ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
@@ -33,7 +40,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     if dry_run:
         print(job.describe())
         return 0
-    job.plan()
+    _check_elastic(job)
     print(f"run directory: {job.run_dir.path}", flush=True)
     if nodes == 1:
         job.save()
@@ -41,15 +48,38 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
             return run_node(job, 0, TorchrunPart)
         finally:
             shutil.rmtree(job.names_folder, ignore_errors=True)
-    job, node = _meet(job)
-    return run_node(job, node, TorchrunPart)
+    names = FileNames(job.run_dir.names, MEETING_TTL_S)
+    try:
+        job, node = _meet(job, names)
+        return run_node(job, node, partial(TorchrunPart, meeting=names))
+    finally:
+        names.close()
 
 
-def _meet(job: Job) -> tuple[Job, int]:
-    """Agree with the other machines on one job and on who is which node."""
-    names = FileNames(job.run_dir.names)
-    count = len(job.devices)
-    node = next((n for n in range(count) if names.claim(f"node/{n}", f"{os.uname().nodename}/{os.getpid()}")), None)  # fmt: skip
+def _check_elastic(job: Job) -> None:
+    config, plan = job.config, job.plan()
+    least = config.cluster.min_nodes or config.cluster.n_nodes
+    if least == config.cluster.n_nodes:
+        return
+    if config.recover.retries == 0:
+        raise ConfigError(
+            f"cluster.min_nodes={least} starts ranks again when machines come and go: set recover.mode=auto and recover.retries"
+        )
+    far = [s.index for s in plan.servers if any(node >= least for node, _ in s.places)]
+    if far or not plan.ranks_on(0):
+        raise ConfigError(
+            f"cluster.min_nodes={least}, but servers {far} would be on machines that may leave, or the first has no rank: lower the "
+            "generating side of allocation_mode, or raise cluster.min_nodes"
+        )
+
+
+def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
+    """Agree with the other machines on one job and on who is which node; holds as long as `names` is renewed."""
+    count, host = len(job.devices), os.uname().nodename
+    for name, holder in names.list("node/").items():
+        if holder.startswith(f"{host}/") and not Path("/proc", holder.split("/")[1]).exists():
+            names.withdraw(name)  # of a run that was killed here
+    node = next((n for n in range(count) if names.claim(f"node/{n}", f"{host}/{os.getpid()}")), None)  # fmt: skip
     if node is None:
         raise ConfigError(
             f"cluster.n_nodes={count}, and so many machines have joined already: end the earlier run, or raise cluster.n_nodes"
@@ -62,12 +92,33 @@ def _meet(job: Job) -> tuple[Job, int]:
     agreed = Job.load(path)
     if agreed.id != found["job"]:
         raise ConfigError(f"{path} is of another job: is {job.run_dir.path} on a shared folder?")
-    names.close()
     return replace(agreed, cwd=job.cwd), node
 
 
 class TorchrunPart(NodePart):
-    """A node whose ranks are children of one torchrun."""
+    """A node whose ranks are children of one torchrun. `meeting`: the names by which several machines have met."""
+
+    def __init__(self, *args: Any, meeting: FileNames | None = None):
+        super().__init__(*args)
+        self.meeting = meeting
+        nodes = len({rank.node for rank in self.plan.ranks})
+        self.min_nodes = min(self.config.cluster.min_nodes or nodes, nodes)
+        self.is_elastic = self.min_nodes < nodes
+
+    def turn(self) -> int:
+        if self.meeting is not None:
+            self.meeting.renew()
+        return super().turn()
+
+    def failure_elsewhere(self) -> int:
+        """An elastic job outlives any machine but those it cannot do without."""
+        ended = self.names.list("ended/").items()
+        vital = [int(c) for name, c in ended if int(name.split("/")[1]) < self.min_nodes]
+        return (
+            next((code for code in vital if code), 0)
+            if self.is_elastic
+            else super().failure_elsewhere()
+        )
 
     def start_ranks(self) -> None:
         servers, master = self.meet_servers()
@@ -80,15 +131,19 @@ class TorchrunPart(NodePart):
         # A restarted group would meet the keys of the one before it in a shared store.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [sys.executable, "-m", "torch.distributed.run"]
-        command += [f"--nnodes={len(nodes)}", f"--nproc-per-node={len(ranks)}"]
+        count = f"{self.min_nodes}:{len(nodes)}" if self.is_elastic else str(len(nodes))
+        command += [f"--nnodes={count}", f"--nproc-per-node={len(ranks)}"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={master}", f"--rdzv-id={self.job.id}"]
         # Said outright, because a host's name and its addresses often do not match.
-        is_host = int(ranks[0].rank == 0)
-        command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={self.host}"]
+        settings = f"is_host={int(ranks[0].rank == 0)}" + (_QUICK if self.is_elastic else "")
+        command += [f"--rdzv-conf={settings}", f"--local-addr={self.host}"]
         command += [f"--max-restarts={self.config.recover.retries}", "--monitor-interval=0.5"]
         command += [f"--node-rank={nodes.index(self.node)}", f"--log-dir={self.logs / 'torchrun'}"]
         command += ["--redirects=3", "--tee=0:3"] if ranks[0].rank == 0 else ["--redirects=3"]
         script = self.job.command()[1:]
+        if self.is_elastic:
+            mode = self.config.allocation_mode
+            script = ["-m", "arealite.launcher.elastic_rank", mode, *script]
         command += ["--module", *script[1:]] if script[0] == "-m" else script
         spec = ChildSpec("torchrun", command, log_path, env, echo=True, cwd=Path(self.job.cwd))
         self.ranks.append(self.supervisor.start(spec))

@@ -1,12 +1,17 @@
 """The torchrun launcher with a real torchrun: ranks in a real process group, restarted by it."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.launcher.elastic_rank import fitted
 from arealite.launcher.torchrun import launch
 from tests.launcher.conftest import carriers, wait_until_gone
 
@@ -75,3 +80,70 @@ def test_dry_run(work, arguments, capsys):
     assert launch("script.py", arguments(), dry_run=True) == 0
     assert "rank 1: node 0" in capsys.readouterr().out
     assert not Path("runs").exists()
+
+
+def test_an_elastic_layout_fits_the_ranks_that_are_there():
+    assert fitted("embedded.d1+d4t2", 4) == "embedded:d1p1t1+fsdp:d2p1t2"
+    with pytest.raises(AllocationError, match="3 ranks are left, and a replica of d4p1t2 takes 2"):
+        fitted("embedded.d1+d4t2", 3)
+
+
+def test_elastic_jobs_that_cannot_work_are_refused(work, arguments):
+    argv = arguments("cluster.n_nodes=2", "cluster.min_nodes=1", "cluster.n_gpus_per_node=2", "actor.device=cpu", "server.device=cpu", mode="sglang.d3+d1")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"set recover\.mode=auto and recover\.retries"):
+        launch("script.py", argv)
+    with pytest.raises(ConfigError, match=r"servers \[2\] would be on machines that may leave"):
+        launch("script.py", [*argv, "recover.mode=auto", "recover.retries=1"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_machines_join_and_leave_a_run(work):
+    """One machine trains, another joins and is killed: the run goes on from its checkpoint with one, two and again one rank."""
+    examples = Path(__file__).parents[2] / "examples" / "arealite"
+    sys.path.insert(0, str(examples))
+    from reverse import make_model
+
+    make_model(work / "model", seed=0)
+    argv = [
+        *("--config", str(examples / "configs" / "demo.yaml"), "actor.path=model", "total_train_steps=100000"),
+        *("allocation_mode=embedded.d1+d2", "gconfig.n_samples=2", "train_dataset.batch_size=4"),
+        *("cluster.n_nodes=2", "cluster.min_nodes=1", "cluster.n_gpus_per_node=2", "stats_logger.console=false"),
+        *("recover.mode=auto", "recover.retries=3", "recover.freq_steps=1", "launcher.stop_timeout_s=3"),
+    ]  # fmt: skip
+    script = str(examples / "reverse_grpo.py")
+    run = [sys.executable, "-m", "arealite.launcher.torchrun", script, *argv]
+    folder = work / "runs" / "demo" / "reverse"
+    logs = [(work / f"machine{i}.log").open("w") for i in range(2)]
+
+    def steps() -> list[int]:
+        path = folder / "stats.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line)["step"] for line in text.splitlines()]
+
+    def wait_for_ranks(count: int) -> None:
+        """Until so many ranks have made two steps."""
+        deadline, before = time.monotonic() + 100, None
+        while before is None or len(steps()) < before + 2:
+            ready = (
+                f"fsdp:d{count}p" in (folder / "config.yaml").read_text()
+                if folder.exists()
+                else False
+            )
+            before = len(steps()) if ready and before is None else before
+            assert time.monotonic() < deadline, (work / "machine0.log").read_text()[-3000:]
+            time.sleep(0.1)
+
+    machines = [subprocess.Popen(run, stdout=logs[0], stderr=logs[0])]
+    try:
+        wait_for_ranks(1)
+        machines.append(subprocess.Popen(run, stdout=logs[1], stderr=logs[1]))
+        wait_for_ranks(2)
+        machines[1].kill()
+        wait_for_ranks(1)
+    finally:
+        for machine in machines:
+            machine.send_signal(signal.SIGINT)
+        codes = [machine.wait(60) for machine in machines]
+    assert codes == [130, -9]
+    assert steps() == list(range(len(steps()))), "each start went on where the last checkpoint was"

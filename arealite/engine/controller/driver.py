@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.engine_api import TrainEngine
@@ -145,14 +145,10 @@ class Driver:
         name = call.engine.name
         try:
             head = self.ray.get(ref)
-        except self.ray.exceptions.RayActorError as error:
-            reason = str(error).split("Some common causes")[0].strip().splitlines()[-1].strip()
-            raise TrainingError(
-                f"rank {rank} of {name} died during {call.method}: {reason}\nIts log is {self.log(name, rank)}. With recover.mode=auto and "
-                "recover.retries the launcher starts again from the recover checkpoint"
-            ) from error
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from error
+        except self.ray.exceptions.RayError as error:
+            for other in call.heads:  # told once, not by every rank
+                self._under_way.pop(other, None)
+            self._explain(error, call, rank)
         if not isinstance(head, Head):
             return
         call.ended[rank] = head
@@ -160,6 +156,16 @@ class Driver:
         self._trace.span(what, head.began, took_s, f"{name} rank {rank}")
         if rank == 0 and call.on_batch:
             self._seconds[f"time/{what}"] = self._seconds.get(f"time/{what}", 0.0) + took_s
+
+    def _explain(self, error: Any, call: Call, rank: int) -> NoReturn:
+        if isinstance(error, self.ray.exceptions.RayTaskError):
+            raise error.cause from error  # as if it had been raised here
+        name = call.engine.name if call.engine else ""
+        reason = str(error).split("Some common causes")[0].strip().splitlines()[-1].strip()
+        raise TrainingError(
+            f"rank {rank} of {name} died during {call.method}: {reason}\nIts log is {self.log(name, rank)}. With recover.mode=auto and "
+            "recover.retries the launcher starts again from the recover checkpoint"
+        ) from error
 
     def take_stats(self) -> dict[str, float]:
         """Seconds that each engine worked on a batch since the last time, and bytes of tensors that passed through the driver so far."""
