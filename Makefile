@@ -2,13 +2,14 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint format setup clean
+.PHONY: demo test test-all soak lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small model by asynchronous reinforcement learning, from nothing, on this machine"
 	@echo "make test      the tests that need nothing but this machine"
 	@echo "make test-all  also the slow ones: Ray, Slurm, SGLang, vLLM (skipped with the reason where not installed)"
+	@echo "make soak      also what takes hours or says the same twice"
 	@echo "make lint      ruff and pyright"
 	@echo "make setup     only make .venv"
 
@@ -22,6 +23,10 @@ test: setup
 	@$(PY) -m pytest $(ARGS)
 
 test-all:
+	@scripts/setup dev,ray
+	@$(PY) -m pytest -m "not gpu and not soak" $(ARGS)
+
+soak:
 	@scripts/setup dev,ray
 	@$(PY) -m pytest -m "not gpu" $(ARGS)
 

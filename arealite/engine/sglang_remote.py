@@ -94,7 +94,9 @@ class RemoteSGLangEngine(RemoteEngine):
         try:
             if meta.is_adapter:
                 await self._load_adapter(server, meta)
-            elif meta.type == "disk":
+                return
+            server.adapter = ""
+            if meta.type == "disk":
                 body = {"model_path": meta.path, **common}
                 await self._load(server, "update_weights_from_disk", body)
             elif meta.type == "broadcast":

@@ -81,6 +81,7 @@ class RemotevLLMEngine(RemoteEngine):
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         limit = self.config.setup_timeout_s
         try:
+            server.adapter = server.adapter if meta.is_adapter else ""
             if meta.is_adapter:
                 await self._load_adapter(server, meta)
             elif meta.type == "broadcast":

@@ -113,6 +113,9 @@ def start_servers(
 ) -> RealServers:
     servers = RealServers(backend)
     config = launch_config(backend, model)
+    if backend == "vllm":  # adapters too, on the same server
+        config.vllm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
+        config.vllm["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     for index in range(count):
         port = free_port()
         command = server_command(config, backend, port)

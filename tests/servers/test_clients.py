@@ -175,7 +175,6 @@ def make_adapter(base: Path, folder: Path, seed: int) -> tuple[Path, torch.nn.Mo
     return folder, adapted
 
 
-@pytest.mark.vllm
 def test_vllm_by_completions(engine, models, servers):
     """What a vLLM without its token endpoint is spoken to with; this one has both."""
     if servers.backend != "vllm":

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def arguments(
-    folder: Path, backend: str, model: Path, rows: Path, mode: str, steps: int
+    folder: Path, backend: str, model: Path, rows: Path, mode: str, steps: int, way: str = "disk"
 ) -> list[str]:
     """The command line of a small run; flags of the real servers as the client tests have them."""
     config: LaunchConfig = launch_config(backend, model)
@@ -29,7 +29,7 @@ def arguments(
         *(f"train_dataset.path={rows}", "train_dataset.batch_size=4", f"total_train_steps={steps}"),
         *(f"actor.path={model}", "actor.dtype=float32", "actor.device=cpu", "actor.optimizer.lr=1e-3"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "server.device=cpu", "server.dtype=float32"),
-        *("rollout.max_head_offpolicyness=1", "launcher.stop_timeout_s=5", "server.max_total_tokens=8192"),
+        *(f"rollout.weight_update={way}", "rollout.max_head_offpolicyness=1", "launcher.stop_timeout_s=5", "server.max_total_tokens=8192"),
     ]  # fmt: skip
     for key in ("sglang", "vllm"):
         if getattr(config, key):
@@ -71,31 +71,35 @@ def finish(process: subprocess.Popen, folder: Path, steps: int, timeout_s: float
     return out
 
 
+SGLANG = [pytest.mark.sglang, pytest.mark.timeout(500)]
+VLLM = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "way"),
     [
-        "embedded",
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(500)]),
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(500)]),
+        ("embedded", "disk"),
+        pytest.param("sglang", "broadcast", marks=SGLANG),
+        pytest.param("sglang", "shm", marks=[*SGLANG, pytest.mark.soak]),
+        pytest.param("vllm", "shm", marks=[*VLLM, pytest.mark.soak]),
     ],
 )
-def test_grpo_through_the_local_launcher(start, tmp_path, models, gsm8k_path, backend):
+def test_grpo_through_the_local_launcher(start, tmp_path, models, gsm8k_path, backend, way):
     mode = f"{backend}.d1p1t1+d1p1t1"
-    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps=4)
+    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, 4, way)
     finish(start("local", argv), tmp_path, 4, 400)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "way"),
     [
-        "embedded",
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
+        pytest.param("embedded", "broadcast", marks=pytest.mark.slow),
+        pytest.param("vllm", "broadcast", marks=VLLM),
     ],
 )
-def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, backend):
-    mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 30
-    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps)
+def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, backend, way):
+    mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 15
+    argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps, way)
     process = start("local", argv)
     deadline = time.monotonic() + 300
     while len(checks(tmp_path)) < 3:
