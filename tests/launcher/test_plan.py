@@ -99,6 +99,10 @@ def test_server_commands():
     command = server_command(embedded, "embedded", 1234)
     assert command[1:] == ["-m", "arealite.cli.serve", "model_path=m", "dtype=float32", "port=1234", "api_key=${oc.env:AREALITE_API_KEY}"]  # fmt: skip
     assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
+    wide = server_command(config("embedded.d2t4+d1"), "embedded", 1)
+    assert wide[-2:] == ["tensor_parallel=4", "port=1"]
+    with pytest.raises(ConfigError, match="no pipeline stages; write t4 for p2t2"):
+        server_command(config("embedded.d1p2t2+d1"), "embedded", 1)
     sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
     assert server_command(sglang, "sglang", 1) == ["sg", "--now", "--model-path", "m", "--host", "127.0.0.1", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
     vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
@@ -108,6 +112,19 @@ def test_server_commands():
     assert "--worker-extension-cls" in command  # its answers carry fingerprints of what it holds
     env = server_env(vllm, "vllm")
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["A"] == "1" and "PYTHONPATH" in env
+
+
+def test_servers_are_told_of_adapters_and_broadcasts():
+    adapters = config("vllm.d1+d1")
+    adapters.lora_rank = 12
+    command = " ".join(server_command(adapters, "vllm", 1))
+    assert "--enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 2" in command
+    assert server_env(adapters, "vllm")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert "--max-lora-rank 12" in " ".join(server_command(adapters, "sglang", 1))
+    adapters.weight_update = "broadcast"  # then adapters come merged
+    command = " ".join(server_command(adapters, "vllm", 1))
+    assert "lora" not in command
+    assert '--weight-transfer-config {"backend": "arealite"}' in command
 
 
 def test_servers_that_span_nodes():
