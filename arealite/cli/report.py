@@ -73,6 +73,7 @@ def time_table(steps: list[dict[str, Any]]) -> Table:
     table.add_column("phase")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
+    seconds["other"] = max(0.0, total_s - sum(seconds.values()))
     for name, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
         share = spent_s / total_s if total_s else 0.0
         table.add_row(name.removeprefix("time/"), f"{spent_s:.1f}", f"{share:.0%}")

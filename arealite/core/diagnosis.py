@@ -1,12 +1,47 @@
-"""What the executor says when it cannot go on: what waits for what, since when, the likely cause."""
+"""What the executor says when it cannot go on: what waits for what, since when, the likely cause; why all episodes fail."""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
+from arealite.api.errors import TrainingError
 from arealite.core.episode import Episode
 from arealite.core.staleness_manager import StalenessManager
+from arealite.utils.console import tell
+
+logger = logging.getLogger("arealite.executor")
+
+
+class FailureStreak:
+    """Failed episodes without a good one between them. The first cause is what a person wants to hear: the rest often follow from it."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.count = 0
+        self.first: BaseException | None = None
+
+    def end(self) -> None:
+        self.count = 0
+
+    def add(self, episode_id: int, error: BaseException) -> TrainingError | None:
+        """Log a failure; the error to stop the run with when there were too many."""
+        trace = error if self.count < 3 else None  # the rest tells nothing new
+        logger.error("episode %d failed: %r", episode_id, error, exc_info=trace)
+        if self.count == 0:
+            self.first = error
+        self.count += 1
+        if self.count == 3:
+            tell(f"warning: 3 episodes in a row failed: {error!r} (more in the log)")
+        if self.count < self.limit:
+            return None
+        fatal = TrainingError(
+            f"{self.count} episodes in a row failed (rollout.max_failed_episodes). The first cause was "
+            f"{type(self.first).__name__}: {self.first}\nThe log has its traceback."
+        )
+        fatal.__cause__ = self.first
+        return fatal
 
 
 def describe_wait(episode: Episode) -> str:

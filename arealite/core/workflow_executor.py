@@ -22,8 +22,8 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.audit import Audit
-from arealite.core.diagnosis import diagnose, stuck
+from arealite.core.book import Book
+from arealite.core.diagnosis import FailureStreak, diagnose, stuck
 from arealite.core.episode import (
     DirectCall,
     Episode,
@@ -33,7 +33,6 @@ from arealite.core.episode import (
 )
 from arealite.core.episode_runner import EpisodeRunner
 from arealite.core.ledger import Ledger
-from arealite.core.records import episode_row, transcripts
 from arealite.core.row_stream import RowStream
 from arealite.core.staleness_manager import Lead, StalenessManager
 from arealite.core.waits import NamedWait
@@ -59,7 +58,7 @@ class WorkflowExecutor:
         self.config = config
         self.engine = engine
         self.seed = seed
-        self.ledger = ledger
+        self.book = Book(ledger, config.dump_rollouts)
         self.staleness = StalenessManager(
             batch_size, config.max_head_offpolicyness, config.max_concurrent_rollouts
         )
@@ -77,12 +76,9 @@ class WorkflowExecutor:
         self._low_water = -1  # with fewer queued, the trainer wants to queue more
         self._paused = False
         self._wake_pending = False
-        self._failures_in_row = 0
-        self._first_failure: BaseException | None = None
+        self._failures = FailureStreak(config.max_failed_episodes)
         self._fatal: BaseException | None = None
-        self.audit = Audit()
         self._last_hand_over = time.monotonic()
-        self._last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
         self.runner = EpisodeRunner(
             engine, seed, config.episode_timeout_s, self._check_weights, self._ended, self._crashed
         )
@@ -100,8 +96,7 @@ class WorkflowExecutor:
     def stop(self) -> None:
         """Cancel all episodes, end the loop, write the ledger; idempotent."""
         self.runner.stop()
-        if self.ledger is not None:
-            self.ledger.close()
+        self.book.finish()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T], wait: NamedWait) -> T:
         """Run one of the engine's own coroutines on the loop and return its result."""
@@ -116,8 +111,7 @@ class WorkflowExecutor:
         self._raise_fatal()
         if self._is_new_run:
             self._is_new_run = False
-            if self.ledger is not None:
-                self.ledger.clear()
+            self.book.open_new()
         self._pending.append(Episode(episode_id, data, workflow))
         self._wake()
 
@@ -160,7 +154,7 @@ class WorkflowExecutor:
         batch = self._collect(count, wait, top_up, patience_s=began - last)
         if self.staleness.lead is not None:
             step_s, has_spare = self._last_hand_over - last, len(self._finished) >= count
-            self.staleness.lead.adapt(self._last_batch["wait_s"], step_s, has_spare)
+            self.staleness.lead.adapt(self.book.last_batch["wait_s"], step_s, has_spare)
         return batch
 
     def _open_stream(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
@@ -223,7 +217,7 @@ class WorkflowExecutor:
             counts = self.staleness.counts
             now = {"queued": len(self._pending), "buffered": counts.buffered, **asdict(counts)}
             now |= {"lead": self.staleness.ahead, "version": self.staleness.version}
-            return {**now, **self._last_batch, **self.audit.stats()}
+            return {**now, **self.book.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands between two steps, as JSON; buffered trajectories go to the ledger.
@@ -240,9 +234,9 @@ class WorkflowExecutor:
         pulled = 0 if self._stream is None else self._stream.position
         unfinished = {i for i in waiting.union(e.id for e in finished) if i < MANUAL_IDS}
         position = min(unfinished, default=pulled)
-        if self.ledger is not None:
+        if self.book.ledger is not None:
             pairs = [(e.id, e.result.batch) for e in finished if e.result and e.id < MANUAL_IDS]
-            self.ledger.save_buffer(version, pairs)
+            self.book.ledger.save_buffer(version, pairs)
         return {
             "version": version,
             "counts": counts,
@@ -258,15 +252,15 @@ class WorkflowExecutor:
         self._is_new_run = False
         done, version = list(state["done"]), state["version"]
         buffered: list[tuple[int, Batch]] = []
-        if self.ledger is not None:
-            buffered = self.ledger.rewind(version, state["position"], done)
+        if self.book.ledger is not None:
+            buffered = self.book.ledger.rewind(version, state["position"], done)
         with self._lock:
             self.staleness.load_state_dict(state, len(buffered))
             for episode_id, batch in buffered:
                 episode = Episode(episode_id, {}, None, start_version=version)
                 episode.result = check_trajectories(batch)
                 heapq.heappush(self._finished, (episode_id, episode))
-                self._note(episode, "buffered")
+                self.book.note(episode, "buffered")
         self._resume = {**state, "done": done + [i for i, _ in buffered]}
 
     # --------------------------------------------------------------------------------------- collecting
@@ -290,7 +284,9 @@ class WorkflowExecutor:
             self._raise_fatal()
             if dropped:
                 self._wake()
-        return self._hand_over(episodes, wait)
+        batch = self.book.hand_over(episodes, self.staleness.version, wait.waited_s)
+        self._last_hand_over = time.monotonic()
+        return batch
 
     def _has_straggler(self) -> bool:
         """Whether an episode still runs that the next batch could not take any more (lock held).
@@ -326,7 +322,7 @@ class WorkflowExecutor:
             assert episode.result is not None
             if self.staleness.is_stale(episode.result.oldest_version):
                 self.staleness.drop_stale()
-                self._book(episode, "stale")
+                self.book.close(episode, "stale")
             else:
                 fresh.append(item)
         dropped = len(self._finished) - len(fresh)
@@ -334,31 +330,6 @@ class WorkflowExecutor:
             heapq.heapify(fresh)
             self._finished = fresh
         return dropped
-
-    def _hand_over(self, episodes: list[Episode], wait: NamedWait) -> Batch:
-        results = [e.result for e in episodes if e.result is not None]
-        lags = [self.staleness.lag(min(r.oldest_version, self.staleness.version)) for r in results]
-        self._last_batch = {
-            "lag_mean": sum(lags) / len(lags),
-            "lag_max": max(lags),
-            "wait_s": wait.waited_s,
-            "reward_mean": sum(r.mean_reward for r in results) / len(results),
-        }
-        for episode in episodes:
-            self._book(episode, "trained", step=self.staleness.version)
-        alarm = self.audit.alarm()
-        if alarm is not None:
-            logger.warning("%s", alarm)
-        if self.ledger is not None:
-            if alarm is not None:
-                self.ledger.event("alarm", alarm)
-            dump = (
-                transcripts(episodes, self.staleness.version) if self.config.dump_rollouts else None
-            )
-            self.ledger.commit(dump)
-        batch = join_trajectories([e.id for e in episodes], results)
-        self._last_hand_over = time.monotonic()
-        return batch
 
     # ---------------------------------------------------------------------------------- the loop's side
 
@@ -389,7 +360,7 @@ class WorkflowExecutor:
         episode.start_version = self.staleness.version
         episode.started_at = time.monotonic()
         if episode.call is None:
-            self._note(episode, "running")
+            self.book.note(episode, "running")
         self.runner.spawn(episode)
 
     def _check_weights(self, episode: Episode, result: Trajectories) -> None:
@@ -411,13 +382,13 @@ class WorkflowExecutor:
                 self._failed(episode, error)
             elif episode.result is None:
                 self.staleness.reject()
-                self._book(episode, "rejected", reason="the workflow returned None")
+                self.book.close(episode, "rejected", reason="the workflow returned None")
             else:
                 self.staleness.accept()
                 heapq.heappush(self._finished, (episode.id, episode))
-                self._note(episode, "buffered")
+                self.book.note(episode, "buffered")
             if error is None:
-                self._failures_in_row = 0
+                self._failures.end()
             self._notify_if_due()
         if self._pending and not self._wake_pending:
             self._wake_pending = True
@@ -434,22 +405,11 @@ class WorkflowExecutor:
             self._lock.notify_all()
 
     def _failed(self, episode: Episode, error: BaseException) -> None:
-        trace = error if self._failures_in_row < 3 else None  # the rest tells nothing new
-        logger.error("episode %d failed: %r", episode.id, error, exc_info=trace)
         self.staleness.fail()
-        self._book(episode, "failed", reason=f"{type(error).__name__}: {error}")
-        if self._failures_in_row == 0:
-            self._first_failure = error
-        self._failures_in_row += 1
-        if self._failures_in_row == 3:
-            print(f"warning: 3 episodes in a row failed: {error!r} (more in the log)", flush=True)
-        if self._failures_in_row >= self.config.max_failed_episodes and self._fatal is None:
-            first = self._first_failure
-            self._fatal = TrainingError(
-                f"{self._failures_in_row} episodes in a row failed (rollout.max_failed_episodes). The first cause was "
-                f"{type(first).__name__}: {first}\nThe log has its traceback."
-            )
-            self._fatal.__cause__ = first
+        self.book.close(episode, "failed", reason=f"{type(error).__name__}: {error}")
+        too_many = self._failures.add(episode.id, error)
+        if too_many is not None and self._fatal is None:
+            self._fatal = too_many
             self._lock.notify_all()
 
     def _notify_if_due(self) -> None:
@@ -462,25 +422,6 @@ class WorkflowExecutor:
             or self.staleness.counts.running == 0
         ):
             self._lock.notify_all()
-
-    # -------------------------------------------------------------------------------------- accounting
-
-    def _book(
-        self, episode: Episode, fate: str, reason: str | None = None, step: int | None = None
-    ) -> None:
-        """An episode ended for good."""
-        result = episode.result
-        if result is None:
-            self.audit.add(fate)
-        else:
-            self.audit.add(fate, result.num_tokens / result.num_samples, result.mean_reward)
-        self._note(episode, fate, reason, step)
-
-    def _note(
-        self, episode: Episode, state: str, reason: str | None = None, step: int | None = None
-    ) -> None:
-        if self.ledger is not None:
-            self.ledger.note(episode_row(episode, state, reason, step))
 
     def _diagnosis(self) -> tuple[str, str]:
         oldest = next(iter(self.runner.running), None)

@@ -119,6 +119,10 @@ class Supervisor:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
+    def remove_at_end(self, path: Path) -> None:
+        """Have a file removed after the last child is gone, however that comes about."""
+        self._tell_warden(f"={path}")
+
     def start(self, spec: ChildSpec) -> Child:
         """Start one child in a session of its own; its output goes to the log (appended)."""
         outer = os.environ.get(MARK_ENV)

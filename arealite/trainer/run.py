@@ -20,7 +20,7 @@ from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
-from arealite.utils.console import COLUMNS, Column, ProgressTable
+from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
 from arealite.utils.distributed import rank
 from arealite.utils.evaluator import Evaluator
 from arealite.utils.recover import Recover
@@ -30,6 +30,7 @@ from arealite.utils.stats_logger import StatsLogger
 from arealite.utils.trace import Trace
 
 logger = logging.getLogger("arealite.run")
+NO_SIGNAL_STEPS = 10
 
 _WITHOUT_ROLLOUT = (
     Column("loss", "loss", "{:.4f}"),
@@ -72,6 +73,7 @@ class Run:
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
         self._server_busy = _Busy(rollout)
+        self._without_signal = 0
 
     def __enter__(self) -> Run:
         return self
@@ -124,9 +126,21 @@ class Run:
             values["tokens_per_s"] = values["num_seqs"] * values["seq_len"] / times["time/step"]
         elif "num_tokens" in values:
             values["tokens_per_s"] = values["num_tokens"] / times["time/step"]
+        self._watch_signal(values)
         self.stats.commit(step, values)
         if self.table is not None:
             self.table.update(step, values)
+
+    def _watch_signal(self, values: dict[str, float]) -> None:
+        """Say once when step after step every group's rewards are equal: then there is nothing to learn from."""
+        self._without_signal = (
+            self._without_signal + 1 if values.get("zero_advantage_share") == 1 else 0
+        )
+        if self._without_signal == NO_SIGNAL_STEPS and rank() == 0:
+            tell(
+                f"warning: no signal: in the last {NO_SIGNAL_STEPS} steps all answers to a prompt had the same reward (mean {values['reward']:g}). "
+                f"The task is too hard or too easy for this model, or the reward never matches: see python -m arealite.cli.report {self.dir.path}"
+            )
 
     def _save(self, info: StepInfo) -> None:
         """A checkpoint that cannot be written (a full disk) costs the checkpoint, not the run."""
@@ -135,7 +149,8 @@ class Run:
             self.recover.maybe_save(info)
         except CheckpointError as error:
             logger.error("%s", error)
-            print(f"warning: {error}", flush=True)
+            if rank() == 0:
+                tell(f"warning: {error}")
 
     def _resume(self) -> int:
         last = self.recover.load()

@@ -1,7 +1,7 @@
-"""What a person sees of a run: one live table with a progress bar, a summary at the end, a curve as a picture.
+"""What a person sees of a run: one live table with a progress bar, what they must know at once, a summary at the end.
 
-On a terminal, `ProgressTable` draws the table and sends all other output of the process to its log meanwhile; elsewhere it prints a plain
-line every few steps. Ranks other than 0 show nothing.
+On a terminal, `ProgressTable` draws the table and sends all other output of the process to its log meanwhile, except what is said by `tell`; elsewhere it
+prints a plain line every few steps. Ranks other than 0 show nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -70,10 +69,12 @@ class ProgressTable:
         if self.enabled and descriptor is not None:
             self._screen = _Screen(descriptor, self._log_path)
             self._screen.live.start()
+            _shown.append(self._screen)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._screen is not None:
+            _shown.remove(self._screen)
             self._screen.close()
             self._screen = None
 
@@ -137,6 +138,16 @@ class _Screen:
         self._file.close()
 
 
+_shown: list[_Screen] = []
+
+
+def tell(text: str) -> None:
+    """Say something on the console, above the live table if there is one (then it is in the log too)."""
+    print(text, flush=True)
+    for screen in _shown:
+        screen.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_summary(rows: Mapping[str, str], title: str = "summary") -> None:
     """A small two-column table."""
     table = Table(title=title, show_header=False)
@@ -144,25 +155,6 @@ def print_summary(rows: Mapping[str, str], title: str = "summary") -> None:
         table.add_row(name, value, style=None)
     # Paths and commands are there to be copied: never cut.
     Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def save_curve(
-    path: Path, values: Sequence[float], ylabel: str = "reward", window: int = 5
-) -> Path:
-    """Draw one number per step, and its running mean, as a PNG."""
-    steps = range(1, len(values) + 1)
-    means = [sum(values[max(0, i - window) : i]) / min(i, window) for i in steps]
-    figure = Figure(figsize=(7, 4), dpi=120, layout="tight")
-    axes = figure.subplots()
-    axes.plot(steps, values, alpha=0.35, label="each step")
-    axes.plot(steps, means, label=f"mean of {window}")
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
 
 
 def clock(seconds: float) -> str:

@@ -6,6 +6,7 @@ Everybody who writes takes the path from here; `report` and `dashboard` read the
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -67,6 +68,12 @@ class RunDir:
     def weights(self) -> Path:
         """Where weights pass from trainer to servers by disk."""
         return self.path / "weights"
+
+    @property
+    def shared_weights(self) -> Path:
+        """The same in shared memory, under a name that is the run's own: a restarted trainer takes over what a killed one left."""
+        key = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
+        return Path("/dev/shm") / f"arealite-{key}"
 
     @property
     def names(self) -> Path:

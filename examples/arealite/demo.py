@@ -20,7 +20,8 @@ from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.launcher.local import launch
 from arealite.utils.config import load_config, run_main
-from arealite.utils.console import print_summary, save_curve
+from arealite.utils.console import print_summary
+from arealite.utils.curve import save_curve
 from arealite.utils.rundir import RunDir
 
 HERE = Path(__file__).parent

@@ -59,7 +59,7 @@ class Job:
 
     def crash(self):
         self.executor.runner.stop()
-        self.executor.ledger.close()
+        self.executor.book.finish()
 
 
 def ids(batch):

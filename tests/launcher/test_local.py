@@ -16,6 +16,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import ChildSpec, Supervisor
 from arealite.utils.names import FileNames
+from arealite.utils.rundir import RunDir
 from tests.launcher.conftest import carriers, wait_until_gone
 
 RUN = Path("runs/e/t")
@@ -135,9 +136,15 @@ def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
     process = start(arguments("tokenizer_path=wait"))
     wait_for(work / "up0", work / "up1")
     assert len(carriers(work)) >= 9, "launcher, warden, servers, ranks and their children"
+    segment = RunDir(work / RUN).shared_weights
+    segment.write_text("what a trainer leaves that has no time to clean up")
     process.kill()
     process.communicate()
     wait_until_gone(work)
+    deadline = time.monotonic() + 10
+    while segment.exists():
+        assert time.monotonic() < deadline, f"{segment} was left behind"
+        time.sleep(0.05)
 
 
 def test_restart_after_a_crash(work, arguments, capfdbinary):

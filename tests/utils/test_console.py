@@ -3,7 +3,8 @@ import pty
 import subprocess
 import sys
 
-from arealite.utils.console import ProgressTable, clock, print_summary, save_curve
+from arealite.utils.console import ProgressTable, clock, print_summary
+from arealite.utils.curve import save_curve
 
 STATS = {
     "reward": 0.5,
@@ -82,3 +83,29 @@ def test_summary_and_curve(tmp_path, capsys):
 
 def test_clock():
     assert (clock(5), clock(65), clock(7384)) == ("0:05", "1:05", "2:03:04")
+
+
+def test_what_is_told_appears_above_the_live_table(tmp_path):
+    """On a terminal the process's own output goes to the log; what a person must know does not."""
+    master, slave = os.openpty()
+    script = (
+        "from arealite.utils.console import ProgressTable, tell\n"
+        "from pathlib import Path\n"
+        f"with ProgressTable(2, log_path=Path({str(tmp_path / 'log')!r})) as table:\n"
+        "    table.update(0, {'reward': 0.1})\n"
+        "    tell('warning: [bold] no room on the disk')\n"
+        "    print('chatter')\n"
+        "    table.update(1, {'reward': 0.2})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:  # how Linux reports that the other end of a terminal closed
+        pass
+    os.close(master)
+    assert process.wait() == 0, shown
+    assert b"warning: [bold] no room on the disk" in shown and b"chatter" not in shown
+    assert "no room on the disk" in (tmp_path / "log").read_text()
