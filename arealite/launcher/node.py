@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +38,12 @@ from arealite.utils.network import free_port, host_address, is_free
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 
 
-def run_node(job: Job, node: int, part_class: type[NodePart] | None = None) -> int:
+def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = None) -> int:
     """Run this node's part to its end; returns the exit code. Leaves no process behind."""
     names = FileNames(job.names_folder)
     with Supervisor(job.config.launcher.stop_timeout_s) as supervisor:
         supervisor.remove_at_end(job.run_dir.shared_weights)
-        part = (part_class or NodePart)(job, node, names, supervisor)
+        part = (make_part or NodePart)(job, node, names, supervisor)
         try:
             code = part.run()
         except Interrupted as interrupt:
@@ -117,13 +118,15 @@ class NodePart:
                     return child.code if child.code > 0 else 128 - child.code
             else:
                 self.server_ended(child)
-        if self.ranks:
-            ended = self.names.list("ended/")
-            failed = [int(code) for name, code in ended.items() if int(code)]
-            if failed:
-                print("error: another node failed; see its log", file=sys.stderr, flush=True)
-                return failed[0]
-        return 0
+        code = self.failure_elsewhere() if self.ranks else 0
+        if code:
+            print("error: another node failed; see its log", file=sys.stderr, flush=True)
+        return code
+
+    def failure_elsewhere(self) -> int:
+        """The code of a node that has failed, else 0."""
+        codes = map(int, self.names.list("ended/").values())
+        return next((code for code in codes if code), 0)
 
     # -------------------------------------------------------------------------------------------- servers
 
