@@ -67,10 +67,16 @@ class Progress:
         self.stop_reason = piece.stop_reason
         if piece.stop_reason == "abort":
             self.num_interruptions += 1
+            self._step_back()
         if self.left <= 0 and piece.stop_reason != "stop":
             self.stop_reason = "length"
         elif piece.stop_reason == "length":
             self.stop_reason = "abort"  # a segment is over, the answer is not
+
+    def _step_back(self) -> None:
+        """Leave out the last tokens that may begin a stop string: a server looks for one only in what it makes itself."""
+        kept = max(0, len(self.tokens) + 1 - max(map(len, self.request.gconfig.stop), default=1))
+        del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
 
     def next_rid(self) -> str:
         """A name of its own for each attempt: a server may not have let go of the last one yet."""

@@ -1,5 +1,7 @@
 """The engine in process: a whole loop, interruption, weights by disk and in memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -8,6 +10,7 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
+from arealite.engine.remote import Piece
 from arealite.utils.weight_group import put_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -71,3 +74,30 @@ def test_a_group_equals_single_requests_and_new_weights_are_used(make, model_pat
     engine.update_weights(WeightUpdateMeta("broadcast", "embedded", 1))
     after = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4)))
     assert after.output_tokens != group[0].output_tokens and set(after.output_versions) == {1}
+
+
+def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, monkeypatch):
+    engine = make()
+    prompt = tokenizer.encode("say 1")
+    plain = GenerationHyperparameters(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    free = run(engine, engine.agenerate(ModelRequest(prompt, plain))).output_tokens
+    stop = tokenizer.decode(free[20:26])
+    gconfig = replace(plain, stop=[stop])
+    whole = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
+    assert whole.stop_reason == "stop" and len(whole.output_tokens) <= 26
+    ask, cut_at = engine._ask, [0]
+
+    async def interrupted(progress, count):
+        (piece,) = await ask(progress, count)
+        if progress.num_sends > 1:
+            return [piece]
+        parts = (piece.tokens, piece.logprobs, piece.versions)
+        return [Piece(*(part[: cut_at[0]] for part in parts), "abort")]
+
+    monkeypatch.setattr(engine, "_ask", interrupted)
+    for cut_at[0] in range(len(whole.output_tokens)):
+        again = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
+        assert again.output_tokens == whole.output_tokens, f"interrupted after {cut_at[0]} tokens"
+        assert again.num_interruptions == 1 and len(again.output_logprobs) == len(
+            again.output_tokens
+        )
