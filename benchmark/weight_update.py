@@ -1,10 +1,11 @@
 """How long does an update of weights take, each way, against a plain memory copy, and how long does generation stand still?
 
-    python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5]
+    python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5] [--device cuda]
 
 A training engine publishes, a real server in another process loads while it generates, and its fingerprints are compared. `publish` and most of
 `load` run while generation goes on; `pause` is the longest time without a token around an update, less what a token usually takes. An update needs two
-copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. Prints a table and one JSON line.
+copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. On CUDA (bfloat16, trainer and server on one
+GPU) shared memory is measured both ways: through the host (`shm`) and on the device (`ipc`). Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Stream(threading.Thread):
 
     def __init__(self, address: str):
         super().__init__(daemon=True)
+        self.ended = threading.Event()
         params = {"max_new_tokens": 2000, "ignore_eos": True}
         body = {"input_ids": [5] * 8, "sampling_params": params, "stream": True}
         self.request = urllib.request.Request(
@@ -47,10 +49,13 @@ class Stream(threading.Thread):
         self.times: list[float] = []
 
     def run(self) -> None:
-        with urllib.request.urlopen(self.request, timeout=600) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    self.times.append(time.perf_counter())
+        while not self.ended.is_set():  # a GPU is done with one request before the updates are
+            with urllib.request.urlopen(self.request, timeout=600) as response:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        self.times.append(time.perf_counter())
+                    if self.ended.is_set():
+                        break
 
     def longest_gap(self, begin: float, end: float) -> float:
         """The longest time without a token between two moments, less what a token usually takes."""
@@ -60,14 +65,14 @@ class Stream(threading.Thread):
         return max([0.0, *(gap - usual for gap in inside)])
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> Qwen2ForCausalLM:
+def make_model(folder: Path, hidden: int, layers: int, dtype: torch.dtype) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=1024, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=4096,
         tie_word_embeddings=True, eos_token_id=0,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
     return model
 
@@ -80,16 +85,21 @@ def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
         for name, value in weights.items():
             target[name].copy_(value)
+        if next(iter(target.values())).is_cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
 
 def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, float]:
     """Medians over `repeats` updates while one long request is being answered."""
-    path = {"disk": work / "weights", "shm": f"/dev/shm/arealite-bench-{os.getpid()}"}.get(way, "")
+    segment = f"/dev/shm/arealite-bench-{os.getpid()}"
+    path = {"disk": work / "weights", "shm": segment, "ipc": f"{segment}.cuda"}.get(way, "")
+    device = {"device": actor.device, "dtype": actor.config.dtype, "max_running_requests": 8}
     seconds: dict[str, list[float]] = {"publish_s": [], "load_s": [], "pause_s": []}
     moments = []
-    with server_process(work / "model", context_length=4096, max_total_tokens=16384) as server:
+    device |= {"context_length": 4096, "max_total_tokens": 16384, "max_prefill_tokens": 256}
+    with server_process(work / "model", **device) as server:
         engine = RemoteSGLangEngine(
             InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120)
         )
@@ -97,7 +107,8 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
         stream = Stream(server.address)
         stream.start()
         for version in range(1, repeats + 2):
-            meta = WeightUpdateMeta(way, str(path), version)  # pyright: ignore
+            kind = "shm" if way == "ipc" else way
+            meta = WeightUpdateMeta(kind, str(path), version)  # pyright: ignore
             began = time.perf_counter()
             actor.update_weights(meta)
             published = time.perf_counter()
@@ -108,6 +119,7 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
                 seconds["load_s"].append(ended - published)
                 moments.append((published, ended))
         engine.destroy()
+        stream.ended.set()
         seconds["pause_s"] = [stream.longest_gap(*moment) for moment in moments]
     return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -117,19 +129,21 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = make_model(work / "model", options.hidden, options.layers)
+        on_gpu = options.device == "cuda"
+        kind = "bfloat16" if on_gpu else "float32"
+        model = make_model(work / "model", options.hidden, options.layers, getattr(torch, kind))
         size_gb = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        actor = FSDPEngine(
-            TrainEngineConfig(str(work / "model"), dtype="float32", device="cpu", optimizer=None)
-        )
+        weights = {name: p.detach().to(options.device) for name, p in model.named_parameters()}
+        settings = {"dtype": kind, "param_dtype": kind, "device": options.device, "optimizer": None}
+        actor = FSDPEngine(TrainEngineConfig(str(work / "model"), **settings))
         actor.initialize()
         copies, ways = [], {}
-        for way in ("disk", "shm", "broadcast"):
+        for way in ("disk", "shm", "ipc") if on_gpu else ("disk", "shm", "broadcast"):
             copies.append(copy_seconds(weights))
             ways[way] = measure(way, actor, work, options.repeats)
         copy_s = statistics.median(copies)

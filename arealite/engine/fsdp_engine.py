@@ -387,7 +387,9 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             put_outbox(meta.path, parameters, keep=distributed.rank() == 0)
 
     def _write_shared(self, path: str) -> None:
-        if self._shared is None and distributed.rank() == 0:
+        if distributed.rank() == 0 and (self._shared is None or str(self._shared.path) != path):
+            if self._shared is not None:
+                self._shared.unlink()
             like = {
                 n: torch.empty(s, dtype=d, device="meta")
                 for n, s, d in checkpoint.tensor_specs(self)
