@@ -234,7 +234,9 @@ class StatsLoggerConfig:
 class ClusterConfig:
     """The machines."""
 
-    n_nodes: int = _help("Number of machines.", 1)
+    n_nodes: int | None = _help(
+        "Number of machines; null: one, or on Ray and Slurm as many as allocation_mode needs.", None
+    )
     min_nodes: int | None = _help(
         "torchrun only: machines may come and go, down to this many; null: all must stay.", None
     )
@@ -242,14 +244,15 @@ class ClusterConfig:
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
     def check(self) -> None:
-        _require(self.n_nodes >= 1, f"cluster.n_nodes must be at least 1, got {self.n_nodes}")
+        most = 1 if self.n_nodes is None else self.n_nodes
+        _require(most >= 1, f"cluster.n_nodes must be at least 1, or null, got {most}")
         _require(
             self.n_gpus_per_node >= 1,
             f"cluster.n_gpus_per_node must be at least 1, got {self.n_gpus_per_node}",
         )
         _require(
-            self.min_nodes is None or 1 <= self.min_nodes <= self.n_nodes,
-            f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={self.n_nodes}",
+            self.min_nodes is None or 1 <= self.min_nodes <= most,
+            f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={most}",
         )
 
 

@@ -5,13 +5,14 @@
     python -m arealite.cli.main mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo
 
 Turns the tree below into the flat config that scripts use, and hands the matching loop of `arealite/trainer/` to the
-launcher that `mode` names. Run `--help` for all keys.
+launcher that `mode` names. Run `--help` for all keys; `--dry-run` prints what would be started where.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import tempfile
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,15 +120,17 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = load_config(argv, MainConfig)
+    dry_run = "--dry-run" in argv
+    config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig)
     loop, _ = TRAINERS[config.trainer.type]
     flat = flatten(config)
-    path = RunDir(flat).config_path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(flat))
-    # One launcher is imported, not all: Ray and Slurm are optional.
-    launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
-    return launcher.launch(Path(loop.__file__), ["--config", str(path)])
+    with tempfile.TemporaryDirectory() as nowhere:
+        path = Path(nowhere) / "config.yaml" if dry_run else RunDir(flat).config_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_yaml(flat))
+        # One launcher is imported, not all: Ray and Slurm are optional.
+        launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
+        return launcher.launch(Path(loop.__file__), ["--config", str(path)], dry_run)
 
 
 if __name__ == "__main__":

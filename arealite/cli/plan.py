@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("name the script first: python -m arealite.cli.plan SCRIPT.py key=value…")
-    config = read_launch_config(argv[0], argv[1:])
+    config = read_launch_config(argv[0], argv[1:], controls=True)
     devices, on_gpu = cluster_slots(config)
     print(Job(config, argv[0], argv[1:], devices, on_gpu).describe())
     return 0

@@ -23,7 +23,7 @@ INTERRUPTED = (130, 143)
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run `script` (a file, or a module's dotted name) with what its configuration asks for; returns the exit code."""
     config = read_launch_config(str(script), argv)
-    if config.cluster.n_nodes > 1:
+    if (config.cluster.n_nodes or 1) > 1:
         raise ConfigError(
             f"cluster.n_nodes={config.cluster.n_nodes}, but the local launcher runs on one machine: use "
             "arealite.launcher.ray or arealite.launcher.slurm, or set cluster.n_nodes=1"

@@ -259,7 +259,10 @@ def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     gen_on_cpu = mode.gen is None or config.server.device == "cpu"
     train_on_cpu = mode.train is None or config.train_device == "cpu"
     on_gpu = not (gen_on_cpu and train_on_cpu)
-    return [list(range(cluster.n_gpus_per_node)) for _ in range(cluster.n_nodes)], on_gpu
+    copies = max(1, len(config.models)) if config.controller else 1
+    need = mode.gen_world_size + mode.train_world_size * copies
+    nodes = cluster.n_nodes or -(-need // cluster.n_gpus_per_node)
+    return [list(range(cluster.n_gpus_per_node)) for _ in range(nodes)], on_gpu
 
 
 def _place_server(

@@ -33,7 +33,7 @@ _QUICK = ",last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run this machine's part of `script`; returns the exit code."""
     config = read_launch_config(str(script), argv)
-    nodes = config.cluster.n_nodes
+    nodes = config.cluster.n_nodes or 1
     devices, on_gpu = local_slots(config)
     all_devices, on_gpu = ([devices], on_gpu) if nodes == 1 else cluster_slots(config)
     job = Job(config, str(script), argv, all_devices, on_gpu)
@@ -58,8 +58,8 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
 
 def _check_elastic(job: Job) -> None:
     config, plan = job.config, job.plan()
-    least = config.cluster.min_nodes or config.cluster.n_nodes
-    if least == config.cluster.n_nodes:
+    least = config.cluster.min_nodes or len(job.devices)
+    if least == len(job.devices):
         return
     if config.recover.retries == 0:
         raise ConfigError(

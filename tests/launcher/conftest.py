@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.launcher.slurm_cluster import SlurmCluster, why_not
 
 SERVER = """
 import http.server, os, subprocess, sys, time
@@ -96,6 +98,17 @@ def ray_cluster():
         made.add_node(num_cpus=1, num_gpus=4)
     yield made
     made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A real Slurm of four nodes on this machine."""
+    reason = why_not()
+    if reason:
+        assert "CI" not in os.environ, reason
+        pytest.skip(reason)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
 
 
 def carriers(folder: Path) -> list[str]:

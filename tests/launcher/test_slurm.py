@@ -13,25 +13,15 @@ import pytest
 from arealite.api.errors import AllocationError
 from arealite.launcher.slurm import launch
 from tests.launcher.conftest import wait_until_gone
-from tests.launcher.slurm_cluster import SlurmCluster, why_not
+from tests.launcher.slurm_cluster import SlurmCluster
 
 RUN = Path("runs/e/t")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    reason = why_not()
-    if reason:
-        assert "CI" not in os.environ, reason
-        pytest.skip(reason)
-    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
-
-
-def start(cluster: SlurmCluster, argv: list[str]) -> subprocess.Popen:
+def start(slurm_cluster: SlurmCluster, argv: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "arealite.launcher.slurm", "script.py", *argv],
-        env={**os.environ, **cluster.env},
+        env={**os.environ, **slurm_cluster.env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,12 +72,12 @@ def test_a_plan_that_does_not_fit_is_refused(work, arguments):
 
 
 @pytest.mark.slurm
-def test_a_job_over_four_nodes(work, arguments, cluster):
+def test_a_job_over_four_nodes(work, arguments, slurm_cluster):
     # The seeds' command, scaled: three nodes generate, one trains.
     argv = on_cpu(
         arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
     )
-    process = start(cluster, argv)
+    process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert "rank 0 of 2" in out and "COMPLETED" in out
@@ -97,7 +87,7 @@ def test_a_job_over_four_nodes(work, arguments, cluster):
 
 
 @pytest.mark.slurm
-def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, cluster):
+def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, slurm_cluster):
     argv = on_cpu(
         arguments,
         "cluster.n_nodes=2",
@@ -105,7 +95,7 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, cluster):
         "tokenizer_path=raise",
         mode="sglang.d2+d2",
     )
-    process = start(cluster, argv)
+    process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode not in (0, None)
     assert "FAILED" in out and "rank one has a problem" in out
@@ -114,7 +104,7 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, cluster):
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
-def test_cancelling_leaves_nothing(work, arguments, cluster, how):
+def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
     argv = on_cpu(
         arguments,
         "cluster.n_nodes=2",
@@ -122,12 +112,12 @@ def test_cancelling_leaves_nothing(work, arguments, cluster, how):
         "tokenizer_path=wait",
         mode="sglang.d2+d2",
     )
-    process = start(cluster, argv)
+    process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
     else:
-        cluster.client("scancel", "--user=root")
+        slurm_cluster.client("scancel", "--user=root")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if how == "ctrl-c" else 1), out
     assert ("cancelling Slurm job" if how == "ctrl-c" else "CANCELLED") in out
@@ -135,7 +125,7 @@ def test_cancelling_leaves_nothing(work, arguments, cluster, how):
 
 
 @pytest.mark.slurm
-def test_a_requeued_job_goes_on(work, arguments, cluster):
+def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
     argv = on_cpu(
         arguments,
         "cluster.n_nodes=2",
@@ -143,10 +133,10 @@ def test_a_requeued_job_goes_on(work, arguments, cluster):
         "tokenizer_path=requeue",
         mode="sglang.d2+d2",
     )
-    process = start(cluster, argv)
+    process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists())
-    job_id = cluster.client("squeue", "-h", "-o", "%i").strip()
-    cluster.client("scontrol", "requeue", job_id)
+    job_id = slurm_cluster.client("squeue", "-h", "-o", "%i").strip()
+    slurm_cluster.client("scontrol", "requeue", job_id)
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
     assert "attempt 0" in out and "attempt 1" in out and "COMPLETED" in out

@@ -1,0 +1,85 @@
+"""Every command line of the documents that asked for this project: as printed up to the plan, and run for real at the size of the test clusters."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers.conftest import make_model
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/arealite/gsm8k_grpo.py --config examples/arealite/configs/gsm8k_grpo.yaml experiment_name=my_experiment trial_name=my_trial"
+# As printed, with `-m` where it was forgotten; and a line of the plan that each makes.
+COMMANDS = {
+    f"arealite.launcher.ray {SCRIPT} allocation_mode=sglang.d12p1t1+d4p1t1 cluster.n_nodes=4 cluster.n_gpus_per_node=4": "rank 3: node 3 gpu 3",
+    f"arealite.launcher.slurm {SCRIPT} allocation_mode=sglang.d96p1t1+d32p1t1 cluster.n_nodes=16 cluster.n_gpus_per_node=8": "server 95: node 11 gpu 7",
+    "arealite.cli.main experiment_name=my-exp trial_name=my-trial trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B": "model_path=Qwen/Qwen2-0.5B",
+    "arealite.cli.main trainer.type=null valid_dataset.path=huggingface/dataset": "arealite/trainer/evaluate.py",
+    "arealite.cli.main mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo": "rank 63: node 9 gpu 7",
+}  # fmt: skip
+
+
+def run(command: str, *more: str, **env: str) -> str:
+    argv = [sys.executable, "-m", *shlex.split(command), *more]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_plan_of_a_command_as_printed(command, tmp_path):
+    out = run(command, "--dry-run", f"cluster.fileroot={tmp_path}")
+    assert COMMANDS[command] in out
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+def scaled(folder: Path, prefix: str = "") -> list[str]:
+    """A tiny model on the CPU instead of the real one."""
+    model = make_model(folder / "model", seed=0)
+    rows = folder / "gsm8k.jsonl"
+    row = {"question": "1 + 1?", "answer": "#### 2"}
+    rows.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    settings = {
+        "actor.path": model, "actor.dtype": "float32", "actor.device": "cpu", "actor.ppo_n_minibatches": 1,
+        "server.device": "cpu", "server.dtype": "float32", "server.max_total_tokens": 4096, "gconfig.max_new_tokens": 8,
+        "gconfig.n_samples": 2,
+    }  # fmt: skip
+    common = [f"cluster.fileroot={folder / 'runs'}", f"train_dataset.path={rows}"]
+    common += ["train_dataset.name=null", "train_dataset.batch_size=4", "total_train_steps=2"]
+    common += ["launcher.stop_timeout_s=3", "stats_logger.console=false"]
+    return [*(f"{prefix}{key}={value}" for key, value in settings.items()), *common]
+
+
+def steps(folder: Path) -> int:
+    (path,) = (folder / "runs").glob("*/*/stats.jsonl")
+    return len(path.read_text().splitlines())
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+def test_the_ray_command_on_four_nodes(tmp_path, ray_cluster):
+    mode = "allocation_mode=embedded.d3p1t1+d1p1t1 cluster.n_nodes=4 cluster.n_gpus_per_node=1"
+    run(f"arealite.launcher.ray {SCRIPT} {mode}", *scaled(tmp_path), RAY_ADDRESS=ray_cluster.address)  # fmt: skip
+    assert steps(tmp_path) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(200)
+def test_the_config_alone_on_ray(tmp_path, ray_cluster):
+    mode = "allocation_mode=embedded.d1p1m1+d1p2m1 cluster.n_gpus_per_node=3"
+    command = f"arealite.cli.main mode=ray {mode} trainer.type=grpo"
+    run(command, *scaled(tmp_path, "trainer.grpo."), RAY_ADDRESS=ray_cluster.address)
+    assert steps(tmp_path) == 2
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(200)
+def test_the_slurm_command_on_four_nodes(tmp_path, slurm_cluster):
+    mode = "allocation_mode=embedded.d3p1t1+d1p1t1 cluster.n_nodes=4 cluster.n_gpus_per_node=1"
+    run(f"arealite.launcher.slurm {SCRIPT} {mode}", *scaled(tmp_path), **slurm_cluster.env)
+    assert steps(tmp_path) == 2
