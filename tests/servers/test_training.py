@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from arealite.launcher.plan import LaunchConfig
-from tests.launcher.slurm_cluster import SlurmCluster, why_not
 from tests.servers.conftest import launch_config
 
 SCRIPT = Path(__file__).parent / "grpo_script.py"
@@ -122,33 +121,6 @@ def server_pid(folder: Path) -> int:
             except OSError:
                 continue
     raise AssertionError("no server runs")
-
-
-@pytest.mark.slurm
-def test_grpo_through_slurm(start, tmp_path, models, gsm8k_path):
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d2p1t1+d2p1t1", steps=3)
-    argv += ["cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
-    with SlurmCluster(tmp_path / "slurm", nodes=2) as cluster:
-        finish(start("slurm", argv, **cluster.env), tmp_path, 3, 300)
-
-
-@pytest.mark.ray
-def test_grpo_through_ray(start, tmp_path, models, gsm8k_path, monkeypatch):
-    monkeypatch.setenv(
-        "RAY_worker_niceness", "0"
-    )  # by default Ray's workers give way to everything else
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d2p1t1+d2p1t1", steps=3)
-    argv += ["cluster.n_nodes=2", "cluster.n_gpus_per_node=2"]
-    try:
-        finish(start("ray", argv, RAY_ADDRESS=cluster.address), tmp_path, 3, 300)
-    finally:
-        cluster.shutdown()
 
 
 @pytest.mark.slow
