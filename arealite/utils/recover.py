@@ -1,7 +1,8 @@
 """Recover checkpoints: everything a run needs to go on after a crash, in `recover/`.
 
-A checkpoint is written in `recover/writing` and renamed to `recover/step000123` when it is whole; only then are older ones removed. So a crash at any
-moment, or a full disk, leaves the last good one. Training loops call `maybe_save` after each step and `load` at the start.
+A checkpoint is written in `recover/writing`, with a checksum of each file, and renamed to `recover/step000123` when it is whole; the one before it is kept.
+So a crash at any moment, or a full disk, leaves the last good one, and one that is damaged later is noticed and the one before it taken. Training loops
+call `maybe_save` after each step and `load` at the start.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import SaveLoadMeta, StepInfo
-from arealite.utils.distributed import barrier, broadcast_json, rank
+from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
+from arealite.utils.console import tell
+from arealite.utils.distributed import all_reduce_stats, barrier, broadcast_json, rank, world_size
 from arealite.utils.rundir import RunDir
 from arealite.utils.saver import Frequency
 
 _STATE = "state.json"
+_SUMS = "sums-"
+_CHUNK_BYTES = 1 << 24
 
 
 class Stateful(Protocol):
@@ -53,22 +60,43 @@ class Recover:
         """Restore the newest checkpoint and return the last step it holds; None for a fresh start."""
         if self.config.mode == "disabled":
             return None
-        # Rank 0 looks: other machines may see a shared folder a moment later.
-        path = broadcast_json(str(newest(self.folder) or ""))
-        if not path:
+        path = self._newest_good()
+        if path is None:
             if self.config.mode == "resume":
                 raise CheckpointError(
                     f"recover.mode=resume, but there is no complete checkpoint in {self.folder}: check experiment_name and "
                     "trial_name, or set recover.mode=auto to start afresh"
                 )
             return None
-        state = json.loads((Path(path) / _STATE).read_text())
-        self._match(state, path)
+        state = json.loads((path / _STATE).read_text())
+        self._match(state, str(path))
         for name, engine in self.engines.items():
             engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         return StepInfo(**state["step"])
+
+    def _newest_good(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; each rank looks at its share of them."""
+        # Rank 0 lists them: other machines may see a shared folder a moment later.
+        paths = [Path(path) for path in broadcast_json(list(map(str, complete(self.folder))))]
+        for path in paths:
+            damaged = _damaged_files(path)
+            share = all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damaged))))})
+            if share["damaged"] == 0:
+                for other in paths[: paths.index(path)] if rank() == 0 else ():
+                    other.rename(other.with_name(other.name.replace("step", "damaged")))
+                return path
+            if damaged:
+                tell(
+                    f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): looking for the one before it"
+                )
+        if paths:
+            raise CheckpointError(
+                f"all {len(paths)} recover checkpoints in {self.folder} are damaged: mend the disk and restore them from a backup, or delete "
+                "them to start afresh (exported weights are in checkpoints/)"
+            )
+        return None
 
     def maybe_save(self, info: StepInfo) -> bool:
         """Save if it is time. Called by all ranks after each step."""
@@ -78,15 +106,21 @@ class Recover:
         return True
 
     def save(self, info: StepInfo) -> None:
-        """Save now; the previous checkpoint goes only when this one is whole."""
+        """Save now. The newest checkpoint stays beside this one; those before it make room first."""
         writing = self.folder / "writing"
         try:
             if rank() == 0:
-                shutil.rmtree(writing, ignore_errors=True)
+                for old in (writing, *complete(self.folder)[1:]):
+                    shutil.rmtree(old, ignore_errors=True)
                 writing.mkdir(parents=True)
             barrier()
             for name, engine in self.engines.items():
                 engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
+            barrier()
+            files = sorted(p for p in writing.rglob("*") if p.is_file())[rank() :: world_size()]
+            barrier()  # nobody lists what the next line makes
+            sums = {str(file.relative_to(writing)): _checksum(file) for file in files}
+            (writing / f"{_SUMS}{rank()}.json").write_text(json.dumps(sums))
             barrier()
             if rank() == 0:
                 self._finish(writing, info)
@@ -106,9 +140,6 @@ class Recover:
         final = self.folder / f"step{info.global_step + 1:06d}"
         shutil.rmtree(final, ignore_errors=True)  # an earlier attempt that got as far
         writing.rename(final)
-        for old in self.folder.glob("step*"):
-            if old != final:
-                shutil.rmtree(old)
 
     def _match(self, state: dict[str, Any], path: str) -> None:
         for kind, have, want in (
@@ -122,7 +153,31 @@ class Recover:
                 )
 
 
-def newest(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
-    complete = [p for p in folder.glob("step*") if (p / _STATE).is_file()]
-    return max(complete, key=lambda p: int(p.name.removeprefix("step")), default=None)
+def complete(folder: Path) -> list[Path]:
+    """Checkpoints that were finished, the newest first."""
+    found = [p for p in folder.glob("step*") if (p / _STATE).is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step")), reverse=True)
+
+
+def _damaged_files(path: Path) -> list[str]:
+    """Those of this rank's share that are not as they were written."""
+    try:
+        json.loads((path / _STATE).read_text())
+        lists = [json.loads(file.read_text()) for file in path.glob(f"{_SUMS}*.json")]
+    except (OSError, ValueError) as error:
+        return [f"{_STATE} cannot be read: {error}"]
+    sums = sorted({name: value for part in lists for name, value in part.items()}.items())
+    mine = sums[rank() :: world_size()]
+    return [name for name, value in mine if _checksum(path / name) != value]
+
+
+def _checksum(file: Path) -> int | None:
+    """CRC-32; None if it cannot be read."""
+    value = 0
+    try:
+        with file.open("rb") as handle:
+            while chunk := handle.read(_CHUNK_BYTES):
+                value = zlib.crc32(chunk, value)
+    except OSError:
+        return None
+    return value

@@ -6,7 +6,7 @@ from arealite.api.cli_args import FreqConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, StepInfo
 from arealite.utils.evaluator import Evaluator
-from arealite.utils.recover import Recover, newest
+from arealite.utils.recover import Recover, complete
 from arealite.utils.rundir import RunDir
 from arealite.utils.saver import Frequency, Saver
 
@@ -98,11 +98,13 @@ def make(tmp_path, mode="auto", value=0, at=0, **kwargs) -> Recover:
     )
 
 
-def test_recover_round_trip_keeps_only_the_newest(tmp_path):
+def test_recover_round_trip_keeps_the_newest_and_the_one_before(tmp_path):
     recover = make(tmp_path, value=5, at=9)
     assert recover.load() is None
-    assert recover.maybe_save(info(3)) and recover.maybe_save(info(4))
-    assert [p.name for p in (tmp_path / "recover").iterdir()] == ["step000005"]
+    for step in range(2, 5):
+        assert recover.maybe_save(info(step))
+    kept = sorted(p.name for p in (tmp_path / "recover").iterdir())
+    assert kept == ["step000004", "step000005"]
     again = make(tmp_path, "resume")
     assert again.load() == info(4)
     assert again.engines["actor"].value == 5 and again.parts["loader"].at == 9
@@ -116,7 +118,25 @@ def test_a_failed_save_leaves_the_previous_one(tmp_path):
     again = make(tmp_path)
     assert again.load() == info(0) and again.engines["actor"].value == 1
     again.save(info(1))
-    assert newest(tmp_path / "recover").name == "step000002"
+    assert [p.name for p in complete(tmp_path / "recover")] == ["step000002", "step000001"]
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, capsys):
+    for step in range(2):
+        make(tmp_path, value=step, at=step).save(info(step))
+    weights = tmp_path / "recover" / "step000002" / "actor" / "weights"
+    weights.write_text("7")  # as long as before: only its checksum tells
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.engines["actor"].value == 0
+    assert again.parts["loader"].at == 0
+    assert "step000002 is damaged (actor/weights)" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == [
+        "damaged000002",
+        "step000001",
+    ]
+    (tmp_path / "recover" / "step000001" / "actor" / "weights").unlink()
+    with pytest.raises(CheckpointError, match=r"all 1 recover checkpoints in .* are damaged"):
+        make(tmp_path).load()
 
 
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
