@@ -31,6 +31,7 @@ class Server:
     kind: str = ""  # as its client has found out: "arealite" is the embedded one
     adapter: str = ""  # name of the LoRA adapter that `version` is, where requests must name it
     endpoints: frozenset[str] = frozenset()
+    group: str = ""  # the process group it has joined for weights
     num_ranks: int = 1
     device: str = "cpu"
     dtype: str = "auto"

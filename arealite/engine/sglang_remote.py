@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.router import Server
 from arealite.engine.broadcast import JOIN_TIMEOUT_S
@@ -83,7 +83,13 @@ class RemoteSGLangEngine(RemoteEngine):
         return server.is_arealite and self.config.pause_mode == "in_place"
 
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        if server.group and "/destroy_weights_update_group" in server.endpoints:
+            with suppress(HttpError):  # it may have been started anew since
+                await self.control(
+                    server, "destroy_weights_update_group", {"group_name": server.group}
+                )
         await self.control(server, "init_weights_update_group", settings, JOIN_TIMEOUT_S)
+        server.group = settings["group_name"]
 
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         # in place, requests in flight keep their KV cache: there is nothing that could be flushed
@@ -172,9 +178,11 @@ class RemoteSGLangEngine(RemoteEngine):
             body["flush_cache"] = self.config.pause_mode == "abort"
             await self._load(server, "load_lora_adapter", body)
             return
-        if before == name:
+        try:
+            await self._load(server, "load_lora_adapter", body)
+        except HttpError:  # a trainer that starts again sends a version the server has
             await self._load(server, "unload_lora_adapter", {"lora_name": name})
-        await self._load(server, "load_lora_adapter", body)
+            await self._load(server, "load_lora_adapter", body)
         version = {"new_version": str(meta.version), "abort_all_requests": False}
         await self._load(server, "update_weight_version", version)
         server.adapter = name
@@ -195,15 +203,15 @@ class RemoteSGLangEngine(RemoteEngine):
         server.kind, server.endpoints = "sglang", frozenset(schema["paths"])
         missing = [e for e in _NEEDED if e not in server.endpoints]
         if missing:
-            raise ServerError(
+            raise ConfigError(
                 f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later is needed"
             )
         server.num_ranks = int(setup.get("tp_size", 1))
         server.device = str(setup.get("device", "cuda"))
         server.dtype = str(setup.get("dtype", "auto"))
         if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update != "disk":
-            raise ServerError(
-                f"{server.address} runs in {setup['pp_size']} pipeline stages, to which SGLang sends weights by disk only: "
+            raise ConfigError(
+                f"{server.address} runs in {setup['pp_size']} pipeline stages, which SGLang loads from disk only: "
                 "set rollout.weight_update=disk"
             )
         if server.version == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.router import Server
 from arealite.engine.broadcast import JOIN_TIMEOUT_S
@@ -130,7 +130,7 @@ class RemotevLLMEngine(RemoteEngine):
         missing = [e for e in _NEEDED if e not in server.endpoints]
         if missing:
             version = (await self.http.get(f"{server.url}/version", timeout_s=5))["version"]
-            raise ServerError(
+            raise ConfigError(
                 f"{server.address} is vLLM {version} without {', '.join(missing)}: 0.24 or later is needed, started with "
                 "VLLM_SERVER_DEV_MODE=1 (the launcher does so)"
             )

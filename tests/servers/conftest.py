@@ -113,7 +113,12 @@ def start_servers(
 ) -> RealServers:
     servers = RealServers(backend)
     config = launch_config(backend, model)
-    if backend == "vllm":  # adapters too, on the same server
+    # adapters too, on the same server
+    if backend == "sglang":
+        config.sglang |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all"}
+        config.sglang |= {"max_loras_per_batch": 2, "max_loaded_loras": 2}
+        config.sglang["lora_backend"] = "torch_native"
+    elif backend == "vllm":
         config.vllm |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
         config.vllm["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     for index in range(count):

@@ -149,9 +149,7 @@ def test_requests_wait_while_the_memory_is_lent_and_go_on_after(engine, models):
     assert torch.allclose(measured, forward(models[0], response), atol=TOLERANCE)
 
 
-def test_adapters_are_swapped_by_name(engine, models, servers, tmp_path):
-    if servers.backend == "sglang":
-        pytest.skip("SGLang does not start with LoRA on CPU")
+def test_adapters_are_swapped_by_name(engine, models, tmp_path):
     for version in (2, 3):
         folder, model = make_adapter(models[0], tmp_path / f"v{version}", seed=version)
         engine.update_weights(WeightUpdateMeta("disk", str(folder), version, is_adapter=True))

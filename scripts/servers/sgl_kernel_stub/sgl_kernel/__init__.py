@@ -22,3 +22,17 @@ _ops.define("init_cpu_threads_env(str cpuids) -> str")
 _ops.impl("init_cpu_threads_env", lambda cpuids: "", "CompositeExplicitAutograd")
 _ops.define("initialize(int size, int rank) -> ()")
 _ops.impl("initialize", lambda size, rank: None, "CompositeExplicitAutograd")
+
+
+def _without_pinning(make):
+    def made(*args, pin_memory=False, **kwargs):
+        return make(*args, **kwargs)
+
+    return made
+
+
+# Its LoRA layers ask for pinned memory, which only an accelerator has.
+if not torch.cuda.is_available():
+    for _name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
+        setattr(torch, _name, _without_pinning(getattr(torch, _name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self

@@ -1,0 +1,106 @@
+"""Versions of SGLang and vLLM that cannot be installed here: what they lack is worked around, or named. Stands-in answer what those versions would."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
+
+OLD_SGLANG = {
+    **{"/health": {}, "/get_model_info": {"weight_version": "default"}, "/generate": {}},
+    **{"/get_server_info": {"version": "0.5.17", "tp_size": 2, "device": "cuda", "dtype": "auto"}},
+    **{"/pause_generation": {}, "/continue_generation": {}, "/update_weights_from_disk": {}},
+    **{"/init_weights_update_group": {}, "/update_weights_from_distributed": {}},
+}
+OLD_VLLM = {
+    **{"/health": {}, "/version": {"version": "0.24.0"}, "/pause": {}, "/resume": {}},
+    **{"/v1/completions": {}, "/collective_rpc": {"results": ["cuda"]}},
+}
+
+
+class Stub:
+    """Knows these endpoints and no others; remembers what it was asked."""
+
+    def __init__(self, endpoints: dict[str, object]):
+        self.asked: list[str] = []
+        answers = {**endpoints, "/openapi.json": {"paths": endpoints}}
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.split("?")[0]
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stub.asked.append(path)
+                body = json.dumps(answers.get(path, {"detail": "Not Found"})).encode()
+                self.send_response(200 if path in answers else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable]:
+    made: list = []
+
+    def make(cls: type, endpoints: dict[str, object], **config) -> tuple:
+        stub = Stub(endpoints)
+        engine = cls(InferenceEngineConfig(setup_timeout_s=20, **config))
+        made.append((stub, engine))
+        engine.initialize([stub.address], train_batch_size=1)
+        return stub, engine, engine.router.servers[stub.address]
+
+    yield make
+    for stub, engine in made:
+        engine.destroy()
+        stub.server.shutdown()
+        stub.server.server_close()
+
+
+def test_older_sglang_is_asked_under_its_names(connect):
+    stub, engine, server = connect(RemoteSGLangEngine, OLD_SGLANG)
+    assert (server.kind, server.num_ranks, server.device) == ("sglang", 2, "cuda")
+    assert "/model_info" in stub.asked and "/get_server_info" in stub.asked
+    engine.update_weights(WeightUpdateMeta("disk", "/weights", 1))
+    assert "/update_weights_from_disk" in stub.asked and "/begin_weight_update" not in stub.asked
+    assert "/weights_checker" not in stub.asked
+
+
+def test_older_vllm_is_asked_by_completions_and_cannot_take_a_broadcast(connect):
+    stub, _, server = connect(RemotevLLMEngine, OLD_VLLM)
+    assert (server.kind, server.device, server.version) == (_BY_COMPLETIONS, "cuda", 0)
+    assert "/weight_info" not in stub.asked
+
+
+@pytest.mark.parametrize(
+    ("cls", "endpoints", "lacks", "message"),
+    [
+        (RemoteSGLangEngine, OLD_SGLANG, "/pause_generation", "SGLang 0.5.17, which lacks /pause"),
+        (RemotevLLMEngine, OLD_VLLM, "/pause", "vLLM 0.24.0 without /pause: 0.24 or later"),
+    ],
+)
+def test_a_version_that_cannot_be_used_is_named_at_once(connect, cls, endpoints, lacks, message):
+    rest = {path: answer for path, answer in endpoints.items() if path != lacks}
+    with pytest.raises(ConfigError, match=message):
+        connect(cls, rest)
+
+
+def test_pipeline_stages_of_sglang_load_from_disk_only(connect):
+    info = {"/get_server_info": {"version": "0.5.17", "pp_size": 2}}
+    with pytest.raises(ConfigError, match=r"2 pipeline stages.*set rollout.weight_update=disk"):
+        connect(RemoteSGLangEngine, OLD_SGLANG | info, weight_update="broadcast")
