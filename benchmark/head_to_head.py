@@ -73,28 +73,38 @@ class Case:
 
 
 class Server:
-    """A server process in a session of its own; frozen while others are measured."""
+    """A server process in a session of its own; frozen while others are measured.
 
-    def __init__(self, system: str, shape: str, command: list[str], port: int, folder: Path):
-        self.system, self.shape = system, shape
+    `commands` are ways to start it, best first: when one ends early, the next is tried.
+    """
+
+    def __init__(self, system: str, shape: str, commands: list[list[str]], port: int, folder: Path):
+        self.system, self.shape, self.commands, self.folder = system, shape, commands, folder
         self.url = f"http://127.0.0.1:{port}"
         self.dialect = "native"
         self.log = folder / f"{system}-{shape}.log"
+        self._start()
+
+    def _start(self) -> None:
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING"}
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                command,
+                self.commands.pop(0),
                 stdout=log,
                 stderr=log,
                 env=env,
                 start_new_session=True,
-                cwd=ROOT if system == OURS else folder,
+                cwd=ROOT if self.system == OURS else self.folder,
             )
         self.started_s = time.monotonic()
 
     def wait_until_ready(self, deadline: float) -> None:
         while not self._answers():
+            if self.process.poll() is not None and self.commands:
+                print(f"{self.system} {self.shape}: trying another way to start it", flush=True)
+                self.signal(signal.SIGKILL)
+                self._start()
             if self.process.poll() is not None or time.monotonic() > deadline:
                 tail = self.log.read_text(errors="replace")[-1500:]
                 raise RuntimeError(f"{self.system} {self.shape} did not start: {tail}")
@@ -153,7 +163,8 @@ def main() -> None:
     finally:
         for server in servers:
             server.end()
-        shutil.rmtree(folder, ignore_errors=True) if folder.name == "duel" else None
+        for shape in shapes:
+            shutil.rmtree(folder / shape, ignore_errors=True)
     report(duel, results)
 
 
@@ -203,7 +214,10 @@ def start(duel: Duel, system: str, shape: str, cases: list[Case], folder: Path) 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     made = COMMANDS[system](duel, folder / shape, shape, port, most, longest + 16, tokens)
-    return Server(system, shape, made, port, folder)
+    commands = [made]
+    if system == "vllm" and duel.device == "cuda":  # its answers are made by processes of their own
+        commands.insert(0, [*made, "--api-server-count", "4"])
+    return Server(system, shape, commands, port, folder)
 
 
 def our_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
@@ -287,10 +301,13 @@ def compete(duel: Duel, server: Server, cases: list[Case], results: dict) -> Non
         try:
             load.measure(server.url, server.dialect, warm, case.concurrency, duel.run_s)
             for _ in range(duel.repeats):
+                begin = time.monotonic()
                 rate = load.measure(
                     server.url, server.dialect, case.jobs, case.concurrency, duel.run_s
                 )
                 note(server.system, case, rate, results[case.name])
+                if time.monotonic() - begin > 20:  # long enough to be steady
+                    break
         except RuntimeError as error:
             print(f"{server.system} {case.name}: {error}", flush=True)
     server.end()

@@ -95,7 +95,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept = None
         for start in range(0, num, max(chunk, 1)):
             part = slice(start, start + chunk)
-            raw = torch.nn.functional.linear(hidden[rows[part]].to(weight.dtype), weight, bias)
+            raw = _head(hidden[rows[part]].to(weight.dtype), weight, bias)
             logp[part], lse[part], entropy[part] = measure(
                 raw, labels[part], settings.temperature, settings.softcap, settings.with_entropy
             )
@@ -125,10 +125,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(rows), max(chunk, 1)):
             part = slice(start, start + chunk)
             states = hidden[rows[part]].to(weight.dtype)
-            raw = kept if kept is not None else torch.nn.functional.linear(states, weight, bias)
+            raw = kept if kept is not None else _head(states, weight, bias)
             grad = differentiate(
                 raw, labels[part], lse[part], entropy[part], grad_logp[part],
                 None if grads[1] is None else grads[1][part], settings.temperature, settings.softcap,
+                weight.dtype,
             )  # fmt: skip
             grad_hidden[rows[part]] = (grad @ weight).to(hidden.dtype)
             if grad_weight is not None and several:
@@ -140,6 +141,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _head(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Raw logits `[C, V]`, on CUDA as the float32 sums they are: bf16 would round a logit of 20 to eighths, and the server does not."""
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    if not (plain and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
+        return torch.nn.functional.linear(states, weight, bias)
+    raw = torch.mm(states, weight.t(), out_dtype=torch.float32)
+    return raw if bias is None else raw.add_(bias)
 
 
 def _scaled(raw: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
@@ -161,8 +171,8 @@ def _measure(raw, labels, temperature, softcap, with_entropy):
     return logp, lse, lse - expected
 
 
-def _differentiate(raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap):
-    """Gradient of the raw logits `[C, V]`, in their type: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy)."""
+def _differentiate(raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap, dtype):
+    """Gradient of the raw logits `[C, V]`, as `dtype`: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy)."""
     logits = _scaled(raw, temperature, softcap)
     factor = grad_logp[:, None]
     if grad_entropy is not None:
@@ -171,7 +181,7 @@ def _differentiate(raw, labels, lse, entropy, grad_logp, grad_entropy, temperatu
     grad = grad.scatter_add(1, labels[:, None], grad_logp[:, None])
     if softcap is not None:
         grad = grad * (1.0 - (logits * (temperature / softcap)).square())
-    return (grad if temperature == 1.0 else grad / temperature).to(raw.dtype)
+    return (grad if temperature == 1.0 else grad / temperature).to(dtype)
 
 
 @cache

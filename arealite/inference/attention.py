@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from arealite.api.errors import ConfigError
-
 ATTENTION_NAME = "arealite_paged"
 
 
@@ -66,6 +64,8 @@ class PagedBatch:
         value: torch.Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write keys and values [1, Hkv, N, D], attend with queries [1, H, N, D]; returns [1, N, H, D]."""
         keys, values = self.keys[layer], self.values[layer]
@@ -74,7 +74,7 @@ class PagedBatch:
         values.view(-1, num_kv, dim).index_copy_(0, self.write_to, value[0].transpose(0, 1))
         query = query[0].transpose(0, 1)  # [N, H, D]
         parts = [
-            _attend(tile, query, keys, values, self.block_size, scale, window)
+            _attend(tile, query, keys, values, self.block_size, scale, window, softcap, sinks)
             for tile in self.tiles
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
@@ -95,13 +95,9 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; returns [1, N, H, D]."""
-    if s_aux is not None or softcap is not None:
-        raise ConfigError(
-            f"{type(module).__name__} uses attention sinks or soft-capping, which the embedded engine does not have: "
-            "serve this model with sglang or vllm"
-        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return paged.attention(module.layer_idx, query, key, value, scale, sliding_window), None
+    layer, window = module.layer_idx, sliding_window
+    return paged.attention(layer, query, key, value, scale, window, softcap, s_aux), None
 
 
 def _attend(
@@ -112,6 +108,8 @@ def _attend(
     block_size: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of one tile, [b * t, H, D]."""
     (b, t), (num_heads, dim), num_kv = tile.positions.shape, query.shape[1:], keys.shape[2]
@@ -119,6 +117,11 @@ def _attend(
     k = keys.index_select(0, tile.blocks).view(b, span, num_kv, dim).transpose(1, 2)
     v = values.index_select(0, tile.blocks).view(b, span, num_kv, dim).transpose(1, 2)
     q = query[tile.first : tile.first + b * t]
+    if softcap is not None or sinks is not None:
+        q = q.view(b, t, num_heads, dim).transpose(1, 2)
+        mask = tile.mask(block_size, window, q.dtype)
+        out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        return out.transpose(1, 2).reshape(b * t, num_heads, dim)
     if t == 1:
         # The query heads of one KV head stand in for query positions: keys are not repeated.
         mask = tile.mask(block_size, window, q.dtype)
@@ -137,6 +140,28 @@ def _attend(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv
         )
     return out.transpose(1, 2).reshape(b * t, num_heads, dim)
+
+
+def _explicit_attention(
+    q: torch.Tensor,  # [b, H, t, D]
+    k: torch.Tensor,  # [b, Hkv, L, D]
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What torch's own attention does not have: scores bounded by c·tanh(score / c), and a key per head that has no value."""
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights @ v.repeat_interleave(group, 1)
 
 
 def make_tile(first: int, positions: np.ndarray, tables: np.ndarray) -> Tile:

@@ -39,10 +39,13 @@ class DeviceBatch:
         value: torch.Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """For models that come through the attention interface: [1, H, N, D] in, [1, N, H, D] out."""
         write_cache(key[0], value[0], self, layer)
-        return attend(query[0].transpose(0, 1), self, layer, scale, window).unsqueeze(0)
+        query = query[0].transpose(0, 1)
+        return attend(query, self, layer, scale, window, softcap, sinks).unsqueeze(0)
 
 
 def tokens_per_tile(group: int) -> int:
@@ -53,9 +56,9 @@ def tokens_per_tile(group: int) -> int:
 def add_norm(
     delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual += delta, in place; returns RMSNorm(residual) * weight."""
+    """residual += delta, in place (in its own type); returns RMSNorm(residual) * weight in the weight's type."""
     n, size = residual.shape
-    out = torch.empty_like(residual)
+    out = torch.empty_like(residual, dtype=weight.dtype)
     block = triton.next_power_of_2(size)
     kernels.add_norm_kernel[(n,)](
         residual if delta is None else delta,
@@ -139,9 +142,18 @@ def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, laye
 
 
 def attend(
-    q: torch.Tensor, batch: DeviceBatch, layer: int, scale: float, window: int | None
+    q: torch.Tensor,
+    batch: DeviceBatch,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of queries [N, H, D] (last dimension dense) over the cache; returns [N, H, D]."""
+    """Attention of queries [N, H, D] (last dimension dense) over the cache; returns [N, H, D].
+
+    `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key that has no value.
+    """
     keys, values = batch.keys[layer], batch.values[layer]
     n, num_heads, dim = q.shape
     block_size, num_kv = keys.shape[1:3]
@@ -169,11 +181,13 @@ def attend(
         batch.table,
         batch.rows if decode else batch.tile_first,
         batch.rows if decode else batch.tile_count,
+        q if sinks is None else sinks,
         n,
         batch.table.stride(0),
         q.stride(0),
         q.stride(1),
         scale * LOG2_E,
+        (softcap or 1.0) * LOG2_E,
         H=num_heads,
         HKV=num_kv,
         G=group,
@@ -186,6 +200,8 @@ def attend(
         WINDOW=window or 0,
         DECODE=decode,
         PRECISE=precise,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=2 if decode else 8,
         num_stages=2 if precise else 3,
     )

@@ -35,7 +35,7 @@ def add_norm_kernel(
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + row + at, times(weight, (wide * scale).to(x.dtype)), mask=inside)
+    tl.store(out_ptr + row + at, times(weight, (wide * scale).to(weight.dtype)), mask=inside)
 
 
 @triton.jit
@@ -130,15 +130,16 @@ def write_cache_kernel(
 @triton.jit
 def attend_kernel(
     q_ptr, key_ptr, value_ptr, out_ptr, part_ptr, lse_ptr, row_ptr, pos_ptr, table_ptr,
-    first_ptr, count_ptr, num_tokens, table_stride, token_stride, head_stride, scale,
+    first_ptr, count_ptr, sink_ptr, num_tokens, table_stride, token_stride, head_stride, scale, softcap,
     H: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr,
+    WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of tokens of one sequence over the sequence's blocks. Grid (tiles, HKV, SPLITS).
 
     The query heads that share a KV head are packed into the rows of a tile (row m is token m // G, head m % G), so keys
-    and values are read once for all of them. `scale` holds log2(e), `WINDOW` 0 means none.
+    and values are read once for all of them. `scale` and `softcap` hold log2(e), `WINDOW` 0 means none. A sink is
+    a key of its own for each head, without a value: what the sums start from.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -166,6 +167,10 @@ def attend_kernel(
     table = table_ptr + tl.load(row_ptr + first).to(tl.int64) * table_stride
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sink_ptr + head, mask=valid, other=0.0).to(tl.float32)
+        peak = tl.where(split == 0, sink * 1.4426950408889634, peak)
+        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for start in range(begin, end, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -179,6 +184,8 @@ def attend_kernel(
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
             score = tl.dot(q, tl.trans(k)) * scale
+        if SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / softcap))))  # tanh
         seen = known[None, :] & (cols[None, :] <= pos[:, None])
         if WINDOW > 0:
             seen = seen & (cols[None, :] > pos[:, None] - WINDOW)

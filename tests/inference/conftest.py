@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +43,7 @@ SMALL = {
 }
 # SmolLM2 is Llama with three KV heads of nine and tied embeddings.
 SMOL = SMALL | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+EAGER = SMALL | {"attn_implementation": "eager"}  # the one that knows soft-capping and sinks
 FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
@@ -47,6 +52,20 @@ FAMILIES = {
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=11)),
     "qwen2-window": lambda: Qwen2ForCausalLM(
         Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    ),
+    "gemma2-softcap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **EAGER,
+            head_dim=16,
+            sliding_window=9,
+            attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=16,
+        )
+    ),
+    "gpt-oss-sinks": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **EAGER, head_dim=16, sliding_window=9, num_local_experts=4, num_experts_per_tok=2
+        )
     ),
 }
 

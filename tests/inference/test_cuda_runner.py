@@ -148,3 +148,34 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
     assert results[0] == results[1]
     expected = forward_logprobs(model, [3, 1, 4], results[0][0])
     torch.testing.assert_close(torch.tensor(results[0][1]), expected, atol=1e-4, rtol=0)
+
+
+def test_released_memory_comes_back_and_requests_go_on(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    before = run(engine, [5, 6, 7], temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    engine.release_memory().result(60)
+    waiting = submit_request(engine, [5, 6, 7], temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    if GPU:
+        assert next(engine.model.parameters()).device.type == "cpu"
+    engine.resume_memory().result(120)
+    assert waiting.result(120)[0].token_ids == before[0].token_ids
+
+
+@pytest.mark.skipif(not GPU, reason="bf16 products are a GPU's matter")
+def test_deterministic_mode_in_bfloat16(make_engine):
+    model = make_model("qwen3").bfloat16()
+    results = []
+    for company in (0, 3, 12):
+        engine = make_engine(model, deterministic=True)
+        others = [
+            submit_request(engine, p, max_new_tokens=20, ignore_eos=True, sampling_seed=50 + i)
+            for i, p in enumerate(prompts(company))
+        ]
+        asked = [
+            submit_request(engine, [3, 1, 4, i], max_new_tokens=40, sampling_seed=i, **extra)
+            for i, extra in enumerate(({}, {"top_p": 0.9}, {"repetition_penalty": 1.3}))
+        ]
+        results.append([(f.result(100)[0].token_ids, f.result(100)[0].logprobs) for f in asked])
+        [future.result(100) for future in others]
+    assert results[0] == results[1] == results[2]
