@@ -10,12 +10,15 @@ and a trainer as two processes, over the same rows, seeds and lengths, and take 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,6 +90,25 @@ def make_start(case: Case, work: Path) -> Path:
     return work / "model"
 
 
+@contextlib.contextmanager
+def side_by_side(work: Path) -> Iterator[dict[str, str]]:
+    """NVIDIA's MPS, where it is installed: kernels of two processes then share the GPU at the same time instead of in turns."""
+    daemon = "nvidia-cuda-mps-control"
+    if shutil.which(daemon) is None:
+        print("no MPS here: the two processes use the GPU in turns")
+        yield {}
+        return
+    folder = work / "mps"
+    folder.mkdir(exist_ok=True)
+    paths = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder) for kind in ("PIPE", "LOG")}
+    env = {**os.environ, **paths}
+    subprocess.run([daemon, "-d"], check=True, env=env, timeout=60)
+    try:
+        yield paths
+    finally:
+        subprocess.run([daemon], input="quit\n", text=True, check=True, env=env, timeout=60)
+
+
 def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, float]:
     case, trial = CASES[name], f"{name}-{side}"
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/async_task.py"]
@@ -94,9 +116,11 @@ def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, 
     command += [f"rollout.max_head_offpolicyness={ETA[side]}", f"cluster.fileroot={work}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
     env = {**os.environ, **case.env}
-    if case.visible_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = case.visible_gpus
-    subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
+    with contextlib.ExitStack() as stack:
+        if case.visible_gpus:
+            env |= stack.enter_context(side_by_side(work))
+            env["CUDA_VISIBLE_DEVICES"] = case.visible_gpus
+        subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     warm = rows[NUM_FILLING:]
@@ -140,6 +164,7 @@ def main() -> None:
             }
             times = [median[side]["seconds_per_step"] for side in ETA]
             line["speedup"][name], line["measured"][name] = times[0] / times[1], sides
+            print(json.dumps({name: line["speedup"][name], "of": median}), flush=True)
             for side, values in median.items():
                 rows.append([name, side, *(f"{values[c]:.3f}" for c in COLUMNS)])
             rows.append([name, f"{times[0] / times[1]:.2f} times as fast", *["" for _ in COLUMNS]])

@@ -333,3 +333,22 @@ def test_a_straggler_delays_a_batch_no_longer_than_a_step(executors):
     began = time.monotonic()
     assert 0 not in xs(executor.prepare_batch(data, workflow))
     assert 0.2 < time.monotonic() - began < 5
+
+
+def test_the_same_result_returned_again_and_again_is_counted_once_per_episode(executors):
+    """A workflow that keeps one result and hands it out for every row (a cache gone wrong) harms no account."""
+
+    class Cached(Echo):
+        kept = None
+
+        async def arun_episode(self, engine, data):
+            self.kept = self.kept or await super().arun_episode(engine, data)
+            return self.kept
+
+    executor, workflow = executors(max_head_offpolicyness=3), Cached()
+    for _ in range(6):
+        executor.submit({"x": 1}, workflow)
+    batch = executor.wait(6)
+    assert len(batch["group_ids"].unique()) == 6 and len(batch["rewards"]) == 12
+    assert executor.stats()["trained"] == 6 and executor.stats()["buffered"] == 0
+    executor.staleness.counts.check()
