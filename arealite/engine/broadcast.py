@@ -22,6 +22,8 @@ from arealite.utils.network import free_port, host_address
 from arealite.utils.weight_group import Spec, WeightGroup, buckets, get_outbox, specs_of
 
 JOIN_TIMEOUT_S = 20.0
+# For one tensor. A server that dies closes its connection; this is for one that was told to receive and does not.
+TRANSFER_TIMEOUT_S = 60.0
 # Has a server join the group with these settings: address and port of the master, rank of its first process, …
 Join = Callable[[Server, dict[str, Any]], Awaitable[None]]
 
@@ -29,9 +31,8 @@ Join = Callable[[Server, dict[str, Any]], Awaitable[None]]
 class WeightSender:
     """At most one group at a time. Used under the fleet's lock."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self) -> None:
         self.name = ""
-        self._timeout_s = timeout_s
         self._members: tuple[str, ...] = ()
         self._group: WeightGroup | None = None
 
@@ -77,7 +78,7 @@ class WeightSender:
         )
         settings = {"master_address": address, "master_port": port, "world_size": size}
         settings |= {"group_name": self.name, "backend": "gloo" if device == "cpu" else "nccl"}
-        limits = {"join_timeout_s": JOIN_TIMEOUT_S, "timeout_s": self._timeout_s}
+        limits = {"join_timeout_s": JOIN_TIMEOUT_S, "timeout_s": TRANSFER_TIMEOUT_S}
         make = partial(WeightGroup, address, port, 0, size, self.name, device=device, **limits)
         mine = asyncio.get_running_loop().run_in_executor(None, make)
         joining, rank = [], 1

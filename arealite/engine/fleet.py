@@ -7,10 +7,11 @@ after an update every server's fingerprint equals what the trainer published, or
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,41 +30,44 @@ FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 
 
-class Wire(Protocol):
+class Wire(abc.ABC):
     """How one kind of server is spoken to. Everything raises `ServerError` when the server cannot be reached."""
 
+    @abc.abstractmethod
     async def probe(self, server: Server) -> None:
         """Return when the server can generate, and learn its version and kind."""
-        ...
 
+    @abc.abstractmethod
     async def ping(self, server: Server, timeout_s: float) -> None: ...
 
+    @abc.abstractmethod
     async def pause_server(self, server: Server, mode: str) -> None:
         """Stop decoding: `abort` returns what is in flight, `in_place` keeps it."""
-        ...
 
+    @abc.abstractmethod
     async def continue_server(self, server: Server) -> None: ...
 
     def can_swap(self, server: Server) -> bool:
         """Whether `load_weights` may be called while the server generates."""
-        ...
+        return False
 
+    @abc.abstractmethod
     async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
         """Whatever must happen once before these servers load together."""
-        ...
 
+    @abc.abstractmethod
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
-        ...
 
+    @abc.abstractmethod
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         """What the server holds; None if it cannot tell."""
-        ...
 
+    @abc.abstractmethod
     async def release_memory(self, server: Server) -> None:
         """Have a paused server give its cache's memory back."""
-        ...
 
+    @abc.abstractmethod
     async def resume_memory(self, server: Server) -> None: ...
 
 

@@ -25,9 +25,8 @@ from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
 from arealite.engine.broadcast import WeightSender
 from arealite.engine.collecting import CollectingEngine
-from arealite.engine.fleet import Fleet
+from arealite.engine.fleet import Fleet, Wire
 from arealite.utils import distributed
-from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpClient, HttpError
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
@@ -107,7 +106,7 @@ class Progress:
         return self.request.gconfig.max_new_tokens - len(self.tokens)
 
 
-class RemoteEngine(CollectingEngine):
+class RemoteEngine(CollectingEngine, Wire):
     """A client of inference servers. `initialize` on every rank; only rank 0 connects."""
 
     def __init__(
@@ -120,7 +119,7 @@ class RemoteEngine(CollectingEngine):
             # servers may join a job that has a run directory, which is where its ledger lies
             self._members = Members(ledger_path and Path(ledger_path).parent, names)
         self.fleet = Fleet(config, self, self._members)
-        self.sender = WeightSender(config.setup_timeout_s)
+        self.sender = WeightSender()
         self._http: HttpClient | None = None
 
     # ----------------------------------------------------------------------------------- the wire format
@@ -130,39 +129,15 @@ class RemoteEngine(CollectingEngine):
         """Ask for `num_samples` continuations of the prompt and the tokens so far."""
 
     @abc.abstractmethod
-    async def probe(self, server: Server) -> None: ...
+    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        """Have the server join the process group over which weights are broadcast."""
 
     async def ping(self, server: Server, timeout_s: float) -> None:
         await self.http.get(f"{server.url}/health", timeout_s)
 
-    @abc.abstractmethod
-    async def pause_server(self, server: Server, mode: str) -> None: ...
-
-    @abc.abstractmethod
-    async def continue_server(self, server: Server) -> None: ...
-
-    def can_swap(self, server: Server) -> bool:
-        return False
-
     async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
         if meta.type == "broadcast":
             await self.sender.open(servers, meta, self.join_group)
-
-    @abc.abstractmethod
-    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
-        """Have the server join the process group over which weights are broadcast."""
-
-    @abc.abstractmethod
-    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None: ...
-
-    @abc.abstractmethod
-    async def fingerprints(self, server: Server) -> Fingerprints | None: ...
-
-    @abc.abstractmethod
-    async def release_memory(self, server: Server) -> None: ...
-
-    @abc.abstractmethod
-    async def resume_memory(self, server: Server) -> None: ...
 
     async def control(
         self,
