@@ -125,19 +125,20 @@ def gae(
     truncated: torch.Tensor,
     discount: float = 1.0,
     gae_lambda: float = 1.0,
+    final_values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns `[B, T]` over trained tokens only (arXiv 1506.02438).
 
     `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens are
-    passed over. After the last one, `V` is 0 if the episode ended, and the last value itself if it was `truncated`.
-    Returns are `A + V`. Both are 0 on tokens that are not trained.
+    passed over. After the last one, `V` is 0 if the episode ended; if it was `truncated`, the value of where it stopped
+    (`final_values [B]`), or for want of that the last token's own. Returns are `A + V`. Both are 0 on tokens that are not trained.
     """
     mask = loss_mask.bool()
     num_rows, length = mask.shape
-    positions = torch.arange(length, device=mask.device)
-    last = torch.where(mask, positions, -1).max(dim=1).values
-    bootstrap = values.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
-    next_value = torch.where(truncated.bool(), bootstrap, 0.0)
+    if final_values is None:
+        last = torch.where(mask, torch.arange(length, device=mask.device), 0).amax(dim=1)
+        final_values = values.gather(1, last[:, None]).squeeze(1)
+    next_value = torch.where(truncated.bool(), final_values, 0.0)
     next_advantage = values.new_zeros(num_rows)
     advantages = torch.zeros_like(values)
     for t in range(length - 1, -1, -1):

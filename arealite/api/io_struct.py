@@ -5,7 +5,7 @@ A training batch is a `dict[str, torch.Tensor]` and nothing else:
   packed form  `[N]` with `cu_seqlens [B + 1]` and `max_seqlen`.
 Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprobs` (of the policy that sampled),
 `versions` (weight version per token, -1 on what was not generated), `rewards [B]`, `group_ids [B]`, `truncated [B]`;
-later `prox_logp`, `ref_logp`, `values`, `advantages`, `returns`.
+later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`.
 Index `t` always speaks of token `t`: its log-prob is that of token `t` given what precedes it.
 """
 

@@ -16,7 +16,7 @@ from arealite.api.config_field import require_one_of as _require_one_of
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    type: str = _help("adamw, or adamw_bf16 (states in bfloat16, rounded stochastically).", "adamw")
+    type: str = _help("adamw; adamw_bf16 or adamw_8bit (its states in two bytes or one, rounded stochastically).", "adamw")
     lr: float = _help("Peak learning rate.", 1e-5)
     weight_decay: float = _help("Decoupled weight decay (not on biases and norms).", 0.01)
     beta1: float = _help("AdamW beta 1.", 0.9)
@@ -30,7 +30,7 @@ class OptimizerConfig:
     gradient_clipping: float = _help("Largest global gradient norm; 0 turns clipping off.", 1.0)
 
     def check(self) -> None:
-        _require_one_of("optimizer.type", self.type, ("adamw", "adamw_bf16"))
+        _require_one_of("optimizer.type", self.type, ("adamw", "adamw_bf16", "adamw_8bit"))
         kinds = ("constant", "linear", "cosine")
         _require_one_of("lr_scheduler_type", self.lr_scheduler_type, kinds)
         _require(self.lr > 0, f"the learning rate must be positive, got {self.lr}")
@@ -58,6 +58,7 @@ class TrainEngineConfig:
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train low-rank adapters of this rank instead of all weights; 0 is off.", 0)  # fmt: skip
     lora_targets: list[str] = _help("Names of the linear layers that get adapters; empty: all.", list)  # fmt: skip
+    freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
     logprob_chunk_size: int = _help("Tokens per chunk of the vocabulary projection.", 1024)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5)
     optimizer: OptimizerConfig | None = _help(

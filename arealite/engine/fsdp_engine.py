@@ -37,11 +37,13 @@ from arealite.engine.hf_model import (
     shard,
 )
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
-from arealite.engine.parallel import Layout, apply_tensor_parallel, check_layout, fold_pipeline
+from arealite.engine.parallel import Layout, check_layout, fold_pipeline
 from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
+from arealite.engine.tensor_parallel import apply_tensor_parallel
 from arealite.engine.vision import check_vision_layout, has_vision, take_vision
 from arealite.utils import device_weights, distributed
 from arealite.utils.data import (
+    is_per_token,
     pack,
     select_rows,
     seq_lengths,
@@ -140,9 +142,9 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             empty = load_model(
                 self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head
             )
-        self.module = PackedModel(empty, self.config, self.layout.cp_group)
         if self.parallel.tensor > 1:
             names = _names_of(apply_tensor_parallel(empty, self.layout), empty)
+        self.module = PackedModel(empty, self.config, self.layout)
         self._prepare_layers(empty)
         shard(self.module, full, self.layout.fsdp, self.config)
         if self.parallel.tensor > 1:
@@ -299,7 +301,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self, part: Batch, ids: torch.Tensor, lengths: list[int]
     ) -> PrefixPlan | None:
         wanted = self.config.share_prefix and "group_ids" in part and "loss_mask" in part
-        if not wanted or self.parallel.context > 1 or has_vision(self.hf_config):
+        if not wanted or self.module.ring or has_vision(self.hf_config):
             return None
         trained = part["loss_mask"].bool()
         first = torch.where(trained.any(1), trained.int().argmax(1), trained.shape[1])
@@ -383,7 +385,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         elif meta.type == "shm":
             self._write_shared(meta.path)
         else:
-            parameters = checkpoint.gathered_parameters(self)
+            parameters = checkpoint.gathered_parameters(self, borrow=True)
             put_outbox(meta.path, parameters, keep=distributed.rank() == 0)
 
     def _write_shared(self, path: str) -> None:
@@ -455,9 +457,12 @@ def _check_rows(batch: Batch) -> None:
 
 def _blank_row(batch: Batch) -> Batch:
     """One row of one token that takes part in nothing: every key is zero, so is its loss mask."""
-    length = batch["attention_mask"].shape[1]
-    blank = {k: v.new_zeros(1, *v.shape[1:]) for k, v in batch.items()}
-    blank = {k: v[:, :1] if v.dim() >= 2 and v.shape[1] == length else v for k, v in blank.items()}
+    blank = {
+        k: v.new_zeros(1, 1, *v.shape[2:])
+        if is_per_token(batch, k)
+        else v.new_zeros(1, *v.shape[1:])
+        for k, v in batch.items()
+    }
     blank["attention_mask"][:, 0] = 1
     return blank
 

@@ -35,9 +35,10 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.engine.lora import add_adapters
 from arealite.engine.packed_attention import ATTENTION, attention_kwargs, check_model
-from arealite.engine.parallel import sum_pieces
+from arealite.engine.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.shared_prefix import PrefixPlan
-from arealite.engine.vision import freeze_vision, has_vision, language_model
+from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
+from arealite.engine.vision import has_vision, language_model, vision_parameters
 
 
 class PackedModel(nn.Module):
@@ -47,18 +48,18 @@ class PackedModel(nn.Module):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: TrainEngineConfig,
-        context_group: dist.ProcessGroup | None = None,
+        self, model: PreTrainedModel, config: TrainEngineConfig, layout: Layout | None = None
     ):
         super().__init__()
         self.model = model
         self.chunk_size = config.logprob_chunk_size
         self.fused = config.compile
-        self.context_group = context_group
+        self.context_group = layout.cp_group if layout is not None else None
+        self.tensor_group = layout.tp_group if layout is not None else None
+        self.ring = layout is not None and not trades_heads(model.config, layout.strategy)
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.has_lm_head = model.get_output_embeddings() is not None
+        self.trains_vision = has_vision(model.config) and not config.freeze_vision
 
     def forward(
         self,
@@ -68,9 +69,41 @@ class PackedModel(nn.Module):
         with_entropy: bool,
         prefixes: PrefixPlan | None = None,
     ) -> Batch:
-        ids, positions, cu_seqlens, lengths, first = self._piece(mb, lengths)
+        hidden, first = self._hidden(mb, lengths, prefixes)
+        num_tokens, targets = len(mb["input_ids"]), mb["target_positions"]
+        if not self.has_lm_head:
+            targets = torch.arange(num_tokens, device=hidden.device)
+            rows, kept = self._rows(targets, first, len(hidden), prefixes)
+            values = self.model.score(hidden[rows]).squeeze(-1).float()
+            return {"values": self._whole(values, targets[kept], num_tokens)}
+        rows, kept = self._rows(targets - 1, first, len(hidden), prefixes)
+        targets = targets[kept]
+        logp, entropy = self._logprobs(
+            hidden, rows, mb["input_ids"][targets], temperature, with_entropy
+        )
+        outputs = {"logp": self._whole(logp, targets, num_tokens)}
+        if with_entropy:
+            outputs["entropy"] = self._whole(entropy, targets, num_tokens)
+        return outputs
+
+    def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None):
+        """Last states of the tokens that this rank computes, and which of all computed ones is its first."""
+        ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
         if prefixes is not None:
             ids, positions = ids[prefixes.unique], positions[prefixes.unique]
+        first = 0
+        if self.context_group is not None:
+            # Tokens are filled up to equal pieces; the filling is a sequence of its own.
+            size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
+            missing = -len(ids) % size
+            if missing:
+                ids = nn.functional.pad(ids, (0, missing))
+                positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
+                cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+                lengths = [*lengths, missing]
+                prefixes = None if prefixes is None else prefixes.filled(missing)
+            first = rank * (len(ids) // size)
+            ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
         images = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         positions = mb["rope_positions"][:, None] if "rope_positions" in mb else positions[None]
         outputs = self.model.base_model(
@@ -78,59 +111,51 @@ class PackedModel(nn.Module):
             position_ids=positions,
             use_cache=False,
             **images,
-            **attention_kwargs(cu_seqlens, lengths, self.context_group, prefixes),
+            **attention_kwargs(cu_seqlens, lengths, prefixes, self.context_group, self.ring),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
-        if prefixes is not None:
-            hidden = hidden.index_select(0, prefixes.expand)
-        if not self.has_lm_head:
-            values = self.model.score(hidden).squeeze(-1).float()
-            return {"values": self._whole(values, first, len(mb["input_ids"]))}
+        if self.trains_vision and not images:
+            # Other ranks may have images now: sharded parameters want a gradient from every rank.
+            hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
+        return hidden, first
+
+    def _rows(self, tokens: torch.Tensor, first: int, length: int, prefixes: PrefixPlan | None):
+        """Where the states of packed `tokens` lie in this rank's piece, and for which of them they do."""
+        rows = (tokens if prefixes is None else prefixes.expand[tokens]) - first
+        if self.context_group is None:
+            return rows, slice(None)
+        kept = ((rows >= 0) & (rows < length)).nonzero(as_tuple=True)[0]
+        return rows[kept], kept
+
+    def _logprobs(self, hidden, rows, labels, temperature: float, with_entropy: bool):
+        """Log-prob and entropy `[M]` of `labels` predicted from `rows` of `hidden`."""
         head = self.model.get_output_embeddings()
+        shard = VocabularyShard.of(head.weight, self.tensor_group)
+        if shard is not None:
+            return sharded_logprobs(
+                hidden[rows], shard, labels, temperature, self.softcap, self.chunk_size
+            )
+        # Rows that are used more than once (a shared prompt's last one) add their gradients up here.
+        states = hidden.index_select(0, rows)
+        numbers = torch.arange(1, len(labels) + 1, device=labels.device)
         logp, entropy = packed_logprobs(
-            hidden,
+            states,
             head.weight,
-            mb["input_ids"],
-            mb["target_positions"],
+            nn.functional.pad(labels, (1, 0)),
+            numbers,
             bias=head.bias,
             temperature=temperature,
             softcap=self.softcap,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
-            first_row=first,
             fused=self.fused,
         )
-        if self.context_group is not None:
-            logp, entropy = (sum_pieces(x, self.context_group) for x in (logp, entropy))
-        return {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
+        return logp[1:], entropy[1:]
 
-    def _piece(
-        self, mb: Batch, lengths: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
-        """This rank's tokens and positions, the sequences of all, and where its piece starts.
-
-        Tokens are filled up to equal pieces; the filling is a sequence of its own.
-        """
-        ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
-        if self.context_group is None:
-            return ids, positions, cu_seqlens, lengths, 0
-        size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
-        missing = -len(ids) % size
-        if missing:
-            ids = nn.functional.pad(ids, (0, missing))
-            positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
-            lengths = [*lengths, missing]
-        length = len(ids) // size
-        mine = slice(rank * length, (rank + 1) * length)
-        return ids[mine], positions[mine], cu_seqlens, lengths, rank * length
-
-    def _whole(self, values: torch.Tensor, first: int, num_tokens: int) -> torch.Tensor:
-        if self.context_group is None:
-            return values
-        padded = values.new_zeros(first + len(values) + num_tokens)
-        rows = torch.arange(first, first + len(values), device=values.device)
-        return sum_pieces(padded.index_copy(0, rows, values)[:num_tokens], self.context_group)
+    def _whole(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """`values` at `tokens`, zero at all others `[N]`, with those of the context group's other ranks."""
+        whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
+        return whole if self.context_group is None else sum_pieces(whole, self.context_group)
 
 
 def resolve_path(path: str) -> Path:
@@ -189,8 +214,9 @@ def load_model(
             raise ConfigError(
                 f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
             ) from error
-    if has_vision(hf_config):
-        freeze_vision(model)
+    if has_vision(hf_config) and config.freeze_vision:
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
     if config.lora_rank:
         add_adapters(model, config)
     model.train()

@@ -26,8 +26,8 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
     ]
     groups = [group for group in groups if group["params"]]
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if config.type == "adamw_bf16":
-        return LowMemoryAdamW(groups, **settings)
+    if config.type != "adamw":
+        return LowMemoryAdamW(groups, bits=8 if config.type == "adamw_8bit" else 16, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 

@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from arealite.api.errors import ConfigError
-from arealite.engine.parallel import heads_to_tokens, tokens_to_heads
-from arealite.engine.shared_prefix import PrefixPlan, SharedLayout, varlen_kwargs
+from arealite.engine.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
+from arealite.engine.shared_prefix import PrefixPlan, SharedLayout, plan_piece, varlen_kwargs
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -59,14 +59,23 @@ def check_model(config: PreTrainedConfig) -> None:
 def attention_kwargs(
     cu_seqlens: torch.Tensor,
     lengths: list[int],
-    context_group: dist.ProcessGroup | None = None,
     prefixes: PrefixPlan | None = None,
+    context_group: dist.ProcessGroup | None = None,
+    ring: bool = False,
 ) -> dict:
-    """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`."""
-    if prefixes is not None:
-        on_cuda = cu_seqlens.is_cuda
-        return varlen_kwargs(prefixes) if on_cuda else {"packed_layout": SharedLayout(prefixes)}
+    """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`.
+
+    With a context group the tokens of all its ranks are described (they fill equal pieces); in a ring, each rank's own.
+    """
     context = {} if context_group is None else {"context_group": context_group}
+    if context and ring:
+        size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
+        prefixes, context["ring_hops"] = plan_piece(lengths, size, rank)
+    if prefixes is not None:
+        prefixes = prefixes.to(cu_seqlens.device)
+        on_cuda = cu_seqlens.is_cuda
+        plan = varlen_kwargs(prefixes) if on_cuda else {"packed_layout": SharedLayout(prefixes)}
+        return context | plan
     if cu_seqlens.is_cuda:
         return context | {
             "cu_seq_lens_q": cu_seqlens,
@@ -156,15 +165,19 @@ def packed_attention(
     max_length_k: int | None = None,
     kv_index: torch.Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
+    ring_hops: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out.
 
     With a context group, each rank brings its piece of the tokens and gets it back, and attends with its share of heads
-    to all tokens in between.
+    to all tokens in between; in a ring, with all heads to its own and the earlier ones of its first sequence.
     """
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if context_group is not None:
+    if ring_hops is not None:
+        both = with_earlier_pieces(torch.stack([key, value], dim=1), ring_hops, context_group)
+        key, value = both.unbind(dim=1)
+    elif context_group is not None:
         query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
     if kv_index is not None:
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
@@ -179,7 +192,7 @@ def packed_attention(
             query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_k,
             max_length_q, max_length_k, scale=scaling, window_size=window, **_GQA,
         )  # fmt: skip
-    if context_group is not None:
+    if context_group is not None and ring_hops is None:
         out = heads_to_tokens(out, context_group)
     return out.unsqueeze(0), None
 

@@ -1,26 +1,25 @@
-"""How a model is spread over ranks: data (FSDP), context (Ulysses) and tensor (DTensor) parallel, in this order of nearness.
+"""How a model is spread over ranks: data (FSDP), context and tensor (DTensor) parallel, in this order of nearness.
 
 `Layout` says which ranks share what; it is checked against the model before anything is loaded. Ranks of one data-parallel index
 (its context and tensor neighbours) get the same batch. Context parallel cuts the packed tokens in equal pieces; around
-attention an all-to-all trades pieces for heads. Used by `FSDPEngine` and the packed attention.
+attention an all-to-all trades pieces for heads (Ulysses), or, where heads cannot be shared out, keys and values go round a ring. The
+tensor group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and the packed attention.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+_EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
 
 
 def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
@@ -38,26 +37,46 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
         raise AllocationError(
             f"the training side is {strategy} ({strategy.world_size} ranks), but {world_size} ranks were started"
         )
-    text = config.get_text_config()
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
-    kv_heads = kv_heads or heads
-    tensor, context = strategy.tensor, strategy.context
-    for what, size in (("attention heads", heads), ("key-value heads", kv_heads), ("intermediate size", text.intermediate_size)):  # fmt: skip
+    tensor, text = strategy.tensor, config.get_text_config()
+    if tensor == 1:
+        return
+    heads, kv_heads = _num_heads(config)
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": text.intermediate_size,
+             "experts": num_experts(config)}  # fmt: skip
+    for what, size in sizes.items():
         if size % tensor:
             raise AllocationError(
-                f"t{tensor} does not divide the model's {what} ({size}): use a divisor of it"
+                f"t{tensor} does not divide the model's {what} ({size}): use a divisor of it, or t1 and more of d or c"
             )
-    local, local_kv = heads // tensor, kv_heads // tensor
-    if local % context or (local_kv % context and context % local_kv):
+    plan = tensor_plan(config)
+    unknown = {s for s in plan.values() if s not in _STYLES + _EXPERT_STYLES}
+    if unknown or not plan:
         raise AllocationError(
-            f"c{context} gives each rank a share of {local} attention and {local_kv} key-value heads (after t{tensor}), which it "
-            "does not divide: use a smaller c"
+            f"model type {text.model_type!r} has parts without a tensor-parallel plan here ({sorted(unknown) or 'none at all'}): use t1 "
+            "and give those ranks to d (FSDP spreads the weights over them too) or c"
         )
-    unknown = {s for s in _plan(config).values() if s not in _STYLES}
-    if tensor > 1 and (unknown or not _plan(config)):
-        raise AllocationError(
-            f"model type {text.model_type!r} has parts without a tensor-parallel plan here ({sorted(unknown) or 'none at all'}): use t1"
-        )
+
+
+def _num_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    text = config.get_text_config()
+    return text.num_attention_heads, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)  # fmt: skip
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    text = config.get_text_config()
+    return getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+
+
+def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
+    """Whether context ranks can share out the heads that tensor parallel leaves them; otherwise they form a ring."""
+    heads, kv_heads = (n // strategy.tensor for n in _num_heads(config))
+    size = strategy.context
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """The model's own plan: a style for each kind of module, named relative to the decoder."""
+    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
 
 
 class Layout:
@@ -72,26 +91,6 @@ class Layout:
         self.cp_group = self.mesh.get_group("cp") if strategy.context > 1 else None
         self.tp_group = self.mesh.get_group("tp")
         self.dp_rank = self.mesh.get_local_rank("dp")
-
-
-def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[nn.Parameter]:
-    """Split linear layers by the model's own plan; returns replicated parameters whose gradients are partial.
-
-    Norms of single heads see only this rank's heads: their gradients must be summed over the tensor group.
-    """
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    partial: list[nn.Parameter] = []
-    for name, module in model.base_model.named_modules():
-        style = _plan(model.config).get(re.sub(r"\.\d+\.", ".*.", name))
-        if style in styles and isinstance(module, nn.Linear):
-            parallelize_module(module, layout.mesh["tp"], styles[style]())
-        elif style == "replicated_with_grad_allreduce":
-            partial += list(module.parameters())
-    return partial
-
-
-def _plan(config: PreTrainedConfig) -> dict[str, str]:
-    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
 
 
 # ---------------------------------------------------------------------------------------- context parallel
@@ -150,3 +149,43 @@ class _SumPieces(torch.autograd.Function):
 
 def sum_pieces(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _SumPieces.apply(value, group)
+
+
+def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor:
+    """Give `x` to the rank `step` places on in the ring, and take what comes from behind."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = torch.empty_like(x)
+    to, source = (dist.get_global_rank(group, (rank + s) % size) for s in (step, -step))
+    operations = [
+        dist.P2POp(dist.isend, x.contiguous(), to, group),
+        dist.P2POp(dist.irecv, received, source, group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
+class _Ring(torch.autograd.Function):
+    """Rows of the `hops` ranks before this one, the farthest first; gradients go back round the ring and add up on the way."""
+
+    @staticmethod
+    def forward(ctx, x, hops, group):
+        ctx.hops, ctx.group = hops, group
+        pieces = [x]
+        for _ in range(hops):
+            pieces.append(_shift(pieces[-1], group, 1))
+        return torch.cat(pieces[:0:-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        pieces = grad.chunk(ctx.hops)
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = _shift(total, ctx.group, -1) + piece
+        return _shift(total, ctx.group, -1), None, None
+
+
+@torch.compiler.disable
+def with_earlier_pieces(x: torch.Tensor, hops: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's rows `[n, …]`, then those of the `hops` ranks before it: `[(1 + hops)·n, …]`."""
+    return torch.cat([x, _Ring.apply(x, hops, group)]) if hops else x

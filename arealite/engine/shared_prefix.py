@@ -10,6 +10,7 @@ N packed tokens, U tokens that are computed, b rows of a bucket, s their own tok
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,36 @@ class PrefixPlan:
         """Computed tokens of each row."""
         return [segment.length for segment in self.segments]
 
-    def to(self, device: str) -> PrefixPlan:
+    def to(self, device: str | torch.device) -> PrefixPlan:
         return replace(self, unique=self.unique.to(device), expand=self.expand.to(device))
+
+    def filled(self, missing: int) -> PrefixPlan:
+        """With so many more computed tokens at the end, a sequence of their own."""
+        size = len(self.unique)
+        more = torch.arange(size, size + missing, device=self.unique.device)
+        segments = [*self.segments, Segment(size, missing, 0, 0)] if missing else self.segments
+        return PrefixPlan(torch.cat([self.unique, more]), torch.cat([self.expand, more]), segments)
+
+
+def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, int]:
+    """A ring rank's piece of the packed tokens: its sequences, the first of which may have begun in earlier pieces.
+
+    Keys are this rank's, then those of the `hops` ranks before it (the second result, the same on all ranks).
+    """
+    ends = torch.tensor(lengths).cumsum(0)
+    length = int(ends[-1]) // size
+    cuts = torch.arange(size) * length
+    begun = torch.cat([torch.zeros(1, dtype=torch.long), ends])
+    # tokens before each cut that belong to the sequence which it cuts
+    before = (cuts - begun[torch.searchsorted(ends, cuts, right=True)]).tolist()
+    hops = max(-(-count // length) for count in before)
+    inside = ends[(ends > rank * length) & (ends < (rank + 1) * length)] - rank * length
+    segments = [Segment(a, b - a, 0, 0) for a, b in pairwise([0, *inside.tolist(), length])]
+    begin = (1 + hops) * length - before[rank]
+    segments[0] = segments[0]._replace(prefix_start=begin, prefix_length=before[rank])
+    table = torch.tensor(segments)
+    expand = _ranges(table[:, [2, 0]].flatten(), table[:, [3, 1]].flatten())
+    return PrefixPlan(torch.arange(length), expand, segments), hops
 
 
 def plan_prefixes(

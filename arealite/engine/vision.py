@@ -2,8 +2,7 @@
 
 Rows carry what the model's processor made for their images, padded along dimension 1: `pixel_values` with `image_grid_thw [B, K, 3]`
 (Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`). Packing keeps the real ones only, in the
-order of their placeholders. The language model is trained; the vision tower and its projector are frozen, so that
-micro-batches with and without images can meet on different ranks.
+order of their placeholders. The language model is trained; the vision tower and its projector too, unless `freeze_vision` says so.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ def has_vision(config: PreTrainedConfig) -> bool:
 
 
 def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) -> None:
-    if has_vision(config) and strategy.tensor * strategy.context > 1:
+    if has_vision(config) and strategy.context > 1:
         raise AllocationError(
-            f"vision-language models train data parallel only; {strategy} asks for t{strategy.tensor} c{strategy.context}: set t1 c1"
+            f"images cannot be cut into context-parallel pieces, but {strategy} asks for c{strategy.context}: set c1 and give those "
+            "ranks to d or t"
         )
 
 
@@ -36,12 +36,11 @@ def language_model(model: PreTrainedModel) -> nn.Module:
     return getattr(model.base_model, "language_model", model)
 
 
-def freeze_vision(model: PreTrainedModel) -> None:
-    trained = {id(p) for p in language_model(model).parameters()}
+def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """What a vision-language model has besides its decoder and head: the tower and its projector."""
     head = model.get_output_embeddings()
-    trained |= {id(p) for p in head.parameters()} if head is not None else set()
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
+    language = {id(p) for part in (language_model(model), head) if part for p in part.parameters()}
+    return [p for p in model.parameters() if id(p) not in language]
 
 
 def vision_inputs(model: PreTrainedModel, rows: Batch) -> Batch:

@@ -11,6 +11,7 @@ from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer.sft import SFTTrainer
 from arealite.utils.config import load_config, run_main
@@ -34,6 +35,8 @@ class DPOTrainer(SFTTrainer):
         return collate_pairs(rows, self.tokenizer)
 
     def update(self, batch: Batch) -> dict[str, float]:
+        if self.engine.config.loss == "kto":
+            batch = with_mismatched(batch)
         if self.ref is not None:
             batch["ref_logp"] = self.ref.forward(batch)["logp"]
         return self.engine.train_dpo(batch)

@@ -12,6 +12,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
@@ -36,6 +37,8 @@ def main(argv: list[str]) -> None:
     with Run(config, spec, engine, dataloader=dataloader, tokenizer=tokenizer) as run:
         for step in run.steps():
             batch = collate_pairs(engine.share(next(batches)), tokenizer)
+            if config.model.loss == "kto":
+                batch = with_mismatched(batch)
             with run.phase("logp"):
                 if ref:
                     batch["ref_logp"] = ref.forward(batch)["logp"]

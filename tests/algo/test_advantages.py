@@ -92,12 +92,14 @@ def test_kl_estimators():
         kl_estimate(logp, ref, "k4")
 
 
-def naive_gae(rewards, values, mask, truncated, gamma, lam):
+def naive_gae(rewards, values, mask, truncated, gamma, lam, final=None):
     advantages = [[0.0] * len(row) for row in rewards]
     for i, row in enumerate(mask):
         trained = [t for t, m in enumerate(row) if m]
         advantage = 0.0
-        after = values[i][trained[-1]] if trained and truncated[i] else 0.0
+        after = 0.0
+        if trained and truncated[i]:
+            after = values[i][trained[-1]] if final is None else final[i]
         for t in reversed(trained):
             delta = rewards[i][t] + gamma * after - values[i][t]
             advantage = delta + gamma * lam * advantage
@@ -121,6 +123,16 @@ def test_gae_over_trained_tokens_only(gamma, lam):
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
     assert torch.equal(values, before)
+
+
+def test_gae_of_truncated_rows_goes_on_from_the_value_of_where_they_stopped():
+    torch.manual_seed(4)
+    mask = torch.rand(5, 12) < 0.6
+    rewards, values, final = torch.randn(5, 12), torch.randn(5, 12), torch.randn(5)
+    truncated = torch.tensor([0, 1, 0, 1, 1])
+    advantages, _ = gae(rewards, values, mask, truncated, 0.9, 0.8, final)
+    lists = (x.tolist() for x in (rewards, values, mask, truncated))
+    torch.testing.assert_close(advantages, torch.tensor(naive_gae(*lists, 0.9, 0.8, final.tolist())))  # fmt: skip
 
 
 def test_rewards_to_go_is_gae_without_critic():

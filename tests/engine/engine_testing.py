@@ -16,6 +16,7 @@ _SIZE = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+_THREE = _SIZE | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
 MODELS = {
     "qwen2": lambda: Qwen2Config(**_SIZE, tie_word_embeddings=True),
     "qwen2_window": lambda: Qwen2Config(
@@ -24,6 +25,10 @@ MODELS = {
     "qwen3": lambda: Qwen3Config(**_SIZE, head_dim=16),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZE, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
+    "three_heads": lambda: Qwen2Config(**_THREE, tie_word_embeddings=True),
+    "three_heads_window": lambda: Qwen2Config(
+        **_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
 }

@@ -9,7 +9,7 @@ from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four and eight processes on few cores
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 
 
@@ -41,14 +41,29 @@ def four_ranks():
     ranks.close()
 
 
-@pytest.mark.parametrize("layout", ["d2t2", "d2c2", "t2c2"])
-def test_combined_layouts_train_like_one_rank(model_dirs, four_ranks, tmp_path, layout):
-    expected = torch.tensor(_train(0, model_dirs["qwen2"], "d1", str(tmp_path)))
-    answers = four_ranks.run(_train, model_dirs["qwen2"], layout, str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen2", "d2t2"), ("qwen2", "d2c2"), ("qwen2", "t2c2"), ("qwen3_moe", "d2t2"), ("three_heads", "c4")],
+)  # fmt: skip
+def test_combined_layouts_train_like_one_rank(model_dirs, four_ranks, tmp_path, kind, layout):
+    check_like_one_rank(model_dirs[kind], four_ranks, tmp_path, layout)
+
+
+def test_all_three_at_once_on_eight_ranks(model_dirs, tmp_path):
+    ranks = Ranks(8)
+    try:
+        check_like_one_rank(model_dirs["qwen2"], ranks, tmp_path, "d2t2c2")
+    finally:
+        ranks.close()
+
+
+def check_like_one_rank(path, ranks, tmp_path, layout):
+    expected = torch.tensor(_train(0, path, "d1", str(tmp_path)))
+    answers = ranks.run(_train, path, layout, str(tmp_path), timeout_s=400)
     assert all(answer == answers[0] for answer in answers)
     assert torch.tensor(answers[0]).allclose(expected, rtol=1e-5)
 
-    one = FSDPLMEngine(engine_config(model_dirs["qwen2"], max_tokens_per_mb=30))
+    one = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30))
     one.initialize(SPEC)
     one.load(SaveLoadMeta(str(tmp_path / layout), "dcp", with_optim=True))
     assert one.train_lm(random_batch(LENGTHS, seed=2))["loss"] == pytest.approx(

@@ -9,6 +9,8 @@ from arealite.api.cli_args import PPOCriticConfig, PreferenceConfig
 from arealite.api.errors import DatasetError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
+from arealite.engine.dpo.pairs import with_mismatched
+from arealite.engine.packed_attention import bucket_layout
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.utils.data import select_rows
@@ -50,6 +52,19 @@ def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
     assert errors[-1] < 0.1 * errors[0]
     assert stats["value_error"] == pytest.approx(errors[-1], rel=1e-3)
     assert batch["values"][~mask].abs().sum() == 0
+
+
+def test_critic_values_where_a_row_stopped(model_dirs):
+    """The value after the last token is that of the same row with one more token behind it."""
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))
+    batch = random_batch(LENGTHS)
+    critic.compute_values(batch)
+    longer = random_batch([n + 1 for n in LENGTHS])
+    longer["input_ids"][:, : batch["input_ids"].shape[1]] = batch["input_ids"]
+    longer["loss_mask"] = longer["attention_mask"].clone()
+    values = critic.compute_values(longer)
+    expected = values[torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)]
+    torch.testing.assert_close(batch["final_values"], expected)
 
 
 def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
@@ -114,7 +129,7 @@ def dpo_engine(path, loss, **kwargs):
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_preferences_are_learned(model_dirs, loss):
     engine = dpo_engine(model_dirs["qwen2"], loss, lr=3e-3)
-    batch = pair_batch()
+    batch = with_mismatched(pair_batch()) if loss == "kto" else pair_batch()
     reference = engine.forward(batch)["logp"]
     if engine.config.needs_reference:
         with pytest.raises(TrainingError, match="ref_logp"):
@@ -124,11 +139,37 @@ def test_preferences_are_learned(model_dirs, loss):
     for _ in range(20):
         stats = engine.train_dpo(batch)
     change = ((engine.forward(batch)["logp"] - reference) * batch["loss_mask"]).sum(1)
-    good = batch["is_chosen"].bool()
+    change, good = (x[batch["pair_ids"] > 0] for x in (change, batch["is_chosen"].bool()))
     assert stats["loss"] < first["loss"]
     assert change[good].mean() > change[~good].mean()
     if loss == "dpo":
         assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the reference itself: −log σ(0)
+
+
+def test_kto_baseline_is_that_of_mismatched_rows(model_dirs):
+    engine = dpo_engine(model_dirs["qwen2"], "kto")
+    pairs = pair_batch()
+    batch = with_mismatched(pairs)
+    batch["ref_logp"] = engine.forward(batch)["logp"] - 0.1 * torch.rand(batch["loss_mask"].shape)
+    deltas = []
+    for side in (
+        1,
+        0,
+    ):  # the naive way: the prompt of each row, the answer of the next one of its side
+        rows = [i for i in range(8) if pairs["is_chosen"][i] == side]
+        for here, there in zip(rows, rows[1:] + rows[:1], strict=True):
+            prompt = [int(t) for t, a, m in zip(*(pairs[k][here] for k in ("input_ids", "attention_mask", "loss_mask")), strict=True) if a and not m]  # fmt: skip
+            answer = pairs["input_ids"][there][pairs["loss_mask"][there].bool()].tolist()
+            ids = torch.tensor(prompt + answer)
+            match = [r for r in range(8, 16) if batch["input_ids"][r, : len(ids)].equal(ids) and batch["attention_mask"][r].sum() == len(ids)]  # fmt: skip
+            assert len(match) == 1 and batch["pair_ids"][match[0]] == -1
+            logits = engine.model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], packed_layout=bucket_layout([len(ids)])).logits[0]  # fmt: skip
+            logp = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :]
+            reference = batch["ref_logp"][match[0]][len(prompt) : len(ids)]
+            deltas.append(float((logp - reference).sum().detach()))
+    assert engine._kto_baseline(batch) == pytest.approx(sum(deltas) / 8, rel=1e-4)
+    with pytest.raises(TrainingError, match="with_mismatched"):
+        engine.train_dpo(select_rows(batch, list(range(8))))
 
 
 def _dpo_on_rank(rank, path):

@@ -11,7 +11,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -90,8 +90,8 @@ def vlm_batch(kind):
     )
 
 
-def vlm_engine(path, **kwargs):
-    engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=32, **kwargs))
+def vlm_engine(path, parallel=None, **kwargs):
+    engine = FSDPLMEngine(engine_config(path, max_tokens_per_mb=32, **kwargs), parallel)
     engine.initialize(SPEC)
     return engine
 
@@ -135,21 +135,71 @@ def test_the_language_model_learns_and_vision_stays(vlm_dirs, kind, tmp_path):
         assert torch.equal(parameter, engine.model.get_parameter(name)), name
 
 
-def _losses_on_rank(rank, path):
-    engine = vlm_engine(path)
+def _losses_on_rank(rank, path, freeze_vision):
+    engine = vlm_engine(path, freeze_vision=freeze_vision)
     batch = vlm_batch("qwen")
     # rank 1 has no image at all
     rows = [0, 1, 2, 3] if rank is None else [[0, 2, 3], [1]][rank]
     return [engine.train_lm(select_rows(batch, rows))["loss"] for _ in range(4)]
 
 
-def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks):
-    one = _losses_on_rank(None, vlm_dirs["qwen"])
-    two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"])
+@pytest.mark.parametrize("freeze_vision", [True, False])
+def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks, freeze_vision):
+    one = _losses_on_rank(None, vlm_dirs["qwen"], freeze_vision)
+    two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"], freeze_vision)
     assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
 
 
-def test_layouts_other_than_data_parallel_are_refused(vlm_dirs):
+def test_images_are_not_cut_into_pieces(vlm_dirs):
     engine = FSDPEngine(engine_config(vlm_dirs["qwen"]))
-    with pytest.raises(AllocationError, match="data parallel only"):
-        check_vision_layout(engine.hf_config, ParallelStrategy(tensor=2))
+    with pytest.raises(AllocationError, match="set c1"):
+        check_vision_layout(engine.hf_config, ParallelStrategy(context=2))
+
+
+def _tensor_parallel_losses(rank, path, layout):
+    parallel = AllocationMode.from_str(layout).train
+    engine = vlm_engine(path, parallel, freeze_vision=False)
+    return [list(_picked(engine.train_lm(vlm_batch("qwen")))) for _ in range(3)]
+
+
+def _picked(stats):
+    return stats["loss"], stats["grad_norm"]
+
+
+def test_tensor_parallel_trains_like_one(vlm_dirs, two_ranks):
+    one = _tensor_parallel_losses(0, vlm_dirs["qwen"], "d1")
+    two = two_ranks.run(_tensor_parallel_losses, vlm_dirs["qwen"], "t2")
+    assert two[0] == two[1]
+    assert torch.tensor(two[0]).allclose(torch.tensor(one), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_the_vision_tower_is_trained_on_request(vlm_dirs, kind):
+    """Its gradient is that of plain transformers, one row at a time."""
+    engine = vlm_engine(vlm_dirs[kind], freeze_vision=False)
+    plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind], attn_implementation="eager")
+    batch = vlm_batch(kind)
+    found = {}
+    engine.config.optimizer.gradient_clipping = 0.0
+    engine.optimizer.step = lambda: found.update(
+        {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+    )
+    engine.train_lm(batch)
+    mask = batch["loss_mask"].bool()
+    for length, images, seed in [(14, 1, 0), (9, 0, 1), (21, 2, 2), (16, 1, 3)]:
+        single = row(kind, length, images, seed)
+        inputs = {"input_ids": single["input_ids"]}
+        if images:
+            inputs["pixel_values"] = single["pixel_values"][0]
+        if images and kind == "qwen":
+            inputs["image_grid_thw"] = single["image_grid_thw"][0]
+            inputs["mm_token_type_ids"] = (single["input_ids"] == IMAGE).int()
+        logp = plain(**inputs).logits[0, :-1].log_softmax(-1)
+        logp = logp.gather(-1, single["input_ids"][0, 1:, None]).squeeze(-1)
+        trained = single["loss_mask"][0, 1:].bool()
+        (-logp[trained].sum() / mask[:, 1:].sum()).backward()
+    tower = {n: p.grad for n, p in plain.named_parameters() if "vision" in n or "visual" in n}
+    assert sum(grad is not None and bool(grad.any()) for grad in tower.values()) > 5
+    for name, grad in tower.items():
+        if grad is not None:
+            torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-3, msg=name)

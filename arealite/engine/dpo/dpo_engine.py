@@ -1,7 +1,7 @@
 """`FSDPDPOEngine`: preference learning without a reward model: DPO, IPO, KTO, ORPO, SimPO.
 
 Batches are as for the reward model (`pair_ids`, `is_chosen`), with `loss_mask` on the answers; losses that compare with a
-reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`.
+reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`, KTO's of `with_mismatched(batch)`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.dpo.pairs import check_pairs, num_pairs, split_pairs
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import sequence_sums
+from arealite.utils.data import select_rows, sequence_sums
 
 
 class FSDPDPOEngine(FSDPEngine):
@@ -25,10 +25,12 @@ class FSDPDPOEngine(FSDPEngine):
     config: PreferenceConfig
 
     def train_dpo(self, batch: Batch) -> dict[str, float]:
-        return self.train_batch(batch, self._loss_fn(batch), self._weight())
+        loss_fn = self._loss_fn(batch)
+        return self.train_batch(_real_rows(batch), loss_fn, self._weight())
 
     def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
-        return self.eval_batch(batch, self._loss_fn(batch), self._weight())
+        loss_fn = self._loss_fn(batch)
+        return self.eval_batch(_real_rows(batch), loss_fn, self._weight())
 
     def _weight(self):
         """KTO averages over answers, the others over pairs."""
@@ -46,15 +48,21 @@ class FSDPDPOEngine(FSDPEngine):
         return partial(preference_loss, config=self.config, baseline=baseline)
 
     def _kto_baseline(self, batch: Batch) -> float:
-        """Mean log-ratio to the reference over the batch of all ranks, at least 0.
+        """How far the policy is from the reference: the mean log-ratio of mismatched rows of all ranks, at least 0 (arXiv 2402.01306 §4)."""
+        others = select_rows(batch, (batch["pair_ids"] < 0).nonzero().flatten())
+        mask = others["loss_mask"].bool()
+        delta = torch.where(mask, self.forward(others)["logp"] - others["ref_logp"], 0.0).sum()
+        stats = self.reduce_stats({"delta": Stat(delta, float(len(mask)))})
+        if "delta" not in stats:
+            raise TrainingError(
+                "KTO takes its baseline from prompts with answers to other prompts, and this batch has none: use "
+                "batch = with_mismatched(batch) before ref.forward(batch), and train_dataset.batch_size of at least 2 a rank"
+            )
+        return max(stats["delta"], 0.0)
 
-        The paper takes it from mismatched answers; the batch's own is the usual cheaper estimate.
-        """
-        logp = self.forward(batch)["logp"]
-        mask = batch["loss_mask"].bool()
-        delta = torch.where(mask, logp - batch["ref_logp"], 0.0).sum(dim=1)
-        stats = self.reduce_stats({"delta": Stat(delta.sum(), float(len(delta)))})
-        return max(stats.get("delta", 0.0), 0.0)
+
+def _real_rows(batch: Batch) -> Batch:
+    return select_rows(batch, (batch["pair_ids"] >= 0).nonzero().flatten())
 
 
 def num_answers(mb: Batch) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Preference pairs in packed micro-batches: checking them, matching chosen with rejected, sums over answers.
 
-Rows say explicitly which pair they belong to (`pair_ids > 0`; 0 marks a filler) and which side they are (`is_chosen`).
+Rows say explicitly which pair they belong to (`pair_ids > 0`; 0 marks a filler, −1 a mismatched row) and which side they are
+(`is_chosen`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch
+from arealite.utils.data import concat_padded, select_rows
 
 
 def check_pairs(batch: Batch) -> None:
@@ -22,6 +24,28 @@ def check_pairs(batch: Batch) -> None:
             f"preference rows do not pair up: {len(good)} chosen and {len(bad)} rejected rows; every pair_id needs one of "
             "each"
         )
+
+
+def with_mismatched(batch: Batch) -> Batch:
+    """`batch` and, for KTO's baseline, each prompt once more with an answer to another one (`pair_ids` −1, of the same side)."""
+    rows = []
+    for side in batch["is_chosen"].unique().tolist():
+        members = ((batch["is_chosen"] == side) & (batch["pair_ids"] > 0)).nonzero().flatten()
+        for row, other in zip(members.tolist(), members.roll(-1).tolist(), strict=True):
+            if row != other:
+                rows.append(_joined(batch, row, other))
+    return concat_padded([batch, *rows]) if rows else batch
+
+
+def _joined(batch: Batch, prompt_row: int, answer_row: int) -> Batch:
+    """The prompt of one row with the answer of another, as a batch of one row."""
+    one, other = (select_rows(batch, [row]) for row in (prompt_row, answer_row))
+    prompt = int(one["attention_mask"].sum() - one["loss_mask"].sum())
+    answer = other["loss_mask"].bool()
+    ids = torch.cat([one["input_ids"][:, :prompt], other["input_ids"][answer][None]], dim=1)
+    trained = torch.cat([torch.zeros_like(ids[:, :prompt]), other["loss_mask"][answer][None]], dim=1)  # fmt: skip
+    new = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": trained}
+    return {k: new.get(k, v) for k, v in one.items()} | {"pair_ids": torch.full((1,), -1)}
 
 
 def num_pairs(mb: Batch) -> torch.Tensor:

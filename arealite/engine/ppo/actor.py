@@ -71,8 +71,9 @@ class FSDPPPOActor(FSDPEngine):
             values = torch.zeros_like(rewards) if values is None else values
             truncated = batch.get("truncated", torch.zeros(len(mask)))
             advantages, returns = gae(
-                rewards, values, mask, truncated, config.discount, config.gae_lambda
-            )
+                rewards, values, mask, truncated,
+                config.discount, config.gae_lambda, batch.get("final_values"),
+            )  # fmt: skip
         if self.objective.norm_advantages:
             advantages = self._whitened(advantages, mask)
         if config.distill_coef:

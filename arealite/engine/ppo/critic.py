@@ -33,12 +33,16 @@ class FSDPPPOCritic(FSDPEngine):
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     def compute_values(self, batch: Batch) -> torch.Tensor:
-        """Values `[B, T]` of the trained tokens (0 elsewhere)."""
-        raw = self.forward(batch)["values"]
-        values = torch.zeros_like(raw)
-        values[:, 1:] = raw[:, :-1]
+        """Values `[B, T]` of the trained tokens (0 elsewhere). Adds `final_values [B]`, of what follows the last token.
+
+        Advantages of truncated sequences are bootstrapped from the latter.
+        """
         mean, std = self._scale()
-        return torch.where(batch["loss_mask"].bool(), values * std + mean, 0.0)
+        raw = self.forward(batch)["values"] * std + mean
+        last = (seq_lengths(batch) - 1).clamp(min=0)
+        batch["final_values"] = raw.gather(1, last[:, None]).squeeze(1)
+        values = torch.nn.functional.pad(raw[:, :-1], (1, 0))
+        return torch.where(batch["loss_mask"].bool(), values, 0.0)
 
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """`ppo_n_minibatches` steps on the value loss; statistics of each."""

@@ -1,0 +1,125 @@
+"""Vocabulary-parallel log-probs are those of the whole vocabulary, and shared prompts stay exact under context parallel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_testing import SPEC, engine_config, random_batch
+
+from arealite.algo.logprobs import packed_logprobs
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import PPOActorConfig
+from arealite.api.io_struct import Stat
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.ppo.critic import FSDPPPOCritic
+from arealite.engine.shared_prefix import plan_piece
+from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
+from arealite.utils import distributed
+
+LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
+
+
+def _logprobs(rank, softcap, temperature, sharded):
+    g = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(n, 8, generator=g, requires_grad=True) for n in (13, 20))
+    labels = torch.randint(0, 20, (13,), generator=g)
+    ups = torch.randn(2, 13, generator=g)
+    if sharded:
+        distributed.init_process_group("cpu")
+        rows = weight[10 * rank : 10 * rank + 10]
+        shard = VocabularyShard(rows, dist.group.WORLD)
+        logp, entropy = sharded_logprobs(states, shard, labels, temperature, softcap, 4)
+    else:
+        padded = torch.nn.functional.pad(labels, (1, 0))
+        logp, entropy = packed_logprobs(
+            states, weight, padded, torch.arange(1, 14), temperature=temperature, softcap=softcap, with_entropy=True
+        )  # fmt: skip
+        logp, entropy = logp[1:], entropy[1:]
+    (logp * ups[0] + entropy * ups[1]).sum().backward()
+    return [x.tolist() for x in (logp, entropy, states.grad, weight.grad)]
+
+
+@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (2.0, 0.7)])
+def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature):
+    expected = _logprobs(0, softcap, temperature, sharded=False)
+    first, second = two_ranks.run(_logprobs, softcap, temperature, True)
+    for name, want, a, b in zip(
+        ("logp", "entropy", "states"), expected, first, second, strict=False
+    ):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(want), msg=name)
+        assert a == b
+    torch.testing.assert_close(
+        torch.tensor(first[3]) + torch.tensor(second[3]), torch.tensor(expected[3])
+    )
+
+
+def _head_is_split(rank, path):
+    engine = FSDPEngine(engine_config(path), AllocationMode.from_str("t2").train)
+    engine.initialize(SPEC)
+    return [
+        tuple(m.weight.to_local().shape)
+        for m in (engine.model.get_input_embeddings(), engine.model.get_output_embeddings())
+    ]
+
+
+def test_no_rank_has_the_whole_vocabulary(model_dirs, two_ranks):
+    assert two_ranks.run(_head_is_split, model_dirs["llama"]) == [[(32, 32), (32, 32)]] * 2
+
+
+def _grouped(rank, path, layout, share):
+    """Log-probs and a gradient of a batch whose rows share prompts."""
+    engine = FSDPEngine(
+        engine_config(path, share_prefix=share, max_tokens_per_mb=64), AllocationMode.from_str(layout).train
+    )  # fmt: skip
+    engine.initialize(SPEC)
+    batch = random_batch([20] * 6)
+    batch["input_ids"][:, :6] = batch["input_ids"][batch["group_ids"] * 2, :6]
+    logp = engine.forward(batch)["logp"]
+    plans = [mb.prefixes is not None for mb in engine._micro_batches(batch)]
+    stats = engine.train_batch(
+        batch,
+        lambda out, mb: ((out["logp"] * mb["logprobs"]).sum(), {"x": Stat(torch.tensor(1.0))}),
+        lambda mb: mb["loss_mask"].sum(),
+    )
+    return logp.tolist(), stats["loss"], stats["grad_norm"], any(plans)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("qwen2", True), ("three_heads", False)])
+def test_prompts_are_shared_under_context_parallel(model_dirs, two_ranks, kind, shared):
+    expected = _grouped(0, model_dirs[kind], "d1", share=False)
+    for answer in two_ranks.run(_grouped, model_dirs[kind], "c2", True):
+        assert answer[3] == shared  # a ring computes them anew
+        torch.testing.assert_close(torch.tensor(answer[0]), torch.tensor(expected[0]))
+        assert answer[1:3] == pytest.approx(expected[1:3], rel=1e-5)
+
+
+def _values_and_entropy(rank, path, layout):
+    """A critic's values, and a policy step with an entropy bonus."""
+    parallel = AllocationMode.from_str(layout).train
+    batch = random_batch(LENGTHS)
+    torch.manual_seed(0)
+    critic = FSDPPPOCritic(engine_config(path), parallel)
+    critic.initialize(SPEC)
+    config = engine_config(path, PPOActorConfig, entropy_coef=0.1, skip_zero_advantage=False)
+    actor = FSDPPPOActor(config, parallel)
+    actor.initialize(SPEC)
+    batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update(batch)[0]
+    norm = critic.forward(batch)["values"].norm()
+    return [float(norm), stats["loss"], stats["grad_norm"], stats["entropy"]]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2", "t2"), ("qwen2", "c2"), ("three_heads", "c2")])  # fmt: skip
+def test_entropy_and_values_on_two_ranks(model_dirs, two_ranks, kind, layout):
+    expected = _values_and_entropy(0, model_dirs[kind], "d1")
+    for answer in two_ranks.run(_values_and_entropy, model_dirs[kind], layout):
+        assert answer == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_ring_asks_only_as_far_back_as_sequences_reach():
+    plan, hops = plan_piece([3, 5, 4], size=4, rank=1)  # pieces of 3: the second begins a sequence
+    assert hops == 1 and plan.segments[0].prefix_length == 0
+    plan, hops = plan_piece([3, 9], size=4, rank=3)
+    assert hops == 2 and plan.segments == [(0, 3, 3 * 3 - 6, 6)]
+    assert plan.expand.tolist() == [3, 4, 5, 6, 7, 8, 0, 1, 2]
