@@ -71,7 +71,7 @@ def finish(process: subprocess.Popen, folder: Path, steps: int, timeout_s: float
 
 
 SGLANG = [pytest.mark.sglang, pytest.mark.timeout(500)]
-VLLM = [pytest.mark.vllm, pytest.mark.timeout(600)]
+VLLM = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, back
     mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 15
     argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps, way)
     process = start("local", argv)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 480
     while len(checks(tmp_path)) < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
