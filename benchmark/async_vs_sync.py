@@ -2,8 +2,8 @@
 
     python benchmark/async_vs_sync.py [--case lognormal] [--case slow_reward] [--case one_gpu] [--runs 1] [--steps N]
 
-Cases: `lognormal`, on CPU, generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, rewards that wait a second; `one_gpu`, a
-0.5B model (random weights) on one GPU that server and trainer share, log-normal answers. Both sides run through the launcher with an embedded server
+Cases: `lognormal`, on CPU, generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, rewards that wait a second; `one_gpu`, the
+layers of a 0.5B model (random weights, 1,024 tokens of vocabulary so that it learns within the run) on one GPU that server and trainer share, log-normal answers. Both sides run through the launcher with an embedded server
 and a trainer as two processes, over the same rows, seeds and lengths, and take turns. The first steps, which fill the pipeline, are left out of the times.
 """
 
@@ -36,7 +36,7 @@ from reverse import make_model, make_tokenizer  # noqa: E402
 ETA = {"synchronous": 0, "asynchronous": 4}
 NUM_FILLING = 5  # steps
 GPU_SHAPE = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-                 num_key_value_heads=2, vocab_size=151936)  # fmt: skip
+                 num_key_value_heads=2, vocab_size=1024)  # fmt: skip
 TINY_SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
                   num_key_value_heads=1, vocab_size=512)  # fmt: skip
 
@@ -54,7 +54,7 @@ ON_CPU = ("server.context_length=512", "server.max_total_tokens=131072")
 ON_GPU = (
     "server.device=cuda", "server.dtype=bfloat16", "server.context_length=2304", "server.max_total_tokens=700000",
     "server.max_running_requests=512", "actor.device=cuda", "actor.dtype=bfloat16", "actor.max_tokens_per_mb=32768",
-    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=1e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
+    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=3e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
 )  # fmt: skip
 HALVES = {"BENCH_TASK": "halves", "BENCH_SIGMA": "1.2"}
 CASES = {

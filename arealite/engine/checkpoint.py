@@ -58,13 +58,13 @@ def gathered_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate.
 
-    In the published type and a copy; with `borrow` as it is, for whoever copies it at once.
+    A copy; with `borrow` perhaps the parameter itself, for whoever copies it at once.
     """
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in engine.model.named_parameters():
         if not lora.is_adapter(name):
             value = lora.merged(engine.model, name, _whole(parameter, borrow))
-            yield lora.plain_name(name), value if borrow else value.to(dtype)
+            yield lora.plain_name(name), value.to(dtype)
 
 
 def _export(
