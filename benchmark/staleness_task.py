@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
-    rows, valid_rows = make_rows(8192, seed=config.seed), make_rows(512, seed=99, held_out=True)
+    rows, valid_rows = make_rows(16384, seed=config.seed), make_rows(512, seed=99, held_out=True)
     trainer = PPOTrainer(config, rows, tokenizer, valid_rows)
     hold_back(trainer.rollout, config.train_dataset.batch_size)
     trainer.train(workflow)
