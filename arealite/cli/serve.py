@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 
+from transformers.utils.logging import disable_progress_bar
+
 from arealite.api.cli_args import ServerConfig
 from arealite.core.membership import Lease
 from arealite.inference.engine import Engine
@@ -24,6 +26,7 @@ from arealite.utils.process import die_with_parent
 
 def main(argv: list[str]) -> int:
     config = load_config(argv, ServerConfig)
+    disable_progress_bar()  # a log is no place for bars
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     sock = bind(config)
