@@ -1,17 +1,19 @@
 """How long from the command to the first rollout, for each launcher? Prints a table and one JSON line.
 
-    python benchmark/launch.py [local torchrun slurm ray]
+    python benchmark/launch.py [--rounds 3] [local torchrun slurm ray controller]
 
 A tiny random model, one embedded server and one trainer rank on this machine. The clock starts before the launcher's process and stops when the
-first training batch has been collected. Ray and Slurm run on clusters of one machine that are up already, as they would be; a launcher
-whose cluster cannot be made here is left out, with the reason.
+first training batch has been collected; medians over rounds in which the launchers take turns. Ray and Slurm run on clusters of one machine that are
+up already, as they would be; `controller` is Ray's controller mode. A launcher whose cluster cannot be made here is left out, with the reason.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,13 +26,18 @@ sys.path.insert(0, str(ROOT))
 from benchmark.common import describe_machine, print_table  # noqa: E402
 from tests.launcher.slurm_cluster import SlurmCluster, why_not  # noqa: E402
 from tests.servers.conftest import make_model  # noqa: E402
-from tests.servers.test_training import SCRIPT, arguments  # noqa: E402
+from tests.servers.test_training import arguments  # noqa: E402
+
+EXAMPLE = ROOT / "examples" / "arealite" / "gsm8k_grpo.py"
+LAUNCHERS = ["local", "torchrun", "slurm", "ray", "controller"]
 
 
 def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str, str]) -> dict:
     """Seconds until servers are ready, until the first batch, and until everything has ended."""
     argv = arguments(folder, "embedded", model, rows, "embedded.d1p1t1+d1p1t1", steps=1)
-    command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(SCRIPT), *argv]
+    argv += ["controller=true"] if launcher == "controller" else []
+    module = "ray" if launcher == "controller" else launcher
+    command = [sys.executable, "-m", f"arealite.launcher.{module}", str(EXAMPLE), *argv]
     began = time.time()
     result = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     ended = time.time()
@@ -39,7 +46,7 @@ def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str,
     run = folder / "e" / "t"
     step = json.loads((run / "stats.jsonl").read_text().splitlines()[0])
     first_s = step["time"] - began - step["time/step"] + step.get("time/rollout", 0.0)
-    return {"launcher": launcher, "to_first_rollout_s": first_s, "to_end_s": ended - began}
+    return {"to_first_rollout_s": first_s, "to_end_s": ended - began}
 
 
 @contextlib.contextmanager
@@ -53,7 +60,7 @@ def cluster(launcher: str, folder: Path):
             return
         with SlurmCluster(folder / "slurm", nodes=1) as made:
             yield made.env
-    elif launcher == "ray":
+    elif launcher in ("ray", "controller"):
         try:
             from ray.cluster_utils import Cluster
         except ImportError:
@@ -62,7 +69,7 @@ def cluster(launcher: str, folder: Path):
             return
         # As the others, for a fair comparison.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
         yield {"RAY_ADDRESS": made.address}
         made.shutdown()
     else:
@@ -70,21 +77,32 @@ def cluster(launcher: str, folder: Path):
 
 
 def main() -> None:
-    launchers = sys.argv[1:] or ["local", "torchrun", "slurm", "ray"]
-    results = []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("launchers", nargs="*", default=LAUNCHERS)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    found: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model", seed=0)
         rows = folder / "gsm8k.jsonl"
         row = {"question": "1 + 1?", "answer": "#### 2"}
         rows.write_text("".join(json.dumps(row) + "\n" for _ in range(16)))
-        for launcher in launchers:
-            with cluster(launcher, folder) as env:
-                if env is not None:
-                    results.append(measure(launcher, folder / launcher, model, rows, env))
-    columns = ["launcher", "to_first_rollout_s", "to_end_s"]
-    print_table(columns, [[row[c] if isinstance(row[c], str) else f"{row[c]:.1f}" for c in columns] for row in results])  # fmt: skip
-    print(json.dumps({"benchmark": "launch", **describe_machine(), "results": results}))
+        for number in range(given.rounds):
+            for launcher in given.launchers:
+                here = folder / f"{launcher}{number}"
+                with cluster(launcher, here) as env:
+                    if env is not None:
+                        took = measure(launcher, here, model, rows, env)
+                        found.setdefault(launcher, []).append(took)
+    keys = ["to_first_rollout_s", "to_end_s"]
+    results = {
+        launcher: {key: statistics.median(took[key] for took in all_took) for key in keys}
+        for launcher, all_took in found.items()
+    }
+    print_table(["launcher", *keys], [[n, *(f"{r[k]:.1f}" for k in keys)] for n, r in results.items()])  # fmt: skip
+    about = {"benchmark": "launch", "rounds": given.rounds, **describe_machine()}
+    print(json.dumps({**about, "results": results}))
 
 
 if __name__ == "__main__":

@@ -72,16 +72,17 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Servers and ranks of one run, placed on nodes. Devices are indices among those of a node; without `on_gpu` only places."""
+    """Servers and ranks of one run, placed on nodes. Devices are indices among those of a node; without `on_gpu` only places.
+
+    In controller mode the only rank is the driver, and `engines` have ranks that Ray places.
+    """
 
     mode: AllocationMode
     servers: tuple[ServerPlan, ...]
     ranks: tuple[RankPlan, ...]
     threads: int
     on_gpu: bool
-    engines: tuple[
-        str, ...
-    ] = ()  # controller mode: who has ranks of its own; the only rank of the plan is the driver
+    engines: tuple[str, ...] = ()
 
     def servers_on(self, node: int) -> list[ServerPlan]:
         return [s for s in self.servers if any(n == node for n, _ in s.places)]
@@ -115,8 +116,7 @@ class Plan:
 def read_launch_config(script: str, argv: list[str], controls: bool = False) -> LaunchConfig:
     """What `script` will be configured with by `argv`. Whatever it would refuse is refused here, before anything starts.
 
-    `controls`: whether the launcher has a controller mode. The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here;
-    for any other the script itself is run once in check mode, in which `load_config` ends the process.
+    `controls` says whether the launcher has a controller mode.
     """
     config = _read(script, argv)
     if config.controller and not controls:
@@ -125,6 +125,8 @@ def read_launch_config(script: str, argv: list[str], controls: bool = False) -> 
 
 
 def _read(script: str, argv: list[str]) -> LaunchConfig:
+    """The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here; for any
+    other the script itself is run once in check mode, in which `load_config` ends the process."""
     if not script.endswith(".py"):
         return _view(load_plain(argv), "")
     if not Path(script).is_file():
@@ -190,7 +192,7 @@ def _view(values: Any, text: str) -> LaunchConfig:
     model = values.get("actor") or values.get("model") or {}
     config.model_path = config.server.model_path or model.get("path", "")
     config.train_device = model.get("device", "auto")
-    config.models = [name for name in _MODELS if (values.get(name) or {}).get("path")]
+    config.models = [n for n in _MODELS if (values.get(n) or {}).get("path")] or ["model"]
     rollout = values.get("rollout") or {}
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "disk")

@@ -1,7 +1,8 @@
 """On a Slurm cluster: `python -m arealite.launcher.slurm script.py --config file.yaml cluster.n_nodes=4 … [--dry-run]`.
 
 Writes a batch script one can read (slurm.sh in the run directory), submits it, and follows rank 0's output until the job ends; Ctrl+C cancels the
-job. One task per node runs `arealite.launcher.node`. A requeued or preempted job runs the same script again and, with `recover.mode=auto`, resumes.
+job. One task per node runs `arealite.launcher.node`. A requeued or preempted job runs the same script again and, with `recover.mode=auto`, resumes; one that
+failed is submitted again (`recover.retries`).
 Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.launcher.job import Follower, Job
-from arealite.launcher.local import command_line
+from arealite.launcher.local import command_line, run_attempts
 from arealite.launcher.plan import cluster_slots, read_launch_config
 from arealite.utils.config import run_main
 
@@ -36,23 +37,25 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     devices, on_gpu = cluster_slots(config)
     script = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
     job = Job(config, script, argv, devices, on_gpu)
-    path = job.run_dir.path / "slurm.sh"
-    text = batch_script(job)
     if dry_run:
-        print(f"{job.describe()}\n\n{path}:\n{text}")
+        print(f"{job.describe()}\n\n{job.run_dir.path / 'slurm.sh'}:\n{batch_script(job)}")
         return 0
     job.plan()
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no `sbatch` here: run this on a login node of a Slurm cluster")
-    job.save()
-    path.write_text(text)
+    try:
+        return run_attempts(job, _submit)
+    finally:
+        for folder in job.run_dir.names.glob(f"{job.id}-*"):  # of every requeueing
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _submit(job: Job) -> int:
+    path = job.run_dir.path / "slurm.sh"
+    path.write_text(batch_script(job))
     job_id = _client("sbatch", "--parsable", str(path)).split(";")[0]
     print(f"Slurm job {job_id}, run directory {job.run_dir.path}", flush=True)
-    try:
-        return _follow(job, job_id)
-    finally:
-        for folder in job.run_dir.names.glob(f"{job.id}-*"):  # of every attempt
-            shutil.rmtree(folder, ignore_errors=True)
+    return _follow(job, job_id)
 
 
 def batch_script(job: Job) -> str:
@@ -70,7 +73,7 @@ def batch_script(job: Job) -> str:
         flags["gres"] = f"gpu:{len(job.devices[0])}"
     flags |= {k: v for k, v in given.items() if k not in _OURS and not k.startswith("container")}
     containers = {k: v for k, v in given.items() if k.startswith("container")}
-    node = [sys.executable, "-m", "arealite.launcher.node", str(job.run_dir.path / "job.json")]
+    node = [sys.executable, "-m", "arealite.launcher.node", str(job.path)]
     srun = ["srun", "--kill-on-bad-exit=1", "--label", *_flags(containers)]
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {flag}" for flag in _flags(flags)]
@@ -136,7 +139,7 @@ def _report(job: Job, job_id: str, state: str, code: int) -> int:
     print(
         f"the last lines of {log}:", *(f"  | {line}" for line in lines), sep="\n", file=sys.stderr
     )
-    return code or 1
+    return 128 + signal.SIGTERM if state == "CANCELLED" else code or 1
 
 
 def _state(job_id: str) -> tuple[str, int]:

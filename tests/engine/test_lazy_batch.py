@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
+from arealite.trainer.evaluate import evaluate
 
 
 class Ended:
@@ -64,6 +65,19 @@ def test_reading_a_column_fetches_it_alone_and_once(batch, fetched):
     assert (torch.ones(3) + rewards).tolist() == [2, 3, 4] and bool((rewards > 0).all())
     assert fetched == ["rewards"]
     assert batch["versions"].tensor().tolist() == [[1, 1, -1], [1, 1, 1], [1, 1, 1]], "padded alike"
+
+
+def test_an_evaluation_reads_three_columns(fetched):
+    shares = [{"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0]), "loss_mask": torch.ones(2, 3), "input_ids": torch.ones(2, 3)},
+              {"rewards": torch.tensor([0.0, 0.0]), "group_ids": torch.tensor([1, 1]), "loss_mask": torch.ones(2, 5), "input_ids": torch.ones(2, 5)}]  # fmt: skip
+
+    class Rollout:
+        def rollout_batch(self, rows, workflow):
+            return LazyBatch([Layer(Ended(shares, fetched))])
+
+    found = evaluate(Rollout(), [], None)
+    assert found["eval/reward"] == 0.25 and found["eval/best_of_group"] == 0.5
+    assert found["eval/answer_len"] == 4 and set(fetched) == {"rewards", "group_ids", "loss_mask"}
 
 
 def test_predictions_do_not_wait_for_each_other(batch, fetched):

@@ -93,9 +93,9 @@ def ray_cluster():
         pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
     # By default Ray's workers give way to everything else, and on a busy machine never get their turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 12, "num_gpus": 0})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 10, "num_gpus": 0})
     for _ in range(3):
-        made.add_node(num_cpus=1, num_gpus=4)
+        made.add_node(num_cpus=4, num_gpus=4)
     yield made
     made.shutdown()
 

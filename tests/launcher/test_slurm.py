@@ -119,7 +119,7 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
     else:
         slurm_cluster.client("scancel", "--user=root")
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == (130 if how == "ctrl-c" else 1), out
+    assert process.returncode == (130 if how == "ctrl-c" else 143), out
     assert ("cancelling Slurm job" if how == "ctrl-c" else "CANCELLED") in out
     wait_until_gone(work, 30)
 
@@ -140,4 +140,14 @@ def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
     assert "attempt 0" in out and "attempt 1" in out and "COMPLETED" in out
+    wait_until_gone(work, 30)
+
+
+@pytest.mark.slurm
+def test_a_failed_job_is_submitted_again(work, arguments, slurm_cluster):
+    argv = on_cpu(arguments, "tokenizer_path=once", "recover.mode=auto", "recover.retries=1", "cluster.n_gpus_per_node=2", mode="sglang.d1+d1")  # fmt: skip
+    process = start(slurm_cluster, argv)
+    out, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, out
+    assert "FAILED" in out and "attempt 1" in out and "COMPLETED" in out
     wait_until_gone(work, 30)

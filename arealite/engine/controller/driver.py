@@ -158,13 +158,14 @@ class Driver:
             self._seconds[f"time/{what}"] = self._seconds.get(f"time/{what}", 0.0) + took_s
 
     def _explain(self, error: Any, call: Call, rank: int) -> NoReturn:
-        if isinstance(error, self.ray.exceptions.RayTaskError):
-            raise error.cause from error  # as if it had been raised here
-        name = call.engine.name if call.engine else ""
-        reason = str(error).split("Some common causes")[0].strip().splitlines()[-1].strip()
+        cause = getattr(error, "cause", error)
+        if not isinstance(cause, self.ray.exceptions.RayError):
+            raise cause from error  # as if it had been raised here
+        name = call.engine.name if call.engine else "the driver"
+        reason = str(cause).split("Some common causes")[0].strip().splitlines()[-1].strip()
         raise TrainingError(
-            f"rank {rank} of {name} died during {call.method}: {reason}\nIts log is {self.log(name, rank)}. With recover.mode=auto and "
-            "recover.retries the launcher starts again from the recover checkpoint"
+            f"rank {rank} of {name} died, or lost its data, during {call.method}: {reason}\nIts log is {self.log(name, rank)}. With "
+            "recover.mode=auto and recover.retries the launcher starts again from the recover checkpoint"
         ) from error
 
     def take_stats(self) -> dict[str, float]:

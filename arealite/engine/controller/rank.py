@@ -62,7 +62,7 @@ class RankActor:
     """`main` is what `multiprocessing` tells a child of its parent's script, so that classes and functions defined there are found here."""
 
     def __init__(self, main: dict[str, Any]):
-        log = os.open(os.environ[LOG_FILE_ENV], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(os.environ[LOG_FILE_ENV], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log, stream.fileno())
@@ -89,7 +89,7 @@ class RankActor:
         self.kept[number] = pickle.loads(thing)
 
     def get(self, name: str) -> Any:
-        return getattr(self.engine, name)
+        return _plain(name, getattr(self.engine, name))
 
     def set(self, name: str, value: Any) -> None:
         setattr(self.engine, name, value)
@@ -157,9 +157,9 @@ def _merge(layers: list[dict[str, str] | None], stored: tuple[Stored, ...]) -> l
 def _plain(method: str, value: Any) -> Any:
     """Tensors do not go to the driver by accident."""
     inside = value.values() if isinstance(value, dict) else [value]
-    if any(isinstance(item, torch.Tensor) for item in inside):
+    if any(isinstance(item, torch.Tensor | torch.nn.Module) for item in inside):
         raise TrainingError(
-            f"{method} returns tensors: annotate it with `-> torch.Tensor` or `-> Batch`, so that they stay in the object store"
+            f"{method} is tensors, which stay in the actors: read them in a method annotated with `-> torch.Tensor` or `-> Batch`"
         )
     return value
 
