@@ -38,8 +38,8 @@ class ChaosJob:
             "rollout.episode_timeout_s": 20,
             "rollout.request_timeout_s": 60,
             "rollout.health_timeout_s": 3,
-            "rollout.setup_timeout_s": 60,
-            "rollout.batch_timeout_s": 90,
+            "rollout.setup_timeout_s": 200,
+            "rollout.batch_timeout_s": 300,
             "rollout.weight_update": "shm",
             "server.device": "cpu",
             "server.dtype": "float32",
@@ -126,7 +126,7 @@ class ChaosJob:
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: self.step() >= step, f"step {step}")
 
-    def until(self, condition, what: str, timeout_s: float = 100.0) -> None:
+    def until(self, condition, what: str, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} never came:\n{self.tail()}"
@@ -135,7 +135,7 @@ class ChaosJob:
             )
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 150.0) -> int:
+    def finish(self, timeout_s: float = 500.0) -> int:
         return self.launcher.wait(timeout=timeout_s)
 
     def tail(self) -> str:
@@ -180,7 +180,7 @@ class ChaosJob:
         assert last["admitted"] == last["running"] + ended
         self.until_gone()
 
-    def until_gone(self, timeout_s: float = 20.0) -> None:
+    def until_gone(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.all_pids():
             assert time.monotonic() < deadline, f"left behind: {self.all_pids()}\n{self.tail()}"

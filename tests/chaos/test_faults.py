@@ -24,7 +24,7 @@ def job(tmp_path, model_path):
         each.end()
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_killed_server_and_killed_trainer_cost_no_episode(job):
     run = job()
     run.wait_for_step(2)
@@ -36,7 +36,7 @@ def test_killed_server_and_killed_trainer_cost_no_episode(job):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_killed_launcher_leaves_nothing_and_a_new_one_goes_on(job):
     run = job()
     run.wait_for_step(4)
@@ -49,7 +49,7 @@ def test_killed_launcher_leaves_nothing_and_a_new_one_goes_on(job):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_a_server_that_hangs_is_replaced_by_the_other(job):
     run = job(allocation_mode="embedded.d2+d1")
     run.wait_for_step(2)
@@ -61,7 +61,7 @@ def test_a_server_that_hangs_is_replaced_by_the_other(job):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_a_killed_rank_of_two(job):
     run = job(allocation_mode="embedded.d1+d2")
     run.wait_for_step(3)
@@ -71,7 +71,7 @@ def test_a_killed_rank_of_two(job):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_all_servers_killed_at_once(job):
     run = job(allocation_mode="embedded.d2+d1")
     run.wait_for_step(2)
@@ -82,7 +82,7 @@ def test_all_servers_killed_at_once(job):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_killed(
     tmp_path, model_path, monkeypatch
 ):
@@ -107,7 +107,7 @@ def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_kille
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_faults(job, seed):
     rng = random.Random(seed)
