@@ -3,8 +3,8 @@
     python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite python3"
     python benchmark/head_to_head.py device=cpu cases=135m/mixed groups=4 vllm=~/vllm/bin/python
 
-All servers of a shape's rivals are started side by side (starting takes minutes), and those not being measured are stopped
-by signal; each is ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server
+All servers are started side by side (starting takes minutes), and those not being measured are stopped by signal; each is
+ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server
 that fails costs its own figures and nothing else.
 """
 
@@ -57,6 +57,7 @@ class Duel:
     repeats: int = field(default=2, metadata={"help": "Runs of each case; the best counts."})
     folder: str = field(default="/dev/shm/duel", metadata={"help": "Where weights and logs go."})
     tokenizer: str = field(default="", metadata={"help": "Folder of a tokenizer, for vLLM."})
+    skip: str = field(default="", metadata={"help": "What to leave out: system:shape/case,…"})
     in_process: bool = field(default=True, metadata={"help": "Also the engine without HTTP."})
     start_s: float = field(default=240.0, metadata={"help": "Longest start of a server."})
     run_s: float = field(default=120.0, metadata={"help": "Longest run of one measurement."})
@@ -142,24 +143,31 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cases = [make_case(duel, name) for name in duel.cases.split(",")]
     shapes = list(dict.fromkeys(case.shape for case in cases))
-    for shape in shapes:
-        save_model(duel, shape, folder)
     results: dict[str, dict[str, float]] = {case.name: {} for case in cases}
     rivals = [name for name in ("sglang", "vllm") if getattr(duel, name)]
+    left_out = set(duel.skip.split(","))
     begin = time.monotonic()
-    servers = [start(duel, system, shape, cases, folder) for system in rivals for shape in shapes]
+    servers: list[Server] = []
+    for shape in shapes:
+        save_model(duel, shape, folder)
+        mine = [case.name for case in cases if case.shape == shape]
+        # The largest of ours would not fit beside all others: it starts when its rivals have ended.
+        present = [name for name in rivals if not left_out >= {f"{name}:{case}" for case in mine}]
+        for system in [*present, *([] if shape == "7b" else [OURS])]:
+            servers.append(start(duel, system, shape, cases, folder))
     try:
         servers = [s for s in servers if is_ready(s, begin + duel.start_s)]
         for shape in shapes:
             mine = [case for case in cases if case.shape == shape]
             for server in [s for s in servers if s.shape == shape]:
                 compete(duel, server, mine, results)
-            ours = start(duel, OURS, shape, cases, folder)
-            servers.append(ours)
-            if is_ready(ours, time.monotonic() + duel.start_s):
-                compete(duel, ours, mine, results)
-            for case in mine if duel.in_process else []:
-                run_in_process(duel, case, results[case.name])
+            if not any(s.shape == shape and s.system == OURS for s in servers):
+                servers.append(start(duel, OURS, shape, cases, folder))
+                if is_ready(servers[-1], time.monotonic() + duel.start_s):
+                    compete(duel, servers[-1], mine, results)
+        report(duel, results)
+        for case in cases if duel.in_process else []:
+            run_in_process(duel, case, results[case.name])
     finally:
         for server in servers:
             server.end()
@@ -297,6 +305,8 @@ def choose_dialect(server: Server) -> None:
 def compete(duel: Duel, server: Server, cases: list[Case], results: dict) -> None:
     server.signal(signal.SIGCONT)
     for case in cases:
+        if f"{server.system}:{case.name}" in duel.skip.split(","):
+            continue
         warm = [(prompt, 16) for prompt, _ in case.jobs[: case.concurrency]]
         try:
             load.measure(server.url, server.dialect, warm, case.concurrency, duel.run_s)
