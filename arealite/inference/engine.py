@@ -1,8 +1,7 @@
 """The embedded inference engine: a thread that repeats schedule → run → postprocess, and thread-safe calls to feed it.
 
 Used by the HTTP server and, in process, by the embedded rollout engine. Everything that changes state runs on the engine's thread, between
-two steps; calls hand it over and return futures. An idle or paused engine sleeps on a condition. If the loop
-fails, every waiting request gets the cause, later calls are refused, and `failure` stays set: nothing hangs.
+two steps; calls hand it over and return futures (`StepLoop`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from arealite.inference.ranks import ParallelRunner, ParallelWeights, Ranks, mak
 from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
+from arealite.inference.step_loop import StepLoop, resolve
 from arealite.inference.weights import ServedWeights, Staged
 from arealite.utils.device_weights import visible_gpus
 from arealite.utils.fingerprint import Fingerprints
@@ -37,7 +37,7 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
 
 
-class Engine:
+class Engine(StepLoop):
     """Generates. `start` it, `submit` requests, `close` it."""
 
     def __init__(
@@ -46,37 +46,14 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: Any | None = None,
     ):
+        super().__init__()
         config.check()
         self.config = config
         self.tokenizer = tokenizer
-        self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called when it is set
-        self.ranks: Ranks | None = None
-        if model is not None:
-            self.weights = ServedWeights(prepare_model(model))
-        elif config.tensor_parallel == 1:
-            self.weights = ServedWeights(*load_model(config))
-        else:
-            self.ranks = Ranks(config, self._lost_rank)
-            self.weights = ParallelWeights(*load_model(config, self.ranks.group), self.ranks)
-        if model is None:
-            self.tokenizer = tokenizer or load_tokenizer(config.model_path)
-        self.model = self.weights.model
-        self.shape = shape_of(self.model, config.context_length)
-        self.runner: Any = self._make_runner(config)  # None while memory is released
-        pool = BlockPool(self.runner.num_blocks, config.block_size)
-        self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
-        slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
-        self.runner.attach(slots)
-        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
-        self.scheduler.settle = self._settle
-        self.post = Postprocessor(slots, self.shape, self.tokenizer)
         self.version = 0
         self.paused = False
-        self.busy_s = 0.0
         self.last_update_s = 0.0  # how long the last weight update held up generation
         self._started_s = time.monotonic()
-        self._gpus = visible_gpus() if self.runner.device.type == "cuda" else []
         self.adapter_name = ""  # of the LoRA adapter in use, if any
         self._base_version = 0  # of the weights without it
         self._updating = threading.Lock()  # from reading an update to its use
@@ -84,26 +61,46 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._next_seed = config.seed
         self._in_flight: deque[Step] = deque()
-        self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._loop, name="inference-engine", daemon=True)
+        self.ranks: Ranks | None = None
+        try:
+            self._load(model)
+        except BaseException as error:
+            if self.ranks is None:
+                raise
+            cause = self._cause(error)
+            self.ranks.close()
+            if cause is None:
+                raise
+            raise cause from error
+
+    def _load(self, model: PreTrainedModel | None) -> None:
+        """The model, and around it what its size decides."""
+        config = self.config
+        if model is not None:
+            self.weights = ServedWeights(prepare_model(model))
+        else:
+            if config.tensor_parallel > 1:
+                self.ranks = Ranks(config, lambda message: self.fail(ServerError(message)))
+                self.weights = ParallelWeights(*load_model(config, self.ranks.group), self.ranks)
+            else:
+                self.weights = ServedWeights(*load_model(config))
+            self.tokenizer = self.tokenizer or load_tokenizer(config.model_path)
+        self.model = self.weights.model
+        self.shape = shape_of(self.model, config.context_length)
+        self.runner: Any = self._make_runner(config)  # None while memory is released
+        self._gpus = visible_gpus() if self.runner.device.type == "cuda" else []
+        pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
+        slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
+        self.runner.attach(slots)
+        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
+        self.scheduler.settle = self._settle
+        self.post = Postprocessor(slots, self.shape, self.tokenizer)
 
     # ------------------------------------------------------------------------------ calls from other threads
 
-    def start(self) -> Engine:
-        self._thread.start()
-        return self
-
     def close(self) -> None:
-        """End the loop; unfinished requests fail. Idempotent."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            # What waits for a lost rank may never return.
-            self._thread.join(None if self.failure is None else 5.0)
-        self._fail_requests(ServerError("it was closed"))
+        super().close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -205,32 +202,6 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- the loop
 
-    def _loop(self) -> None:
-        try:
-            while self._wait_for_work():
-                begin = time.perf_counter()
-                if self._can_step:
-                    self._step()
-                self.busy_s += time.perf_counter() - begin
-        except BaseException as error:
-            lost = self.ranks.lost(wait_s=2.0) if self.ranks else None
-            if lost is not None:
-                return self._lost_rank(lost)
-            self.failure = error
-            self._fail_requests(error)
-            self.on_failure()
-            raise
-
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do, then run what was handed over. False: the engine is closing."""
-        with self._wake:
-            while not (self._inbox or self._closing or self._can_step):
-                self._wake.wait()
-        while self._inbox:
-            self._inbox[0][0]()
-            self._inbox.popleft()
-        return not self._closing
-
     @property
     def _can_step(self) -> bool:
         has_work = self.scheduler.has_work or bool(self._in_flight)
@@ -272,7 +243,7 @@ class Engine:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             del self._requests[request.rid]
-            _answer(request.future, [s.output for s in request.sequences])
+            resolve(request.future, [s.output for s in request.sequences])
 
     # --------------------------------------------------------------------------- actions on the engine's thread
 
@@ -359,6 +330,7 @@ class Engine:
 
     def _swap(self, staged: Staged, version: int, flush_cache: bool, adapter_name: str) -> int:
         begin = time.perf_counter()
+        self._runner_in_use()
         self._settle()
         if staged.adapter is not None and not self.adapter_name:
             self._base_version = self.version
@@ -385,11 +357,12 @@ class Engine:
         runner = make_runner(self.model, self.shape, config)
         return runner if self.ranks is None else ParallelRunner(runner, self.ranks)
 
-    def _lost_rank(self, message: str) -> None:
-        """Called on the engine's thread or on the one that watches the ranks."""
-        self.failure = ServerError(message)
-        self._fail_requests(self.failure)
-        self.on_failure()
+    def _runner_in_use(self) -> Any:
+        if self.runner is None:
+            raise WeightUpdateError(
+                "the engine's memory is released: call /resume_memory_occupation first"
+            )
+        return self.runner
 
     def _update(
         self,
@@ -404,11 +377,7 @@ class Engine:
         """
         self._updating.acquire()
         try:
-            runner = self.runner
-            if runner is None:
-                raise WeightUpdateError(
-                    "the engine's memory is released: call /resume_memory_occupation first"
-                )
+            runner = self._runner_in_use()
             staged = stage()
             staged.pairs = runner.stage(staged.pairs)
             future = self._call(lambda: self._swap(staged, version, flush_cache, adapter_name))
@@ -434,40 +403,11 @@ class Engine:
         if request.want_text and self.tokenizer is None:
             raise RequestError("text or stop strings need a tokenizer, and the model has none")
 
-    def _send(self, action: Callable[[], None], future: Future) -> None:
-        with self._wake:
-            if self.failure is not None:
-                raise ServerError(f"the inference engine has failed: {self.failure!r}")
-            if self._closing:
-                raise ServerError("the inference engine is closed")
-            self._inbox.append((action, future))
-            self._wake.notify()
+    def _cause(self, error: BaseException) -> BaseException | None:
+        lost = self.ranks.lost(wait_s=2.0) if self.ranks else None
+        return None if lost is None else ServerError(lost)
 
-    def _call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function` on the engine's thread between two steps."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # it happens, also if whoever asked goes away
-        self._send(lambda: future.set_result(function()), future)
-        return future
-
-    def _fail_requests(self, error: BaseException) -> None:
-        """Tell everyone who waits for an answer why none will come."""
-        cause = ServerError(f"the inference engine has failed: {error!r}")
-        with self._wake:
-            waiting = [future for _, future in self._inbox]
-            self._inbox.clear()
-        waiting += [request.future for request in self._requests.values()]
+    def _take_waiting(self) -> list[Future]:
+        waiting = [request.future for request in self._requests.values()]
         self._requests.clear()
-        for future in waiting:
-            _answer(future, cause)
-
-
-def _answer(future: Future, value: Any) -> None:
-    """Resolve a future that its owner may have cancelled."""
-    try:
-        if isinstance(value, BaseException):
-            future.set_exception(value)
-        else:
-            future.set_result(value)
-    except InvalidStateError:
-        pass
+        return waiting
