@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from arealite.api.errors import ConfigError
+
 
 class GraphSet:
     """Functions of no arguments over fixed tensors, replayed by name."""
@@ -28,8 +30,13 @@ class GraphSet:
             function()
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            function()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                function()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this model does something that a CUDA graph cannot hold ({error}): serve it with sglang or vllm"
+            ) from error
         self._graphs[name] = graph.replay
 
     def run(self, name: Hashable) -> None:
