@@ -59,7 +59,10 @@ ON_GPU = (
 HALVES = {"BENCH_TASK": "halves", "BENCH_SIGMA": "1.2"}
 CASES = {
     "lognormal": Case({"BENCH_MEDIAN_TOKENS": "12", "BENCH_SIGMA": "1.2"}, ON_CPU, 110),
-    "slow_reward": Case({"BENCH_REWARD_WAIT_S": "1.0"}, ON_CPU, 110),
+    "slow_reward": Case(
+        {"BENCH_REWARD_WAIT_S": "1.0"},
+        (*ON_CPU, "train_dataset.batch_size=32", "actor.optimizer.lr=2e-4", "total_train_epochs=2"), 160,
+    ),
     # the same GPU twice: one place for the server and one for the trainer
     "one_gpu": Case(
         {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 25, "0,0", GPU_SHAPE

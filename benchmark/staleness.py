@@ -29,7 +29,7 @@ Result = dict[str, float]
 
 
 def run(
-    eta: int, decoupled: bool, seed: int, model: Path, work: Path, steps: int, lr: float
+    eta: int, decoupled: bool, seed: int, model: Path, work: Path, steps: int, lr: float, mode: str
 ) -> Result:
     trial = f"eta{eta}-{'decoupled' if decoupled else 'naive'}-{seed}"
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/staleness_task.py"]
@@ -37,6 +37,7 @@ def run(
     command += [f"rollout.max_head_offpolicyness={eta}", f"cluster.fileroot={work}", f"seed={seed}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
     command += [f"actor.use_decoupled_loss={str(decoupled).lower()}", "actor.prox_logp=recompute"]
+    command += [f"actor.behav_imp_weight_mode={mode}"] if decoupled else []
     command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}"]
     command += ["rollout.adaptive_lead=false", f"actor.optimizer.lr={lr}"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
@@ -48,6 +49,7 @@ def run(
         "decoupled": decoupled,
         "seed": seed,
         "lr": lr,
+        "mode": mode,
         "steps": steps,
         "eval_reward": rows[-1]["eval/reward"],
         "train_reward": statistics.mean(r["reward"] for r in rows[-5:]),
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--mode", default="token_mask", help="actor.behav_imp_weight_mode")
     parser.add_argument("--objectives", nargs="+", default=["decoupled", "naive"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -98,7 +101,9 @@ def main() -> None:
         cases = [(e, d, s) for s in options.seeds for e in options.etas for d in objectives]
         for case in cases:
             if case not in seen:
-                results.append(run(*case, work / "model", work, options.steps, options.lr))
+                results.append(
+                    run(*case, work / "model", work, options.steps, options.lr, options.mode)
+                )
                 if options.out:
                     options.out.write_text("".join(json.dumps(r) + "\n" for r in results))
     show(results)

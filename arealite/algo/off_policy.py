@@ -37,12 +37,16 @@ def behaviour_weights(
     """`w = exp(prox − behav) [N]` within bounds, and which tokens are kept.
 
     `token_mask`: tokens outside `[floor, cap]` are dropped (decoupled PPO, arXiv 2505.24298). `token_clamp`: clamped
-    (TIS). `sequence_*`: one weight per sequence, the geometric mean of its tokens', masked (MIS) or clamped.
+    (TIS). `sequence_*`: one weight per sequence, the geometric mean of its tokens', masked (MIS) or clamped. `prefix_clamp`: the
+    product over a token and all before it, so that also what precedes a token counts as often as the proximal policy would make it
+    (per-decision importance sampling, Precup 2000): less biased on old data, for answers of up to some hundred tokens.
     """
     log_weight = torch.where(mask, prox_logp - logprobs, 0.0).detach()
     level, action = mode.split("_")
     if level == "sequence":
         log_weight = sequence_mean(log_weight, mask, owner)
+    elif level == "prefix":
+        log_weight = _prefix_sum(log_weight, owner)
     weight = log_weight.exp()
     upper = torch.inf if cap is None else cap
     kept = mask
@@ -51,6 +55,14 @@ def behaviour_weights(
     else:
         weight = weight.clamp(floor, upper)
     return torch.where(kept, weight, 0.0), kept
+
+
+def _prefix_sum(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """Sums over each sequence up to and with each token, `[N]`."""
+    running = values.double().cumsum(0)
+    totals = running.new_zeros(int(owner[-1]) + 1 if len(owner) else 0)
+    totals.index_add_(0, owner, values.double())
+    return (running - (totals.cumsum(0) - totals)[owner]).to(values.dtype)
 
 
 def behaviour_stats(

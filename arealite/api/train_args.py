@@ -136,7 +136,7 @@ class PPOActorConfig(TrainEngineConfig):
     )
     behav_imp_weight_floor: float = _help("Smallest prox/behaviour weight, likewise.", 0.0)
     behav_imp_weight_mode: str = _help(
-        "Outside the bounds: token_mask, token_clamp (TIS), sequence_mask (MIS), sequence_clamp.",
+        "Outside the bounds: token_mask, token_clamp (TIS), sequence_mask (MIS), sequence_clamp; prefix_clamp: of all tokens so far.",
         "token_mask",
     )
     m2_threshold: float = _help("M2PO: largest mean of (prox - behaviour)^2 of kept tokens.", 0.04)
@@ -170,7 +170,9 @@ class PPOActorConfig(TrainEngineConfig):
         modes = ("recompute", "first_pass", "interpolate")
         _require_one_of("prox_logp", self.prox_logp, modes)
         _require_one_of("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
-        weight_modes = ("token_mask", "token_clamp", "sequence_mask", "sequence_clamp")
+        weight_modes = (
+            "token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp",
+        )  # fmt: skip
         _require_one_of("behav_imp_weight_mode", self.behav_imp_weight_mode, weight_modes)
         _require(
             self.c_clip is None or self.c_clip > 1,

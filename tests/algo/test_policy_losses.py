@@ -161,10 +161,13 @@ def naive_behaviour(prox, behav, mask, cap, floor, mode):
         rows = [i]
         if mode.startswith("sequence"):
             rows = [j for j, o in enumerate(OWNER.tolist()) if o == OWNER[i] and mask[j]]
+        if mode.startswith("prefix"):
+            rows = [j for j in range(i + 1) if OWNER[j] == OWNER[i] and mask[j]]
         if not kept:
             result.append(0.0)
             continue
-        w = math.exp(sum(prox[j] - behav[j] for j in rows) / len(rows))
+        count = 1 if mode.startswith("prefix") else len(rows)
+        w = math.exp(sum(prox[j] - behav[j] for j in rows) / count)
         if mode.endswith("clamp"):
             w = min(max(w, floor), cap)
         elif not floor <= w <= cap:
@@ -173,7 +176,9 @@ def naive_behaviour(prox, behav, mask, cap, floor, mode):
     return result
 
 
-@pytest.mark.parametrize("mode", ["token_mask", "token_clamp", "sequence_mask", "sequence_clamp"])
+@pytest.mark.parametrize(
+    "mode", ["token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp"]
+)
 def test_behaviour_weights(mode):
     tokens = example()
     behav = (
