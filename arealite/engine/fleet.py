@@ -11,6 +11,7 @@ import abc
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -157,6 +158,10 @@ class Fleet:
         try:
             await self.wire.load_weights(server, meta)
             await self._verify(server, meta)
+        except (ServerError, WeightUpdateError):
+            with suppress(ServerError):  # nothing may go on with half of the weights
+                await self.wire.pause_server(server, "abort")
+            raise
         finally:
             await self.wire.continue_server(server)
         server.version = meta.version

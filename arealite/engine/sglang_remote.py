@@ -93,10 +93,8 @@ class RemoteSGLangEngine(RemoteEngine):
 
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
         # in place, requests in flight keep their KV cache: there is nothing that could be flushed
-        common = {
-            "weight_version": str(meta.version),
-            "flush_cache": self.config.pause_mode == "abort",
-        }
+        flush = {"flush_cache": self.config.pause_mode == "abort"}
+        common = {**flush, "weight_version": str(meta.version)}
         try:
             if meta.is_adapter:
                 await self._load_adapter(server, meta)
@@ -106,11 +104,11 @@ class RemoteSGLangEngine(RemoteEngine):
                 body = {"model_path": meta.path, **common}
                 await self._load(server, "update_weights_from_disk", body)
             elif meta.type == "broadcast":
-                await self._receive(server, meta, common)
+                await self._receive(server, meta, flush)
             elif server.is_arealite:
                 await self._load(server, "update_weights_from_shm", {"path": meta.path, **common})
             else:
-                await self._share_with(server, meta, common)
+                await self._share_with(server, meta, flush)
         except HttpError as error:
             if meta.type == "broadcast":
                 # another member may have failed: this one is asked again on its own
@@ -126,22 +124,22 @@ class RemoteSGLangEngine(RemoteEngine):
             message = answer.get("message") or answer.get("error_message") or answer
             raise WeightUpdateError(f"{server.address} refused new weights: {message}")
 
-    async def _receive(
-        self, server: Server, meta: WeightUpdateMeta, common: dict[str, Any]
-    ) -> None:
+    async def _receive(self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]) -> None:
         """Portion after portion; the embedded engine takes all at once, because it swaps them at once."""
         portions = list(self.sender.portions(meta))
         if server.is_arealite:
             portions = [[spec for portion in portions for spec in portion]]
         async with self._session(server):
-            for portion in portions:
+            for index, portion in enumerate(portions, 1):
                 names, dtypes, shapes = map(list, zip(*portion, strict=True))
-                body = {"names": names, "dtypes": dtypes, "shapes": shapes}
-                body |= {"group_name": self.sender.name, **common}
+                body = {"names": names, "dtypes": dtypes, "shapes": shapes, **flush}
+                body |= {"group_name": self.sender.name}
+                if index == len(portions):  # half of the weights are no version
+                    body["weight_version"] = str(meta.version)
                 await self._load(server, "update_weights_from_distributed", body)
 
     async def _share_with(
-        self, server: Server, meta: WeightUpdateMeta, common: dict[str, Any]
+        self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]
     ) -> None:
         """From shared memory, where SGLang has no endpoint for a file of ours: tensors it maps by name."""
         loop, tensors = asyncio.get_running_loop(), read_published(meta)
@@ -150,9 +148,11 @@ class RemoteSGLangEngine(RemoteEngine):
                 described, copies = await loop.run_in_executor(
                     None, share, tensors, portion, server.num_ranks
                 )
-                body = {"serialized_named_tensors": described, **common}
+                body = {"serialized_named_tensors": described, **flush}
                 await self._load(server, "update_weights_from_tensor", body)
                 del copies
+        version = {"new_version": str(meta.version), "abort_all_requests": False}
+        await self._load(server, "update_weight_version", version)
 
     @asynccontextmanager
     async def _session(self, server: Server) -> AsyncIterator[None]:
@@ -173,7 +173,7 @@ class RemoteSGLangEngine(RemoteEngine):
     async def _load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
         """The adapter under a name of its own; the one before it goes, as its requests have been interrupted."""
         name, before = f"v{meta.version}", server.adapter
-        body = {"lora_name": name, "lora_path": meta.path}
+        body: dict[str, Any] = {"lora_name": name, "lora_path": meta.path}
         if server.is_arealite:  # it merges the adapter, so requests need not name it
             body["flush_cache"] = self.config.pause_mode == "abort"
             await self._load(server, "load_lora_adapter", body)
