@@ -29,7 +29,15 @@ Result = dict[str, float]
 
 
 def run(
-    eta: int, decoupled: bool, seed: int, model: Path, work: Path, steps: int, lr: float, mode: str
+    eta: int,
+    decoupled: bool,
+    seed: int,
+    model: Path,
+    work: Path,
+    steps: int,
+    lr: float,
+    mode: str,
+    adaptive: bool,
 ) -> Result:
     trial = f"eta{eta}-{'decoupled' if decoupled else 'naive'}-{seed}"
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/staleness_task.py"]
@@ -39,7 +47,7 @@ def run(
     command += [f"actor.use_decoupled_loss={str(decoupled).lower()}", "actor.prox_logp=recompute"]
     command += [f"actor.behav_imp_weight_mode={mode}"] if decoupled else []
     command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}"]
-    command += ["rollout.adaptive_lead=false", f"actor.optimizer.lr={lr}"]
+    command += [f"rollout.adaptive_lead={str(adaptive).lower()}", f"actor.optimizer.lr={lr}"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -50,6 +58,7 @@ def run(
         "seed": seed,
         "lr": lr,
         "mode": mode,
+        "adaptive": adaptive,
         "steps": steps,
         "eval_reward": rows[-1]["eval/reward"],
         "train_reward": statistics.mean(r["reward"] for r in rows[-5:]),
@@ -85,6 +94,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--adaptive", action="store_true", help="as runs do: no older than needed")
     parser.add_argument("--mode", default="token_mask", help="actor.behav_imp_weight_mode")
     parser.add_argument("--objectives", nargs="+", default=["decoupled", "naive"])
     parser.add_argument("--out", type=Path)
@@ -102,7 +112,15 @@ def main() -> None:
         for case in cases:
             if case not in seen:
                 results.append(
-                    run(*case, work / "model", work, options.steps, options.lr, options.mode)
+                    run(
+                        *case,
+                        work / "model",
+                        work,
+                        options.steps,
+                        options.lr,
+                        options.mode,
+                        options.adaptive,
+                    )
                 )
                 if options.out:
                     options.out.write_text("".join(json.dumps(r) + "\n" for r in results))

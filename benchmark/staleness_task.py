@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
     rows, valid_rows = make_rows(16384, seed=config.seed), make_rows(512, seed=99, held_out=True)
     trainer = PPOTrainer(config, rows, tokenizer, valid_rows)
-    hold_back(trainer.rollout, config.train_dataset.batch_size)
+    if not config.rollout.adaptive_lead:
+        hold_back(trainer.rollout, config.train_dataset.batch_size)
     trainer.train(workflow)
 
 
