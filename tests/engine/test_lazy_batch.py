@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
+from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor, select
 from arealite.trainer.evaluate import evaluate
 
 
@@ -86,6 +86,14 @@ def test_predictions_do_not_wait_for_each_other(batch, fetched):
     batch.layers.append(Layer(prediction(fetched, "advantages")._call))
     assert len(batch.layers) == 4 and len(batch.observed()) == 3
     assert batch["rewards"].tolist() == [2, 4, 6], "the last layer wins"
+
+
+def test_what_a_prediction_puts_into_its_batch_is_there_too(batch, fetched):
+    call = Ended([{"": torch.zeros(1), "+final": torch.zeros(1)}, {"": torch.ones(2), "+final": torch.ones(2)}], fetched)  # fmt: skip
+    batch.add(Layer(call, added=True), predicted=True)
+    batch["values"] = LazyTensor(call, "")
+    assert [*batch] == ["versions", "rewards", "final", "values"] and len(batch.observed()) == 1
+    assert batch["final"].tolist() == [0, 1, 1] and select(["", "+final"], "") == {"": ""}
 
 
 def test_a_forward_pass_is_asked_for_its_column_before_it_has_ended(fetched):

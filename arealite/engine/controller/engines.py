@@ -1,8 +1,9 @@
 """Controllers: what a script holds instead of an engine whose ranks live in actors. Same methods, same attributes.
 
 How a call is treated follows from its annotation. One that returns tensors leaves them in the object store, and looks only at what was observed, not at
-other engines' predictions; one that takes a batch and returns None adds columns to the batch; any other gives rank 0's value. A call is sent at
-once and waited for when its result is used, so engines that do not need each other's results work at the same time.
+other engines' predictions; one that takes a batch and returns None is there to add columns; any other gives rank 0's value. Whatever the first two put
+into the batch is in the script's batch afterwards. A call is sent at once and waited for when its result is used, so engines that do not need each
+other's results work at the same time.
 """
 
 from __future__ import annotations
@@ -141,14 +142,13 @@ class Controller:
         request.kwargs = {k: self._argument(a) for k, a in kwargs.items()}
         layers = [] if lazy is None else lazy.observed() if predicts else lazy.layers
         call = self._call_all(request, layers, predicts or adds)
+        if batch is not None and (predicts or adds):
+            self._add(batch, Layer(call, added=True), predicts)
         if predicts:
-            return (
-                LazyTensor(call, "")
-                if "Batch" not in returns and "dict" not in returns
-                else LazyBatch([Layer(call)])
-            )
+            whole = "Batch" in returns or "dict" in returns
+            return LazyBatch([Layer(call)]) if whole else LazyTensor(call, "")
         if adds:
-            return self._add(batch, Layer(call))
+            return None
         if returns.startswith("list") and batch is not None:
             return LazyList(call)
         if returns != "None" or method.__name__ in _WAITED_FOR:
@@ -160,7 +160,7 @@ class Controller:
     ) -> Call:
         """Send to every rank; ranks of one replica get the same shares."""
         layers = layers or []
-        request.layers = [layer.names for layer in layers]
+        request.layers = [layer.selection() for layer in layers]
         num_shares = len(layers[0].call.refs) if layers else self.driver.num_shares
         each = self._shares_each(num_shares) if layers else num_shares
         request.num_parts = each if leaves else 0
@@ -187,11 +187,12 @@ class Controller:
             )
         return num_shares // self.strategy.data
 
-    def _add(self, batch: Any, layer: Layer) -> None:
-        if isinstance(batch, dict):
-            batch.update((name, LazyTensor(layer.call, name)) for name in layer.columns())
+    def _add(self, batch: Any, layer: Layer, predicted: bool) -> None:
+        """What a call puts into the batch that it was given."""
+        if isinstance(batch, LazyBatch):
+            batch.add(layer, predicted)
         else:
-            batch.layers.append(layer)
+            batch.update((n, LazyTensor(layer.call, kept)) for n, kept in layer.columns().items())
 
     def _send(self, what: str, heads: list[Any]) -> None:
         self.driver.began(Call(self.driver, self, what, heads))

@@ -6,13 +6,28 @@ references. Reading a column's numbers in the driver brings that column here, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from arealite.utils.data import concat_padded
+
+ADDED = "+"
+# Which stored columns go into a batch and under which names: listed, or all that begin with ADDED (without it), or ("") all others.
+Selection = dict[str, str] | str
+
+
+def select(stored: Iterable[str], selection: Selection) -> dict[str, str]:
+    """Name in the store → name in the batch."""
+    if isinstance(selection, dict):
+        return {name: selection[name] for name in stored if name in selection}
+    return {
+        name: name.removeprefix(ADDED)
+        for name in stored
+        if name.startswith(ADDED) == bool(selection)
+    }
 
 
 class Pending(Protocol):
@@ -39,16 +54,21 @@ class Pending(Protocol):
 
 @dataclass(eq=False)
 class Layer:
-    """Columns of one call. `names`: those that are taken over, and what they are called in the batch; None: all as they are."""
+    """Columns of one call. `names`: those that are taken over, and what they are called in the batch; None: all of its result, or with
+    `added` all that it put into the batch that it was given (`ADDED` stands before their names in the store)."""
 
     call: Pending
     names: dict[str, str] | None = None
+    added: bool = False
 
     def columns(self) -> dict[str, str]:
-        """Name in the batch → name in the store."""
+        """Name in the batch → name in the store; waits for the call's end."""
         if self.names is None:
-            self.names = {name: name for name in self.call.columns()}
+            self.names = select(self.call.columns(), self.selection())
         return {name: stored for stored, name in self.names.items()}
+
+    def selection(self) -> Selection:
+        return (ADDED if self.added else "") if self.names is None else self.names
 
 
 class LazyTensor:
@@ -103,6 +123,11 @@ class LazyBatch(MutableMapping[str, Any]):
         self.layers = layers
         self._predicted: list[Layer] = []
 
+    def add(self, layer: Layer, predicted: bool = False) -> None:
+        self.layers.append(layer)
+        if predicted:
+            self._predicted.append(layer)
+
     def observed(self) -> list[Layer]:
         """Layers that are not predictions of engines. A prediction looks at these alone, so it need not wait for another."""
         return [layer for layer in self.layers if layer not in self._predicted]
@@ -118,10 +143,9 @@ class LazyBatch(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: LazyTensor | torch.Tensor) -> None:
         if isinstance(value, LazyTensor):
-            self.layers.append(value.under(key))
-            self._predicted.append(self.layers[-1])
+            self.add(value.under(key), predicted=True)
         else:
-            self.layers.append(Layer(self.layers[0].call.put(value), {"": key}))
+            self.add(Layer(self.layers[0].call.put(value), {"": key}))
 
     def __delitem__(self, key: str) -> None:
         if key not in list(self):

@@ -21,6 +21,7 @@ import torch
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.core.waits import NamedWait
+from arealite.engine.controller.lazy import ADDED, Selection, select
 from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.data import concat_padded, num_rows, split_groups
 from arealite.utils.distributed import from_bytes, to_bytes
@@ -49,12 +50,12 @@ class Given(NamedTuple):
 
 @dataclass
 class Request:
-    """A method to call. `layers` says under which names the columns of each stored layer go into the batch (None: their own)."""
+    """A method to call. `layers` says which columns of each stored layer go into the batch, and under which names."""
 
     method: str
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
-    layers: list[dict[str, str] | None] = field(default_factory=list)
+    layers: list[Selection] = field(default_factory=list)
     num_parts: int = 0  # of how many shares it leaves columns; 0: it has a plain result
 
 
@@ -123,9 +124,8 @@ class RankActor:
             value = self.engine.executor.run_coroutine(value, wait)
         if not request.num_parts:
             return Head(began, time.time(), _plain(request.method, value))
-        if value is None:
-            value = {k: v for k, v in batch.items() if before.get(k) is not v}
-        columns = {"": value} if isinstance(value, torch.Tensor) else value
+        columns = {"": value} if isinstance(value, torch.Tensor) else dict(value or {})
+        columns |= {ADDED + k: v for k, v in batch.items() if before.get(k) is not v}
         parts = _cut(columns, shares) if shares else split_groups(columns, request.num_parts)
         shapes = tuple(share["attention_mask"].shape for share in shares or parts)
         return Head(began, time.time(), None, tuple(columns), shapes), *map(store, parts)
@@ -141,16 +141,14 @@ def load(stored: Stored) -> Batch:
     return from_bytes(header, torch.from_numpy(data.copy()))  # Ray's memory is read-only
 
 
-def _merge(layers: list[dict[str, str] | None], stored: tuple[Stored, ...]) -> list[Batch]:
+def _merge(layers: list[Selection], stored: tuple[Stored, ...]) -> list[Batch]:
     """The batch of each share: its layers one over the other."""
     count = len(stored) // max(1, len(layers))
     shares: list[Batch] = [{} for _ in range(count)]
     for i, item in enumerate(stored):
-        names = layers[i // count]
-        columns = load(item)
-        if names is not None:
-            columns = {names[k]: v for k, v in columns.items() if k in names}
-        shares[i % count] |= columns
+        names = select([name for name, _, _ in item[0]], layers[i // count])
+        columns = load(item) if names else {}
+        shares[i % count] |= {name: columns[kept] for kept, name in names.items()}
     return shares
 
 
