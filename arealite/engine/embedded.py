@@ -20,6 +20,7 @@ from arealite.engine.sglang_remote import sampling_params
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.utils import distributed
+from arealite.utils.device_weights import read_probe
 from arealite.utils.weight_group import get_outbox
 
 
@@ -88,9 +89,9 @@ class EmbeddedEngine(CollectingEngine):
             raise
         return [_piece(output) for output in outputs]
 
-    def server_info(self) -> list[dict[str, Any]]:
-        """What the engine says of itself."""
-        return [self.engine.stats()]
+    def server_info(self, probe: str = "") -> list[dict[str, Any]]:
+        """What the engine says of itself; with the path of a probe, also what it reads there."""
+        return [self.engine.stats() | ({"probe": read_probe(probe)} if probe else {})]
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         limit, interrupts = self.config.setup_timeout_s, self.config.pause_mode == "abort"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError
@@ -308,16 +309,19 @@ class RemoteEngine(CollectingEngine, Wire):
 
     # ----------------------------------------------------------------------------------------- inspection
 
-    def server_info(self) -> list[dict[str, Any]]:
-        """What each server that can be reached says of itself (rank 0; empty elsewhere)."""
+    def server_info(self, probe: str = "") -> list[dict[str, Any]]:
+        """What each server that can be reached says of itself (rank 0; empty elsewhere); with the path of a probe
+        (`device_weights.make_probe`) also what it reads there.
+        """
         if distributed.rank() != 0:
             return []
         wait = NamedWait("server_info", f"{len(self.router.servers)} servers", _INFO_TIMEOUT_S)
-        return self.executor.run_coroutine(self._server_info(), wait)
+        return self.executor.run_coroutine(self._server_info(probe), wait)
 
-    async def _server_info(self) -> list[dict[str, Any]]:
+    async def _server_info(self, probe: str) -> list[dict[str, Any]]:
+        path = f"/server_info?probe={quote(probe)}" if probe else "/server_info"
         asked = [
-            self.http.get(f"{server.url}/server_info", timeout_s=_INFO_TIMEOUT_S)
+            self.http.get(f"{server.url}{path}", timeout_s=_INFO_TIMEOUT_S)
             for server in self.router.servers.values()
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)

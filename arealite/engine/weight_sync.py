@@ -39,20 +39,26 @@ def make_weight_meta(
     if way == "shm":
         path = str(folders.shared_weights)
         trains_on_gpu = config.actor.device != "cpu" and torch.cuda.is_available()
-        if trains_on_gpu and rollout is not None and _see_same_gpu(rollout):
+        if trains_on_gpu and rollout is not None and _can_share_gpu(rollout, path):
             path += device_weights.SUFFIX
         return WeightUpdateMeta("shm", path=path)
     return WeightUpdateMeta("broadcast")
 
 
-def _see_same_gpu(rollout: RemoteEngine | EmbeddedEngine) -> bool:
-    """Whether every server can map the memory of rank 0's GPU. Decided once, for the whole run, and told."""
+def _can_share_gpu(rollout: RemoteEngine | EmbeddedEngine, path: str) -> bool:
+    """Whether every server can map memory of rank 0's GPU: tried with a few bytes, decided for the whole run, and told."""
     answer = None
     if distributed.rank() == 0:
-        mine = device_weights.visible_gpus()[torch.cuda.current_device()]
-        infos = rollout.server_info()
-        answer = bool(infos) and all(mine in info.get("gpus", ()) for info in infos)
-        way = "stay on the GPU (CUDA IPC)" if answer else "pass through host memory: a server does not see the trainer's GPU"  # fmt: skip
+        name = f"{path}.probe{device_weights.SUFFIX}"
+        try:
+            probe, expected = device_weights.make_probe(name)
+            found = [info.get("probe", "") for info in rollout.server_info(name)]
+            probe.unlink()
+        except RuntimeError as error:  # CUDA refuses to share
+            found, expected = [str(error)], ""
+        answer = bool(found) and all(text == expected for text in found)
+        why = next((text for text in found if text != expected), "no server tells")
+        way = "stay on the GPU (CUDA IPC)" if answer else f"pass through host memory: {why}"
         logger.info("rollout.weight_update=shm: weights %s", way)
     return bool(distributed.broadcast_json(answer))
 

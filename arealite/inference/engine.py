@@ -30,7 +30,6 @@ from arealite.inference.sequence import Request, SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
 from arealite.inference.step_loop import StepLoop, resolve
 from arealite.inference.weights import ServedWeights, Staged
-from arealite.utils.device_weights import visible_gpus
 from arealite.utils.fingerprint import Fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -88,7 +87,6 @@ class Engine(StepLoop):
         self.model = self.weights.model
         self.shape = shape_of(self.model, config.context_length)
         self.runner: Any = self._make_runner(config)  # None while memory is released
-        self._gpus = visible_gpus() if self.runner.device.type == "cuda" else []
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
@@ -196,7 +194,6 @@ class Engine(StepLoop):
             "uptime_s": time.monotonic() - self._started_s,
             "paused": self.paused,
             "adapter": self.adapter_name,
-            "gpus": self._gpus,
             "weight_version": str(self.version),
         }
 

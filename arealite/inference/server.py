@@ -30,6 +30,7 @@ from arealite.inference.http import (
 from arealite.inference.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
+from arealite.utils.device_weights import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
 _MAX_BODY_BYTES = 256 << 20
@@ -142,7 +143,12 @@ async def model_info(http_request: web.Request) -> web.Response:
 
 
 async def server_info(http_request: web.Request) -> web.Response:
-    return json_response(http_request.app[ENGINE].stats())
+    """Counters; with `?probe=PATH`, also what this server reads in a segment that a trainer made on its GPU."""
+    info, probe = http_request.app[ENGINE].stats(), http_request.query.get("probe")
+    if probe:
+        loop = asyncio.get_running_loop()
+        info["probe"] = await loop.run_in_executor(None, read_probe, probe)
+    return json_response(info)
 
 
 async def weights_checker(http_request: web.Request) -> web.Response:

@@ -2,7 +2,8 @@
 
 The trainer makes one buffer with room for all of them and copies into it at each update; a server on the same GPU maps it once and copies out of it, device to
 device. The file is JSON (names, types, shapes, handles in base64): nothing is unpickled. The buffer lives until the trainer lets go of it, so what was published
-last can be read by a server that comes late. Processes that do not see the same GPU cannot do this: `visible_gpus` tells before.
+last can be read by a server that comes late. Not every pair of processes can do this (other GPUs visible, other containers): `make_probe` and `read_probe` find
+out beforehand.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
+from arealite.utils.fingerprint import fingerprint
 from arealite.utils.shared_weights import SharedWeights
 
 SUFFIX = ".cuda"
@@ -35,6 +37,24 @@ def visible_gpus() -> list[str]:
     """Names of the GPUs this process sees that are the same in every process."""
     count = torch.cuda.device_count()
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+
+
+def make_probe(path: str) -> tuple[DeviceWeights, str]:
+    """A small segment on the current GPU, and what whoever can map it reads there."""
+    made = DeviceWeights.create(path, {"probe": torch.empty(64, dtype=torch.int64)})
+    made.tensors["probe"].random_()
+    made.publish()
+    return made, fingerprint(made.tensors["probe"])
+
+
+def read_probe(path: str) -> str:
+    """What this process reads of another's probe; the reason if it cannot."""
+    try:
+        return fingerprint(DeviceWeights.attach(path).tensors["probe"])
+    except (WeightUpdateError, KeyError) as error:
+        return str(error)
+    finally:
+        _mapped.pop(path, None)
 
 
 class DeviceWeights:
@@ -72,7 +92,7 @@ class DeviceWeights:
             text = Path(path).read_text()
             if path not in _mapped or _mapped[path][0] != text:
                 _mapped[path] = (text, cls._map(path, json.loads(text)))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise WeightUpdateError(f"cannot map the weights of {path}: {error}") from error
         return _mapped[path][1]
 
