@@ -7,13 +7,17 @@ repeated here: they pass through the dicts `sglang` and `vllm`. What is trained 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from arealite.api import alloc_mode
 from arealite.api.algorithms import resolve_objective
 from arealite.api.config_field import help_field as _help
 from arealite.api.config_field import require as _require
+from arealite.api.config_field import require_within
+from arealite.api.errors import ConfigError
 from arealite.api.train_args import (
     NormConfig,
     OptimizerConfig,
@@ -308,9 +312,10 @@ class BaseExperimentConfig:
     stats_logger: StatsLoggerConfig = _help("Where statistics go.", StatsLoggerConfig)
 
     def check(self) -> None:
-        for part in vars(self).values():
+        for name, part in vars(self).items():
             if hasattr(part, "check"):
-                part.check()
+                _check_section(name, part)
+        require_within(self, {"total_train_epochs": (1, inf)})
         _require(
             self.total_train_steps is None or self.total_train_steps >= 1,
             f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out",
@@ -401,6 +406,7 @@ class GRPOConfig(BaseExperimentConfig):
             self.gconfig.n_samples > 1 or objective.norm.mean_level != "group",
             "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp",
         )
+        self._check_minibatches()
         limit = self.server.context_length
         _require(
             limit is None or limit > self.gconfig.max_new_tokens,
@@ -417,3 +423,26 @@ class GRPOConfig(BaseExperimentConfig):
             f"actor.temperature={actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
             "log-probs of the two sides would not be of the same distribution",
         )
+
+    def _check_minibatches(self) -> None:
+        train = alloc_mode.AllocationMode.from_str(self.allocation_mode).train
+        ranks = train.data * train.pipeline if train else 1
+        sequences = self.train_dataset.batch_size * self.gconfig.n_samples // ranks
+        for name, part in (("actor", self.actor), ("critic", self.critic)):
+            _require(
+                part is None or part.ppo_n_minibatches <= sequences,
+                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} sequences of a rank and "
+                f"step (train_dataset.batch_size={self.train_dataset.batch_size} times gconfig.n_samples={self.gconfig.n_samples} over "
+                f"{ranks} data-parallel ranks): lower it",
+            )
+
+
+def _check_section(name: str, part: Any) -> None:
+    """Check a section; what is wrong is told with the section's name."""
+    try:
+        part.check()
+    except ConfigError as error:
+        told = str(error)
+        is_key = re.match(r"\w+", told)[0] in vars(part)
+        section = "" if told.startswith(f"{name}.") else f"{name}." if is_key else f"{name}: "
+        raise ConfigError(section + told) from error

@@ -6,17 +6,22 @@ Part of the tree in `cli_args`. Which switches an algorithm implies, and which i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from arealite.api.config_field import help_field as _help
 from arealite.api.config_field import require as _require
 from arealite.api.config_field import require_one_of as _require_one_of
+from arealite.api.config_field import require_within as _require_within
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    type: str = _help("adamw; adamw_bf16 or adamw_8bit (its states in two bytes or one, rounded stochastically).", "adamw")
+    type: str = _help(
+        "adamw; adamw_bf16 or adamw_8bit (its states in two bytes or one, rounded stochastically).",
+        "adamw",
+    )
     lr: float = _help("Peak learning rate.", 1e-5)
     weight_decay: float = _help("Decoupled weight decay (not on biases and norms).", 0.01)
     beta1: float = _help("AdamW beta 1.", 0.9)
@@ -33,11 +38,13 @@ class OptimizerConfig:
         _require_one_of("optimizer.type", self.type, ("adamw", "adamw_bf16", "adamw_8bit"))
         kinds = ("constant", "linear", "cosine")
         _require_one_of("lr_scheduler_type", self.lr_scheduler_type, kinds)
-        _require(self.lr > 0, f"the learning rate must be positive, got {self.lr}")
-        _require(
-            0 <= self.warmup_steps_proportion <= 1,
-            f"warmup_steps_proportion must be in [0, 1], got {self.warmup_steps_proportion}",
-        )
+        _require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        _require_within(
+            self,
+            {"warmup_steps_proportion": (0, 1), "min_lr_ratio": (0, 1), "beta1": (0, 1), "beta2": (0, 1),
+             "weight_decay": (0, inf), "eps": (0, inf), "gradient_clipping": (0, inf)},
+            prefix="optimizer.",
+        )  # fmt: skip
 
 
 @dataclass
@@ -70,13 +77,10 @@ class TrainEngineConfig:
         _require_one_of("dtype", self.dtype, dtypes)
         _require_one_of("param_dtype", self.param_dtype, dtypes)
         _require_one_of("device", self.device, ("cpu", "cuda", "auto"))
-        _require(
-            self.max_tokens_per_mb > 0,
-            f"max_tokens_per_mb must be positive, got {self.max_tokens_per_mb}",
-        )
-        _require(
-            self.lora_rank >= 0, f"lora_rank must be 0 (off) or positive, got {self.lora_rank}"
-        )
+        _require_within(
+            self,
+            {"max_tokens_per_mb": (1, inf), "logprob_chunk_size": (1, inf), "max_bad_steps": (1, inf), "lora_rank": (0, inf)},
+        )  # fmt: skip
         _require(
             self.lora_rank or not self.lora_targets,
             "lora_targets is set but lora_rank is 0: set lora_rank too",
@@ -178,9 +182,17 @@ class PPOActorConfig(TrainEngineConfig):
             self.c_clip is None or self.c_clip > 1,
             f"c_clip must be larger than 1, got {self.c_clip}",
         )
+        _require_within(
+            self,
+            {"ppo_n_minibatches": (1, inf), "eps_clip": (0, 1), "eps_clip_higher": (0, inf), "discount": (0, 1),
+             "gae_lambda": (0, 1), "reward_clip": (0, inf), "behav_imp_weight_floor": (0, inf), "m2_threshold": (0, inf),
+             "kl_ctl": (0, inf), "kl_loss_coef": (0, inf)},
+        )  # fmt: skip
+        _require(self.temperature > 0, f"temperature must be positive, got {self.temperature}")
+        cap, floor = self.behav_imp_weight_cap, self.behav_imp_weight_floor
         _require(
-            self.ppo_n_minibatches >= 1,
-            f"ppo_n_minibatches must be at least 1, got {self.ppo_n_minibatches}",
+            cap is None or cap > floor,
+            f"behav_imp_weight_cap={cap} is not above behav_imp_weight_floor={floor}: no token would be trained",
         )
         if self.reward_norm is not None:
             self.reward_norm.check()

@@ -114,12 +114,23 @@ def _sources(argv: list[str]) -> Iterator[tuple[str, DictConfig]]:
         else:
             raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
     for path in files:
-        yield path, _read_file(path)
+        yield path, _at_home(_read_file(path))
     for override in overrides:
         try:
-            yield f"override {override!r}", OmegaConf.from_dotlist([override])
+            yield f"override {override!r}", _at_home(OmegaConf.from_dotlist([override]))
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"cannot read the override {override!r}: {error}") from error
+
+
+def _at_home(values: DictConfig) -> DictConfig:
+    """`~/…` in any value means the home folder: a shell expands it only at the start of a word, not in `key=~/…`."""
+    for key in list(values):
+        node = values._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            _at_home(node)
+        elif isinstance(node._value(), str) and node._value().startswith("~/"):
+            values[key] = os.path.expanduser(node._value())
+    return values
 
 
 def _read_file(path: str) -> DictConfig:

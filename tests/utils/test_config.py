@@ -38,6 +38,14 @@ def test_null_sections_are_made_when_a_key_in_them_is_set():
     assert load("actor.optimizer=null").actor.optimizer is None
 
 
+def test_home_is_expanded_in_files_and_overrides(tmp_path):
+    (tmp_path / "a.yaml").write_text("tokenizer_path: ~/tok\nsglang: {x: ~/y}\n")
+    config = load("--config", str(tmp_path / "a.yaml"), "actor.path=~/m")
+    home = os.path.expanduser("~")
+    assert (config.tokenizer_path, config.actor.path) == (f"{home}/tok", f"{home}/m")
+    assert config.sglang == {"x": f"{home}/y"}
+
+
 def test_free_form_sections_take_any_key():
     config = load("sglang.mem_fraction_static=0.5", "sglang.attention_backend=fa3", "vllm.x=[1,2]")
     assert config.sglang == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
@@ -58,6 +66,14 @@ def test_free_form_sections_take_any_key():
         ("seed=${nope}", "Interpolation key 'nope' not found"),
         ("--wrong", "cannot read the argument '--wrong'"),
         ("gconfig.top_p=7", "gconfig.top_p must be in (0, 1], got 7"),
+        ("actor.dtype=float8", "actor.dtype is 'float8'; use one of"),
+        ("actor.optimizer.lr=-1", "actor.optimizer.lr must be positive"),
+        ("actor.optimizer.beta2=2", "actor.optimizer.beta2 must be from 0 to 1, got 2"),
+        ("actor.eps_clip=-1", "actor.eps_clip must be from 0 to 1, got -1"),
+        ("actor.temperature=0", "actor.temperature must be positive"),
+        ("actor.behav_imp_weight_floor=9", "no token would be trained"),
+        ("actor.ppo_n_minibatches=33", "is more than the 32 sequences of a rank and step"),
+        ("total_train_epochs=0", "total_train_epochs must be at least 1, got 0"),
         ("recover.retries=2", "set recover.mode=auto"),
         ("seed=[1", "cannot read the override"),
     ],
