@@ -30,14 +30,16 @@ class Stub:
 
     def __init__(self, endpoints: dict[str, object]):
         self.asked: list[str] = []
+        self.bodies: list[dict] = []
         answers = {**endpoints, "/openapi.json": {"paths": endpoints}}
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path = self.path.split("?")[0]
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                given = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 stub.asked.append(path)
+                stub.bodies.append(json.loads(given or b"{}"))
                 body = json.dumps(answers.get(path, {"detail": "Not Found"})).encode()
                 self.send_response(200 if path in answers else 404)
                 self.send_header("Content-Length", str(len(body)))
@@ -104,3 +106,23 @@ def test_pipeline_stages_of_sglang_load_from_disk_only(connect):
     info = {"/get_server_info": {"version": "0.5.17", "pp_size": 2}}
     with pytest.raises(ConfigError, match=r"2 pipeline stages.*set rollout.weight_update=disk"):
         connect(RemoteSGLangEngine, OLD_SGLANG | info, weight_update="broadcast")
+
+
+def test_half_of_the_weights_are_no_version(connect, monkeypatch):
+    session = {"/begin_weight_update": {}, "/end_weight_update": {}}
+    stub, engine, _ = connect(RemoteSGLangEngine, OLD_SGLANG | session)
+
+    async def opened(*_) -> None:
+        pass
+
+    monkeypatch.setattr(engine.sender, "open", opened)
+    portions = [[("a", "float32", [2])], [("b", "bfloat16", [3])]]
+    monkeypatch.setattr(engine.sender, "portions", lambda meta: portions)
+    del stub.asked[:], stub.bodies[:]
+    engine.update_weights(WeightUpdateMeta("broadcast", "", 3))
+    update = "/update_weights_from_distributed"
+    sent = [body for path, body in zip(stub.asked, stub.bodies, strict=True) if path == update]
+    assert [body["names"] for body in sent] == [["a"], ["b"]]
+    assert [body.get("weight_version") for body in sent] == [None, "3"]
+    order = [path for path in stub.asked if path not in ("/health", "/openapi.json")]
+    assert order == ["/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation"]  # fmt: skip
