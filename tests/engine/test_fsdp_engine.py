@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
+from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.lowmem_adamw import LowMemoryAdamW, load_moment, store_rounded
 from arealite.engine.optim import make_optimizer
@@ -221,6 +223,37 @@ def test_8_bit_moments_are_near_and_a_quarter():
     assert near.mean() == pytest.approx(1.0, abs=0.05) and near.median() == pytest.approx(1.0, abs=0.02)  # fmt: skip
     used = sum(v.numel() * v.itemsize for v in state.values())
     assert used < 0.27 * 8 * weight.numel()
+
+
+def _8_bit(rank, path, folder):
+    """Three steps of 8-bit AdamW, a checkpoint, and one more step."""
+    engine = FSDPLMEngine(engine_config(path))
+    engine.config.optimizer.type = "adamw_8bit"
+    engine.initialize(SPEC)
+    meta = SaveLoadMeta(folder, "dcp", with_optim=True)
+    if rank is None:
+        engine.load(meta)
+    rows = list(range(8)) if rank is None else [[0, 1, 2, 3, 4, 5], [6, 7]][rank]
+    batch = select_rows(random_batch(LENGTHS), rows)
+    for _ in range(0 if rank is None else 3):
+        engine.train_lm(batch)
+    state = engine.optimizer.state[engine.model.get_input_embeddings().weight]
+    whole = {
+        k: (v.full_tensor() if isinstance(v, DTensor) else v).tolist() for k, v in state.items()
+    }
+    if rank is not None:
+        engine.save(meta)
+    return whole, engine.train_lm(batch)["loss"]
+
+
+def test_8_bit_states_are_sharded_saved_and_loaded_on_another_number_of_ranks(
+    model_dirs, two_ranks, tmp_path
+):
+    (state, loss), other = two_ranks.run(_8_bit, model_dirs["qwen2"], str(tmp_path / "c"))
+    assert other == (state, loss)
+    again, next_loss = _8_bit(None, model_dirs["qwen2"], str(tmp_path / "c"))
+    assert again == state and max(max(row) for row in state["exp_avg_sq"]) == 255
+    assert next_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_stochastic_rounding_is_right_on_average():

@@ -8,12 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "arealite"
 NUM_STEPS = 3
+# What every step of a policy reports (on a known accelerator also `mfu`, with a reference also `ref_kl`).
+STATISTICS = {
+    "reward", "advantage/mean", "behav_kl/k1", "behav_kl/k3", "prox_kl", "ratio/mean", "clip_share", "entropy", "ess",
+    "seq_len", "answer_len", "staleness", "grad_norm", "lr", "train_tokens_per_s", "train_tflops", "loss",
+}  # fmt: skip
 
 
 def run(*command: str) -> str:
@@ -100,9 +106,30 @@ def test_the_ready_loop_equals_the_script_bit_for_bit(model_path, gsm8k_path, tm
         for key in ("reward", "loss", "grad_norm", "answer_len", "behav_kl/k1"):
             assert a[key] == b[key], key
         assert a["grad_norm"] > 0
+        assert a.keys() >= STATISTICS
     name = f"checkpoints/step{NUM_STEPS:06d}/model.safetensors"
     weights, others = load_file(one / name), load_file(two / name)
     start = load_file(model_path / "model.safetensors")
     assert weights.keys() == others.keys()
     assert all(weights[key].equal(others[key]) for key in weights)
     assert not all(weights[key].equal(start[key]) for key in start)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_grpo_trains_alike_under_every_layout(model_path, gsm8k_path, tmp_path):
+    """Synchronous and seeded, so that tensor and context parallel ranks must repeat what one rank does."""
+    losses = {}
+    for layout in ("d1", "d1t2", "d1c2", "d2t2"):
+        run(
+            *("-m", "arealite.launcher.local", str(EXAMPLES / "gsm8k_grpo.py")),
+            *("--config", str(EXAMPLES / "configs" / "gsm8k_grpo.yaml")),
+            *(*common(tmp_path, gsm8k_path), *grpo_overrides(model_path)),
+            *(f"trial_name={layout}", "actor.ppo_n_minibatches=1", "train_dataset.shuffle=false"),
+            f"allocation_mode=embedded.d1+{layout}",
+        )
+        steps = stats_of(tmp_path / "gsm8k-grpo" / layout)
+        losses[layout] = [(s["reward"], s["grad_norm"], s["entropy"]) for s in steps]
+        assert len(steps) == NUM_STEPS and all(s["behav_kl/k3"] < 1e-6 for s in steps)
+    for layout, found in losses.items():
+        assert found[0] == pytest.approx(losses["d1"][0], rel=1e-3), layout
