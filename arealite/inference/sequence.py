@@ -132,7 +132,10 @@ _ITEM_OF = {"stop": str, "stop_token_ids": int}
 def _typed(name: str, value: Any) -> Any:
     kind, item = _TYPE_OF.get(name), _ITEM_OF.get(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise RequestError(f"{name} is too large a number") from error
     if kind is not None and type(value) is not kind:
         raise RequestError(f"{name} must be {kind.__name__}, got {value!r}")
     if item is not None and not (
@@ -147,7 +150,7 @@ def _typed(name: str, value: Any) -> Any:
 def _int_keys(bias: dict[Any, Any]) -> dict[int, float]:
     try:
         return {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"logit_bias must map token ids to numbers: {error}") from error
 
 
@@ -185,6 +188,8 @@ class Request:
         self.on_progress = on_progress
         self.future: Future[list[SampleOutput]] = Future()
         self.arrived_s = time.monotonic()
+        if not 1 <= params.n <= MAX_SAMPLES:  # before anything is made of it
+            raise RequestError(f"n must be between 1 and {MAX_SAMPLES}, got {params.n}")
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_unstarted = params.n  # sequences[-num_unstarted:] were never admitted

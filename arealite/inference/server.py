@@ -170,6 +170,8 @@ async def abort_request(http_request: web.Request) -> web.Response:
     if not body.get("abort_all") and not body.get("rid"):
         raise RequestError("give rid, or abort_all: true")
     rid = None if body.get("abort_all") else body["rid"]
+    if not isinstance(rid, str | None):
+        raise RequestError(f"rid must be a string, got {rid!r}")
     count = await answer(http_request.app[ENGINE].abort(rid))
     return json_response({"success": True, "num_aborted": count})
 
