@@ -9,6 +9,7 @@ n tokens of this rank, M tokens whose log-prob is asked for, V vocabulary, t ten
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from arealite.engine.parallel import Layout, sum_pieces, tensor_plan
+
+# Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[nn.Parameter]:
