@@ -50,6 +50,7 @@ from arealite.utils.shared_weights import SharedWeights
 
 _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
+_ANSWER_S = 600.0  # to start, or to read a large model from a slow disk
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -160,10 +161,15 @@ class Ranks:
             ) from error
 
     def _receive(self, pipes: list[Connection]) -> list[bytes]:
+        answers = []
         try:
-            return [pipe.recv_bytes() for pipe in pipes]
+            for rank, pipe in enumerate(pipes, 1):
+                if not pipe.poll(_ANSWER_S):
+                    raise ServerError(f"rank {rank} has not answered for {_ANSWER_S:.0f} s")
+                answers.append(pipe.recv_bytes())
         except (OSError, EOFError) as error:
             raise ServerError(self.lost(_CLOSE_S) or f"a rank is silent: {error!r}") from error
+        return answers
 
     def _watch(self, on_death: Callable[[str], None]) -> None:
         """Waits for the end of any rank; unblocked by the kernel."""

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.published import read_published
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
@@ -53,6 +54,21 @@ def test_adapters_learn_and_are_read_by_peft_and_servers(model_dirs, tmp_path):
     fresh = lora_engine(path, steps=0)
     fresh.load(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
     assert torch.equal(fresh.forward(BATCH)["logp"][mask], expected)
+
+
+@pytest.mark.parametrize("way", ["shm", "broadcast"])
+def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
+    engine = lora_engine(model_dirs["qwen2"])
+    meta = WeightUpdateMeta(way, str(tmp_path / "segment"))
+    engine.update_weights(meta)
+    published = read_published(meta)
+    merged = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
+    assert set(published) == set(dict(merged.named_parameters()))
+    merged.load_state_dict(published, strict=False)
+    mask = BATCH["loss_mask"].bool()
+    expected = engine.forward(BATCH)["logp"][mask]
+    torch.testing.assert_close(logp_of(merged)[mask], expected, atol=1e-4, rtol=1e-4)
+    engine.destroy()
 
 
 def _losses_on_rank(rank, path):

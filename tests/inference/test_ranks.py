@@ -185,6 +185,7 @@ def test_what_cannot_be_cut_is_refused_before_any_process_starts(size, words, fo
         Engine(config)
 
 
+@pytest.mark.slow  # torch is imported twice, one after the other
 def test_a_server_without_one_of_its_ranks_ends_with_one_message(folders):
     with server_process(folders["qwen2"], tensor_parallel=2, max_total_tokens=2048) as server:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
