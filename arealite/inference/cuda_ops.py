@@ -182,18 +182,8 @@ def attend(
         batch.rows if decode else batch.tile_first,
         batch.rows if decode else batch.tile_count,
         q if sinks is None else sinks,
-        n,
-        batch.table.stride(0),
-        q.stride(0),
-        q.stride(1),
-        scale * LOG2_E,
-        (softcap or 1.0) * LOG2_E,
-        H=num_heads,
-        HKV=num_kv,
-        G=group,
-        D=dim,
-        WIDTH=wide,
-        BS=block_size,
+        n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
+        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=32 if precise else 64,
         SPLITS=splits,
@@ -204,7 +194,7 @@ def attend(
         SINKS=sinks is not None,
         num_warps=2 if decode else 8,
         num_stages=2 if precise else 3,
-    )
+    )  # fmt: skip
     if splits > 1:
         kernels.merge_splits_kernel[(n * num_heads,)](
             part, lse, out, n * num_heads, D=dim, WIDTH=wide, SPLITS=splits, num_warps=1
