@@ -443,6 +443,6 @@ def _check_section(name: str, part: Any) -> None:
         part.check()
     except ConfigError as error:
         told = str(error)
-        is_key = re.match(r"\w+", told)[0] in vars(part)
+        is_key = re.split(r"\W", told, maxsplit=1)[0] in vars(part)
         section = "" if told.startswith(f"{name}.") else f"{name}." if is_key else f"{name}: "
         raise ConfigError(section + told) from error
