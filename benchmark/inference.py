@@ -10,7 +10,6 @@ Random weights of a known shape, random prompts, temperature 1, log-probs return
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import gc
 import json
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import load
 import torch
 import transformers
 from transformers import (
@@ -118,7 +117,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         if options.http:
-            results |= asyncio.run(run_http(options, folder, jobs, cuda))
+            results |= run_http(options, folder, jobs, cuda)
     report(options, results, cuda)
 
 
@@ -308,47 +307,28 @@ def run_generate(model: PreTrainedModel, jobs: list[Job]) -> float:
     return useful / (time.perf_counter() - begin)
 
 
-async def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict[str, Any]:
+def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict[str, Any]:
+    """Through a server of its own, asked by several processes; samples of a group are requests of their own."""
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "arealite.cli.serve",
-            f"model_path={folder}",
-            f"max_running_requests={options.concurrency}",
-            f"device={'cuda' if cuda else 'cpu'}",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}"]
+    command += [
+        f"max_running_requests={options.concurrency}",
+        f"device={'cuda' if cuda else 'cpu'}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = process.stdout.readline().split()[-1]
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
-            await post(session, Job([1], 1, 1))
-            results = {"start_to_first_token_s": time.perf_counter() - begin}
-            rates = []
-            for _ in range(options.repeats):
-                begin = time.perf_counter()
-                counts = await asyncio.gather(*(post(session, job) for job in jobs))
-                rates.append(sum(counts) / (time.perf_counter() - begin))
-            results["through_http"] = max(rates)
-            return results
+        load.measure(url, "native", [([1], 1)], 1)
+        results = {"start_to_first_token_s": time.perf_counter() - begin}
+        asked = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
+        results["through_http"] = best(
+            options, lambda: load.measure(url, "native", asked, options.concurrency)
+        )
+        return results
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-
-
-async def post(session: aiohttp.ClientSession, job: Job) -> int:
-    sampling = {"n": job.n, "max_new_tokens": job.max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": job.prompt, "sampling_params": sampling}
-    async with session.post("/generate", json=body) as answer:
-        answer.raise_for_status()
-        outputs = json.loads(await answer.read())
-    return sum(len(o["output_ids"]) for o in (outputs if job.n > 1 else [outputs]))
 
 
 def report(options: Options, results: dict[str, Any], cuda: bool) -> None:
