@@ -146,8 +146,7 @@ class Driver:
         try:
             head = self.ray.get(ref)
         except self.ray.exceptions.RayError as error:
-            for other in call.heads:  # told once, not by every rank
-                self._under_way.pop(other, None)
+            self.forget(call.heads)  # told once, not by every rank
             self._explain(error, call, rank)
         if not isinstance(head, Head):
             return
@@ -156,6 +155,10 @@ class Driver:
         self._trace.span(what, head.began, took_s, f"{name} rank {rank}")
         if rank == 0 and call.on_batch:
             self._seconds[f"time/{what}"] = self._seconds.get(f"time/{what}", 0.0) + took_s
+
+    def forget(self, heads: list[Any]) -> None:
+        for ref in heads:
+            self._under_way.pop(ref, None)
 
     def _explain(self, error: Any, call: Call, rank: int) -> NoReturn:
         cause = getattr(error, "cause", error)

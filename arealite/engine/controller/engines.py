@@ -121,12 +121,18 @@ class Controller:
     def destroy(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        if self.ranks:
-            self.driver.wait(self._call_all(Request("destroy")).heads)
-            for rank in self.ranks:
-                self.driver.ray.kill(rank)
-            remove_placement_group(self.group)
-            self.ranks.clear()
+        if not self.ranks:
+            return
+        # Ranks whose neighbour died may wait for it for long: what does not end by itself is ended.
+        ray, heads = self.driver.ray, self._call_all(Request("destroy")).heads
+        ray.wait(
+            heads, num_returns=len(heads), timeout=self.driver.job.config.launcher.stop_timeout_s
+        )
+        self.driver.forget(heads)
+        for rank in self.ranks:
+            ray.kill(rank)
+        remove_placement_group(self.group)
+        self.ranks.clear()
 
     # ------------------------------------------------------------------------------------------------ calls
 
