@@ -273,8 +273,9 @@ class RemoteEngine(CollectingEngine, Wire):
         task = asyncio.current_task()
         assert task is not None
         server.requests.add(task)
+        held = server.version
         try:
-            return await self.send(server, progress, count)
+            pieces = await self.send(server, progress, count)
         except asyncio.CancelledError:
             if not server.is_lost:
                 raise
@@ -282,6 +283,10 @@ class RemoteEngine(CollectingEngine, Wire):
             raise ServerError(f"{server.address} was given up") from None
         finally:
             server.requests.discard(task)
+        oldest = min((version for piece in pieces for version in piece.versions), default=held)
+        if oldest < held:  # restarted so quickly that no request failed
+            raise ServerError(f"{server.address} held version {held}, and answers with {oldest}")
+        return pieces
 
     # ------------------------------------------------------------------------------------ weight updates
 
