@@ -118,7 +118,8 @@ def test_dry_run_shows_who_has_devices_of_its_own(tmp_path, models, capsys):
     for name in MODELS:
         assert f"  {name}: 2 rank(s), one slot each, in a placement group of their own" in out
     with pytest.raises(AllocationError, match=r"d2p1t1 for each of actor, critic, ref = 6"):
-        ray.launch(EXAMPLES / "reverse_grpo.py", [*argv, "cluster.n_gpus_per_node=4"], dry_run=True)
+        too_few = [*argv, "cluster.n_nodes=1", "cluster.n_gpus_per_node=4"]
+        ray.launch(EXAMPLES / "reverse_grpo.py", too_few, dry_run=True)
     with pytest.raises(ConfigError, match="controller=true needs Ray"):
         local.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True)
 
