@@ -63,13 +63,12 @@ class FileNames:
     def claim(self, name: str, value: str) -> bool:
         """Set a name if nobody holds it; False if somebody does. At most one of many callers gets True."""
         path = self._path(name)
-        if self.get(name) is None:
-            path.unlink(missing_ok=True)  # expired
+        if not self._bury(path):
+            return False
         aside = self._write(path.with_name(f".{path.name}.{uuid.uuid4().hex}"), value)
         try:
-            os.link(
-                aside, path
-            )  # fails if it exists: the one atomic test-and-set of a shared folder
+            # fails if it exists: the one atomic test-and-set of a shared folder
+            os.link(aside, path)
         except FileExistsError:
             return False
         finally:
@@ -111,6 +110,21 @@ class FileNames:
         for name in list(self._own):
             self.withdraw(name)
         (self.folder / self._probe).unlink(missing_ok=True)
+
+    def _bury(self, path: Path) -> bool:
+        """Remove an entry that has expired. False if it lives, or if somebody else removes it: what stands there after that is theirs."""
+        try:
+            state = path.stat()
+        except FileNotFoundError:
+            return True
+        if self._read(path, self._now()) is not None:
+            return False
+        try:
+            path.with_name(f".{path.name}.{state.st_ino}-{state.st_mtime_ns}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        path.unlink(missing_ok=True)
+        return True
 
     def _now(self) -> float:
         probe = self.folder / self._probe

@@ -44,7 +44,11 @@ def test_a_lease_that_is_not_renewed_expires(tmp_path):
     assert other.claim("a", "3") and other.get("a") == "3", "an expired name may be claimed"
 
 
-def test_one_claim_of_many_wins(tmp_path):
+@pytest.mark.parametrize("expired", [False, True])
+def test_one_claim_of_many_wins(tmp_path, expired):
+    if expired:
+        FileNames(tmp_path).publish("node/0", "before")
+        os.utime(tmp_path / "node@0", (time.time() - 60, time.time() - 60))
     with ThreadPoolExecutor(16) as pool:
         won = list(pool.map(lambda i: FileNames(tmp_path).claim("node/0", str(i)), range(64)))
     assert won.count(True) == 1
