@@ -211,10 +211,6 @@ class CudaRunner:
         asked = table.penalizes[slots] | table.biased[slots] | table.wants_raw[slots]
         return self.extras if (asked | (table.length[slots] < table.min_len[slots])).any() else None
 
-    def needs_tokens(self, slots: np.ndarray) -> bool:
-        """Whether the next step depends on tokens the host must know first; here the device keeps count."""
-        return False
-
     def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
         """Compute prompts with the very graph that decodes, one token of each sequence at a time."""
         for step in range(max(chunk.end - chunk.start for chunk in chunks)):

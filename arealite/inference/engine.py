@@ -206,9 +206,6 @@ class Engine(StepLoop):
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
-        if plan and self._in_flight and self.runner.needs_tokens(plan.slots):
-            self._settle()
-            plan.slots = plan.slots[self.scheduler.slots.decoding[plan.slots]]
         if plan:
             self._in_flight.append(self.runner.launch(plan))
             self.scheduler.slots.length[plan.slots] += 1

@@ -84,10 +84,6 @@ class ModelRunner:
                 cache[target] = cache[source]
         return Step(self._decode(plan.slots) if len(plan.slots) else None)
 
-    def needs_tokens(self, slots: np.ndarray) -> bool:
-        """Whether the next step depends on tokens still in flight; here nothing is."""
-        return False
-
     def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
         """Prepare new weights off the engine's thread; here there is nothing to prepare."""
         return pairs

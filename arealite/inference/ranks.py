@@ -228,7 +228,7 @@ class ParallelRunner:
     def __init__(self, runner: Any, ranks: Ranks):
         self.runner, self.ranks = runner, ranks
         self.device, self.num_blocks = runner.device, runner.num_blocks
-        self.max_in_flight, self.needs_tokens = runner.max_in_flight, runner.needs_tokens
+        self.max_in_flight = runner.max_in_flight
         self.stage = runner.stage
         self._num_collected = self._checksum = 0
 
