@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,3 +90,21 @@ def gsm8k_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def start_launcher() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start a script with a launcher; whatever the test comes to, it does not outlive it."""
+    started: list[subprocess.Popen] = []
+
+    def launch(script: Path, launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(script), *argv]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env={**os.environ, **env}, **pipes))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)

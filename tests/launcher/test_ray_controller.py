@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,22 +62,8 @@ def arguments(folder: Path, models: dict[str, Path], steps: int, *more: str) -> 
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start a launcher; whatever the test comes to, it does not outlive it."""
-    started: list[subprocess.Popen] = []
-
-    def launch(launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
-        script = str(EXAMPLES / "reverse_grpo.py")
-        command = [sys.executable, "-m", f"arealite.launcher.{launcher}", script, *argv]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env={**os.environ, **env}, **pipes))
-        return started[-1]
-
-    yield launch
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
+def start(start_launcher) -> Callable[..., subprocess.Popen]:
+    return partial(start_launcher, EXAMPLES / "reverse_grpo.py")
 
 
 def stats(folder: Path) -> list[dict]:

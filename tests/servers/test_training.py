@@ -4,9 +4,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,21 +37,8 @@ def arguments(
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start a launcher; whatever the test comes to, it does not outlive it."""
-    started: list[subprocess.Popen] = []
-
-    def launch(launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(SCRIPT), *argv]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env={**os.environ, **env}, **pipes))
-        return started[-1]
-
-    yield launch
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
+def start(start_launcher) -> Callable[..., subprocess.Popen]:
+    return partial(start_launcher, SCRIPT)
 
 
 def checks(folder: Path) -> list[dict]:

@@ -15,6 +15,18 @@ STATS = {
 }
 
 
+def read_terminal(master: int) -> bytes:
+    """All that is shown until the other end closes."""
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:  # how Linux reports that the other end of a terminal closed
+        pass
+    os.close(master)
+    return shown
+
+
 def test_plain_lines_when_there_is_no_terminal(capsys):
     with ProgressTable(25, plain_every=10) as table:
         for step in range(25):
@@ -58,13 +70,7 @@ def test_the_live_table_keeps_other_output_in_the_log(tmp_path):
         [sys.executable, "-c", LIVE, str(log)], stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"}
     )  # fmt: skip
     os.close(slave)
-    shown = b""
-    try:
-        while chunk := os.read(master, 65536):
-            shown += chunk
-    except OSError:  # how Linux reports that the other end of a terminal closed
-        pass
-    os.close(master)
+    shown = read_terminal(master)
     text = shown.decode()
     assert process.wait() == 0, text
     assert "before" in text and "after" in text and "0.200" in text and "3/3" in text
@@ -99,13 +105,7 @@ def test_what_is_told_appears_above_the_live_table(tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=slave, stderr=slave)
     os.close(slave)
-    shown = b""
-    try:
-        while chunk := os.read(master, 65536):
-            shown += chunk
-    except OSError:  # how Linux reports that the other end of a terminal closed
-        pass
-    os.close(master)
+    shown = read_terminal(master)
     assert process.wait() == 0, shown
     assert b"warning: [bold] no room on the disk" in shown and b"chatter" not in shown
     assert "no room on the disk" in (tmp_path / "log").read_text()
