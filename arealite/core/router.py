@@ -27,7 +27,7 @@ class Server:
     load: int = 0
     failures: int = 0
     last_error: str = ""
-    version: int | None = None
+    version: int = 0  # of the weights it holds
     kind: str = ""  # as its client has found out: "arealite" is the embedded one
     adapter: str = ""  # name of the LoRA adapter that `version` is, where requests must name it
     endpoints: frozenset[str] = frozenset()

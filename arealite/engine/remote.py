@@ -36,6 +36,13 @@ CONTROL_TIMEOUT_S = 60.0
 _INFO_TIMEOUT_S = 5.0
 
 
+def read_version(told: Any, unknown: int) -> int:
+    """A version as SGLang and vLLM tell it: ours are numbers; `default`, what they started with, is 0; else it is `unknown`."""
+    if told == "default":
+        return 0
+    return int(told) if isinstance(told, int | str) and str(told).isdigit() else unknown
+
+
 @dataclass(slots=True)
 class Piece:
     """A run of generated tokens as one answer brings it."""
@@ -254,11 +261,18 @@ class RemoteEngine(CollectingEngine, Wire):
         last: Server | None = None
         while len(errors) < self.config.request_retries:
             server = await self.router.acquire(wait, count, affinity=rid, avoid=last)
+            adapter = server.adapter
             try:
                 return await self._send(server, progress, count)
             except ServerError as error:
-                if isinstance(error, HttpError) and error.is_refusal:
-                    raise RequestError(f"request {rid} was refused: {error.text}") from error
+                # started anew, a server does not know the adapter that the request names
+                is_refused = (
+                    isinstance(error, HttpError)
+                    and error.is_refusal
+                    and not (adapter and adapter in error.text)
+                )
+                if is_refused:
+                    raise RequestError(f"request {rid} was refused: {error}") from error
                 self.fleet.suspect(server, error)
                 errors.append(str(error))
                 last = server

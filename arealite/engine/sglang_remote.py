@@ -16,7 +16,7 @@ from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.router import Server
 from arealite.engine.broadcast import JOIN_TIMEOUT_S
 from arealite.engine.published import read_published
-from arealite.engine.remote import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine
+from arealite.engine.remote import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine, read_version
 from arealite.engine.shared_tensors import share
 from arealite.utils.fingerprint import SHA256, Fingerprints
 from arealite.utils.http import HttpError
@@ -194,7 +194,7 @@ class RemoteSGLangEngine(RemoteEngine):
     async def probe(self, server: Server) -> None:
         await self.http.get(f"{server.url}/health", timeout_s=5)
         info = await self._first(server, "model_info", "get_model_info")
-        server.version = _version(info.get("weight_version"), 0)
+        server.version = read_version(info.get("weight_version"), 0)
         if info.get("engine") == "arealite":
             server.kind = "arealite"
             return
@@ -292,16 +292,13 @@ def _piece(answer: dict[str, Any], server: Server, current_version: int) -> Piec
     if spans:
         versions: list[int] = []
         for span in spans:
-            versions += [_version(span["version"], current_version)] * (span["end"] - span["start"])
+            versions += [read_version(span["version"], current_version)] * (
+                span["end"] - span["start"]
+            )
         if len(versions) != len(tokens):
             raise ServerError(
                 f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens"
             )
     else:
-        versions = [_version(meta.get("weight_version"), current_version)] * len(tokens)
+        versions = [read_version(meta.get("weight_version"), current_version)] * len(tokens)
     return Piece(tokens, logprobs, versions, reason)
-
-
-def _version(text: Any, default: int) -> int:
-    """SGLang calls the weights it started with `default`; every update by us is a number."""
-    return int(text) if isinstance(text, int | str) and str(text).isdigit() else default

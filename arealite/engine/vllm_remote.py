@@ -13,7 +13,7 @@ from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.router import Server
 from arealite.engine.broadcast import JOIN_TIMEOUT_S
-from arealite.engine.remote import Piece, Progress, RemoteEngine
+from arealite.engine.remote import Piece, Progress, RemoteEngine, read_version
 from arealite.utils.fingerprint import Fingerprints
 from arealite.utils.http import HttpError
 
@@ -146,7 +146,7 @@ class RemotevLLMEngine(RemoteEngine):
         server.version = 0  # a version that cannot tell is given the current weights again
         if "/weight_info" in server.endpoints:
             info = await self.http.get(f"{server.url}/weight_info", timeout_s=5)
-            server.version = _version(info.get("weight_version"), 0)
+            server.version = read_version(info.get("weight_version"), 0)
         if "/get_world_size" in server.endpoints:
             answer = await self.http.get(f"{server.url}/get_world_size", timeout_s=5)
             server.num_ranks = int(answer["world_size"])
@@ -198,7 +198,7 @@ def _piece(choice: dict[str, Any], server: Server, current_version: int) -> Piec
     versions = [current_version] * len(tokens)
     for span in choice.get("weight_versions") or []:
         start, end = span["start"], span["end"]
-        versions[start:end] = [_version(span["version"], current_version)] * (end - start)
+        versions[start:end] = [read_version(span["version"], current_version)] * (end - start)
     return Piece(tokens, [entry["logprob"] for entry in content], versions, reason)
 
 
@@ -206,8 +206,3 @@ def _completion(choice: dict[str, Any], server: Server, current_version: int) ->
     """As `_piece`, of OpenAI's answer; it tells no versions, and every update interrupts it."""
     content = [{"logprob": p} for p in (choice.get("logprobs") or {}).get("token_logprobs") or []]
     return _piece({**choice, "logprobs": {"content": content}}, server, current_version)
-
-
-def _version(text: Any, default: int) -> int:
-    """vLLM calls the weights it started with `default`; every update by us is a number."""
-    return int(text) if isinstance(text, int | str) and str(text).isdigit() else default

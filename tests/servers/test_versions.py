@@ -7,9 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import WeightUpdateMeta
+from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.core.waits import NamedWait
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
 
@@ -26,12 +27,12 @@ OLD_VLLM = {
 
 
 class Stub:
-    """Knows these endpoints and no others; remembers what it was asked."""
+    """Knows these endpoints and no others, with their answers or what makes one of a request; remembers what it was asked."""
 
     def __init__(self, endpoints: dict[str, object]):
         self.asked: list[str] = []
         self.bodies: list[dict] = []
-        answers = {**endpoints, "/openapi.json": {"paths": endpoints}}
+        answers = {**endpoints, "/openapi.json": {"paths": {path: {} for path in endpoints}}}
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,7 +41,9 @@ class Stub:
                 given = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 stub.asked.append(path)
                 stub.bodies.append(json.loads(given or b"{}"))
-                body = json.dumps(answers.get(path, {"detail": "Not Found"})).encode()
+                answer = answers.get(path, {"detail": "Not Found"})
+                answer = answer(stub.bodies[-1]) if callable(answer) else answer
+                body = json.dumps(answer).encode()
                 self.send_response(200 if path in answers else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -126,3 +129,72 @@ def test_half_of_the_weights_are_no_version(connect, monkeypatch):
     assert [body.get("weight_version") for body in sent] == [None, "3"]
     order = [path for path in stub.asked if path not in ("/health", "/openapi.json")]
     assert order == ["/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation"]  # fmt: skip
+
+
+class Restarting:
+    """What SGLang and vLLM answer; `version` is what they call the weights they hold."""
+
+    version = "default"
+
+    def load(self, body: dict) -> dict:
+        self.version = body.get("weight_version") or body["new_version"]
+        return {"success": True}
+
+    def info(self, body: dict) -> dict:
+        return {"weight_version": self.version}
+
+    def sglang(self, body: dict) -> dict:
+        reason = {"type": "length"}
+        return {"meta_info": self.info({}) | {"output_token_logprobs": [[-1.0, 7, None]], "finish_reason": reason}}  # fmt: skip
+
+    def vllm(self, body: dict) -> dict:
+        spans = [{"version": self.version, "start": 0, "end": 1}]
+        choice = {"index": 0, "token_ids": [7], "finish_reason": "length", "weight_versions": spans}
+        return {"choices": [choice | {"logprobs": {"content": [{"logprob": -1.0}]}}]}
+
+    def worker(self, body: dict) -> dict:
+        return {"results": ["cuda" if body["method"] == "arealite_device" else None]}
+
+
+@pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
+def test_a_server_started_anew_between_two_requests_is_noticed(connect, cls):
+    it = Restarting()
+    if cls is RemoteSGLangEngine:
+        does = {"/get_model_info": it.info, "/generate": it.sglang}
+        endpoints = {**OLD_SGLANG, **does, "/update_weights_from_disk": it.load}
+    else:
+        does = {"/weight_info": it.info, "/inference/v1/generate": it.vllm}
+        endpoints = {**OLD_VLLM, **does, "/collective_rpc": it.worker, "/update_weight_version": it.load}  # fmt: skip
+    _, engine, server = connect(cls, endpoints)
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+    wait = NamedWait("the test", "an answer", 20)
+    engine.update_weights(WeightUpdateMeta("disk", "/weights", 3))
+    first = engine.executor.run_coroutine(engine.agenerate(request), wait)
+    it.version = "default"
+    second = engine.executor.run_coroutine(engine.agenerate(request), wait)
+    assert first.output_versions == second.output_versions == [3]
+    assert (it.version, server.version) == ("3", 3), "it was not given the weights again"
+
+
+def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
+    it, known = Restarting(), []
+
+    def load(body: dict) -> dict:
+        known.append(body["lora_name"])
+        return {"success": True}
+
+    def generate(body: dict) -> dict:
+        if body["lora_path"] in known:
+            return it.sglang(body)
+        refusal = {"type": "abort", "status_code": 400, "message": f"no LoRA {body['lora_path']}"}
+        return {"meta_info": {"output_token_logprobs": [], "finish_reason": refusal}}
+
+    does = {"/get_model_info": it.info, "/generate": generate, "/load_lora_adapter": load}
+    _, engine, _ = connect(RemoteSGLangEngine, {**OLD_SGLANG, **does, "/update_weight_version": it.load})  # fmt: skip
+    engine.update_weights(WeightUpdateMeta("disk", "/adapter", 3, is_adapter=True))
+    known.clear()
+    it.version = "default"
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+    wait = NamedWait("the test", "an answer", 20)
+    assert engine.executor.run_coroutine(engine.agenerate(request), wait).output_versions == [3]
+    assert known == ["v3"]
