@@ -7,17 +7,15 @@ repeated here: they pass through the dicts `sglang` and `vllm`. What is trained 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-from arealite.api import alloc_mode
 from arealite.api.algorithms import resolve_objective
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, SHARE, Range, Section
+from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 from arealite.api.config_field import require as _require
-from arealite.api.config_field import require_within
-from arealite.api.errors import ConfigError
 from arealite.api.train_args import (
     NormConfig,
     OptimizerConfig,
@@ -32,68 +30,41 @@ __all__ = [  # the parts that live in other files of this room are imported from
 ]  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- generation
-
-
 @dataclass
-class GenerationHyperparameters:
+class GenerationHyperparameters(Section):
     """How one prompt is continued."""
 
-    n_samples: int = _help("Samples per prompt (the group size of GRPO).", 1)
-    max_new_tokens: int = _help("Longest continuation in tokens.", 512)
+    n_samples: int = _help("Samples per prompt (the group size of GRPO).", 1, AT_LEAST_1)
+    max_new_tokens: int = _help("Longest continuation in tokens.", 512, AT_LEAST_1)
     min_new_tokens: int = _help("No stop token is sampled before this many tokens.", 0)
-    temperature: float = _help("Sampling temperature; 0 is greedy.", 1.0)
-    top_p: float = _help("Nucleus sampling: keep the smallest set with this probability.", 1.0)
-    top_k: int = _help("Keep the k most likely tokens; 0 keeps all.", 0)
-    min_p: float = _help("Drop tokens less likely than this share of the most likely one.", 0.0)
+    temperature: float = _help("Sampling temperature; 0 is greedy.", 1.0, NOT_NEGATIVE)
+    top_p: float = _help("Keep the smallest set with this probability.", 1.0, Range(0, 1, True))
+    top_k: int = _help("Keep the k most likely tokens; 0 keeps all.", 0, NOT_NEGATIVE)
+    min_p: float = _help("Drop what is less likely than this share of the likeliest.", 0.0, SHARE)
     stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list)
     stop: list[str] = _help("Strings that end a continuation.", list)
     ignore_eos: bool = _help("Go on after the end-of-text token.", False)
     frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0)
     presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0)
-    repetition_penalty: float = _help(
-        "Divides (multiplies, if negative) logits of tokens seen; 1 is off.", 1.0
-    )
-
-    def check(self) -> None:
-        _require(self.n_samples >= 1, f"gconfig.n_samples must be at least 1, got {self.n_samples}")
-        _require(
-            self.max_new_tokens >= 1,
-            f"gconfig.max_new_tokens must be at least 1, got {self.max_new_tokens}",
-        )
-        _require(
-            self.temperature >= 0,
-            f"gconfig.temperature must not be negative, got {self.temperature}",
-        )
-        _require(0 < self.top_p <= 1, f"gconfig.top_p must be in (0, 1], got {self.top_p}")
-        _require(self.top_k >= 0, f"gconfig.top_k must be 0 (all) or positive, got {self.top_k}")
-        _require(0 <= self.min_p <= 1, f"gconfig.min_p must be in [0, 1], got {self.min_p}")
-
-
-# ------------------------------------------------------------------------------------------------ rollout
+    repetition_penalty: float = _help("Divides (negative: multiplies) logits of seen tokens.", 1.0)
 
 
 @dataclass
-class InferenceEngineConfig:
+class InferenceEngineConfig(Section):
     """The client side of generation: how many episodes run, how old their data may be."""
 
     max_concurrent_rollouts: int | None = _help(
-        "Episodes in flight at most; null: one batch per allowed version.", None
+        "Episodes in flight at most; null: one batch per allowed version.", None, AT_LEAST_1
     )
     max_head_offpolicyness: int = _help(
-        "Largest version lag of a trained sample (eta); 0 is synchronous.", 0
+        "Largest version lag of a trained sample (eta); 0 is synchronous.", 0, NOT_NEGATIVE
     )
     adaptive_lead: bool = _help(
-        "Run ahead only as far as keeps the trainer busy (at most eta batches), not always as far as allowed.",
-        True,
+        "Run ahead (at most eta batches) only to keep the trainer busy.", True
     )
-    num_workers: int = _help(
-        "Processes that run episodes; 0: they run in the trainer's, which suits light workflows.", 0
-    )
-    pause_mode: str = _help(
-        "What a weight update does to requests in flight: abort or in_place.", "abort"
-    )
-    weight_update: str = _help("How weights reach the servers: disk, shm or broadcast.", "disk")
+    num_workers: int = _help("Processes that run episodes; 0: in the trainer's, for light ones.", 0)
+    pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
+    weight_update: str = _choice("How weights reach the servers.", "disk", "shm", "broadcast")
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
@@ -103,104 +74,61 @@ class InferenceEngineConfig:
     segment_tokens: int = _help(
         "Tokens asked of a server at a time: what a killed one can lose of a long answer.", 4096
     )
-    episode_timeout_s: float = _help(
-        "Deadline of one episode; past it, it counts as failed.", 7200.0
-    )
+    episode_timeout_s: float = _help("Deadline of one episode; past it, it has failed.", 7200.0)
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
 
-    def check(self) -> None:
-        _require(
-            self.max_head_offpolicyness >= 0,
-            f"max_head_offpolicyness is {self.max_head_offpolicyness}; use 0 or more",
-        )
-        _require(
-            self.max_concurrent_rollouts is None or self.max_concurrent_rollouts > 0,
-            f"max_concurrent_rollouts must be positive or null, got {self.max_concurrent_rollouts}",
-        )
-        _require(
-            self.pause_mode in ("abort", "in_place"),
-            f"pause_mode is {self.pause_mode!r}; use abort or in_place",
-        )
-        ways = ("disk", "shm", "broadcast")
-        _require(
-            self.weight_update in ways,
-            f"weight_update is {self.weight_update!r}; use one of {ways}",
-        )
-
 
 @dataclass
-class ServerConfig:
+class ServerConfig(Section):
     """The embedded inference server."""
 
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
     dtype: str = _help(
-        "float32, bfloat16, float16, or auto (bfloat16 on cuda, float32 on cpu).", "auto"
+        "float32, bfloat16, float16 or auto (bfloat16 on cuda, else float32).", "auto"
     )
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
-    tensor_parallel: int = _help("Devices (on CPU, processes) that share one model.", 1)
+    tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0)
     api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
-    max_running_requests: int = _help("Sequences decoded at once.", 256)
-    max_total_tokens: int | None = _help(
-        "KV cache size in tokens; null: from the memory that is free.", None
-    )
+    max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
+    max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
     context_length: int | None = _help(
-        "Longest prompt plus continuation; null: the model's own.", None
+        "Longest prompt + continuation; null: the model's own.", None
     )
-    block_size: int = _help("Tokens per KV cache block.", 16)
+    block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096)
     mem_fraction: float = _help(
-        "Share of free memory taken for the KV cache when its size is not given.", 0.8
+        "Share of free memory taken for a KV cache without a given size.", 0.8, Range(0, 1, True)
     )
-    deterministic: bool = _help(
-        "Same seed, same tokens, whatever else is in the batch (slower).", False
-    )
+    deterministic: bool = _help("Same seed, same tokens, whatever the batch (slower).", False)
     seed: int = _help("Seed of requests that bring none.", 0)
     join: str = _help("Run directory of a running job that this server joins.", "")
 
     def check(self) -> None:
-        loopback = self.host in ("127.0.0.1", "localhost", "::1")
+        super().check()
         _require(
-            loopback or self.api_key,
+            self.host in ("127.0.0.1", "localhost", "::1") or self.api_key,
             f"server.host={self.host} is not loopback: set server.api_key too",
         )
-        _require(
-            self.block_size >= 1, f"server.block_size must be at least 1, got {self.block_size}"
-        )
-        _require(
-            self.tensor_parallel >= 1,
-            f"server.tensor_parallel must be at least 1, got {self.tensor_parallel}",
-        )
-        _require(self.max_running_requests >= 1, "server.max_running_requests must be at least 1")
-        _require(
-            0 < self.mem_fraction <= 1,
-            f"server.mem_fraction must be in (0, 1], got {self.mem_fraction}",
-        )
-
-
-# ---------------------------------------------------------------------------------------- data, saving, run
 
 
 @dataclass
-class DatasetConfig:
+class DatasetConfig(Section):
     """A dataset and how it is batched."""
 
     path: str = _help("Local .jsonl/.json/.parquet file or folder, or a hub name.")
     name: str | None = _help("Configuration of a hub dataset, such as gsm8k's `main`.", None)
     split: str | None = _help("Split of a hub dataset or of a local folder.", None)
-    batch_size: int = _help("Rows per step, over all ranks.", 8)
+    batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)
     shuffle: bool = _help("Shuffle anew each epoch, from the seed.", True)
     max_length: int | None = _help("Longer rows (in tokens) are left out.", None)
 
-    def check(self) -> None:
-        _require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
-
 
 @dataclass
-class FreqConfig:
+class FreqConfig(Section):
     """When something recurs. All null: never, except where its user says otherwise."""
 
     freq_epochs: int | None = _help("Every so many epochs.", None)
@@ -212,14 +140,14 @@ class FreqConfig:
 class RecoverConfig(FreqConfig):
     """Resuming after a failure."""
 
-    mode: str = _help(
-        "disabled; auto (resume if there is a checkpoint); resume (there must be one).", "disabled"
-    )
+    mode: str = _choice(
+        "auto: resume if there is a checkpoint; resume: there must be one.",
+        "disabled", "auto", "resume",
+    )  # fmt: skip
     retries: int = _help("Restarts by the launcher after a failure.", 0)
 
     def check(self) -> None:
-        modes = ("disabled", "auto", "resume")
-        _require(self.mode in modes, f"recover.mode is {self.mode!r}; use one of {modes}")
+        super().check()
         _require(
             self.retries == 0 or self.mode != "disabled",
             f"recover.retries={self.retries} needs a checkpoint to restart from: set recover.mode=auto",
@@ -227,7 +155,7 @@ class RecoverConfig(FreqConfig):
 
 
 @dataclass
-class StatsLoggerConfig:
+class StatsLoggerConfig(Section):
     """Where statistics go besides stats.jsonl."""
 
     tensorboard: bool = _help("Also write TensorBoard files.", False)
@@ -235,25 +163,23 @@ class StatsLoggerConfig:
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Section):
     """The machines."""
 
     n_nodes: int | None = _help(
-        "Number of machines; null: one, or on Ray and Slurm as many as allocation_mode needs.", None
+        "Machines; null: one, or on Ray and Slurm as many as allocation_mode needs.",
+        None,
+        AT_LEAST_1,
     )
     min_nodes: int | None = _help(
         "torchrun only: machines may come and go, down to this many; null: all must stay.", None
     )
-    n_gpus_per_node: int = _help("Accelerators per machine; on CPU, processes per machine.", 8)
+    n_gpus_per_node: int = _help("Accelerators (on CPU, processes) of each.", 8, AT_LEAST_1)
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
     def check(self) -> None:
-        most = 1 if self.n_nodes is None else self.n_nodes
-        _require(most >= 1, f"cluster.n_nodes must be at least 1, or null, got {most}")
-        _require(
-            self.n_gpus_per_node >= 1,
-            f"cluster.n_gpus_per_node must be at least 1, got {self.n_gpus_per_node}",
-        )
+        super().check()
+        most = self.n_nodes or 1
         _require(
             self.min_nodes is None or 1 <= self.min_nodes <= most,
             f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={most}",
@@ -261,20 +187,15 @@ class ClusterConfig:
 
 
 @dataclass
-class LauncherConfig:
+class LauncherConfig(Section):
     """How processes are started."""
 
-    threads_per_process: int | None = _help(
-        "OMP threads of each process; null: cores shared equally.", None
-    )
+    threads_per_process: int | None = _help("OMP threads; null: cores shared equally.", None)
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
     stop_timeout_s: float = _help("Grace between asking processes to end and killing them.", 10.0)
-    server_restarts: int = _help(
-        "Times that servers which died are started again before the run fails.", 2
-    )
+    server_restarts: int = _help("Times that dead servers start again before the run fails.", 2)
     max_servers: int | None = _help(
-        "Ray only: while requests wait, servers are added up to this many, and ended when idle.",
-        None,
+        "Ray only: while requests wait, servers are added up to this many; idle ones end.", None
     )
     slurm: dict[str, Any] = _help(
         "Flags of sbatch as they are; container_* go to srun, `wrap` stands before the command.",
@@ -286,18 +207,17 @@ class LauncherConfig:
 
 
 @dataclass
-class BaseExperimentConfig:
+class BaseExperimentConfig(Section):
     """What every run has."""
 
     experiment_name: str = _help("First part of the run directory's name.")
     trial_name: str = _help("Second part of the run directory's name.")
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
     controller: bool = _help(
-        "Ray only: one driver runs the script, and each engine has actors and devices of its own.",
-        False,
+        "Ray only: one driver runs the script, each engine has devices.", False
     )
     seed: int = _help("Seed of data order, sampling and initial weights.", 1)
-    total_train_epochs: int = _help("Passes over the training set.", 1)
+    total_train_epochs: int = _help("Passes over the training set.", 1, AT_LEAST_1)
     total_train_steps: int | None = _help("Stop after so many steps, if earlier.", None)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
@@ -306,33 +226,31 @@ class BaseExperimentConfig:
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: FreqConfig = _help("When Hugging Face checkpoints are written.", FreqConfig)
     evaluator: FreqConfig = _help("When the validation set is run.", FreqConfig)
-    recover: RecoverConfig = _help(
-        "When and whether recover checkpoints are written.", RecoverConfig
-    )
+    recover: RecoverConfig = _help("Whether and when recover checkpoints are.", RecoverConfig)
     stats_logger: StatsLoggerConfig = _help("Where statistics go.", StatsLoggerConfig)
 
     def check(self) -> None:
-        for name, part in vars(self).items():
-            if hasattr(part, "check"):
-                _check_section(name, part)
-        require_within(self, {"total_train_epochs": (1, inf)})
+        super().check()
         _require(
             self.total_train_steps is None or self.total_train_steps >= 1,
             f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out",
         )
-        evaluates = any(vars(self.evaluator).values())
         _require(
-            not evaluates or self.valid_dataset is not None,
+            self.valid_dataset is not None or not any(vars(self.evaluator).values()),
             "evaluator says when to run the validation set, but there is none: set valid_dataset.path",
         )
-        train = alloc_mode.AllocationMode.from_str(self.allocation_mode).train
-        num_shares = train.data * train.pipeline if train else 1
-        size = self.train_dataset.batch_size
+        size, num_shares = self.train_dataset.batch_size, self.num_shares
         _require(
             size % num_shares == 0,
             f"train_dataset.batch_size={size} is not divisible by the {num_shares} data-parallel ranks of "
             f"allocation_mode={self.allocation_mode}: use a multiple of {num_shares}",
         )
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many parts a training batch is cut: the data-parallel ranks."""
+        train = AllocationMode.from_str(self.allocation_mode).train
+        return train.data * train.pipeline if train else 1
 
 
 @dataclass
@@ -425,24 +343,12 @@ class GRPOConfig(BaseExperimentConfig):
         )
 
     def _check_minibatches(self) -> None:
-        train = alloc_mode.AllocationMode.from_str(self.allocation_mode).train
-        ranks = train.data * train.pipeline if train else 1
-        sequences = self.train_dataset.batch_size * self.gconfig.n_samples // ranks
+        ranks, prompts = self.num_shares, self.train_dataset.batch_size
+        sequences = prompts * self.gconfig.n_samples // ranks
         for name, part in (("actor", self.actor), ("critic", self.critic)):
             _require(
                 part is None or part.ppo_n_minibatches <= sequences,
                 f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} sequences of a rank and "
-                f"step (train_dataset.batch_size={self.train_dataset.batch_size} times gconfig.n_samples={self.gconfig.n_samples} over "
-                f"{ranks} data-parallel ranks): lower it",
+                f"step (train_dataset.batch_size={prompts} times gconfig.n_samples={self.gconfig.n_samples} over {ranks} data-parallel ranks): "
+                "lower it",
             )
-
-
-def _check_section(name: str, part: Any) -> None:
-    """Check a section; what is wrong is told with the section's name."""
-    try:
-        part.check()
-    except ConfigError as error:
-        told = str(error)
-        is_key = re.split(r"\W", told, maxsplit=1)[0] in vars(part)
-        section = "" if told.startswith(f"{name}.") else f"{name}." if is_key else f"{name}: "
-        raise ConfigError(section + told) from error

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from arealite.api import cli_args
 from arealite.api.alloc_mode import AllocationMode
+from arealite.api.config_field import check_section
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
 
@@ -198,8 +199,8 @@ def _view(values: Any, text: str) -> LaunchConfig:
     config.weight_update = rollout.get("weight_update", "disk")
     config.lora_rank = model.get("lora_rank", 0)
     config.resolved_yaml = text or OmegaConf.to_yaml(values)
-    config.recover.check()
-    config.cluster.check()
+    check_section("recover", config.recover)
+    check_section("cluster", config.cluster)
     return config
 
 

@@ -177,7 +177,7 @@ def _bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigE
     expected = ""
     for path, kind, *_ in _leaves(cls, ""):
         if path == key:
-            expected = f" (expected {_type_name(kind)})"
+            expected = f" (expected {kind})"
     reason = str(error.msg if error.msg else error).splitlines()[0]
     return ConfigError(f"{key} in {source}{expected}: {reason}")
 
@@ -202,10 +202,7 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
 
 def help_text(cls: type) -> str:
     """The whole tree as plain text, in the order of declaration: key, type, default, line of help."""
-    rows = [
-        (path, f"{_type_name(kind)} = {default}", text)
-        for path, kind, default, text in _leaves(cls, "")
-    ]
+    rows = [(path, f"{kind} = {default}", text) for path, kind, default, text in _leaves(cls, "")]
     width = max(len(path) for path, *_ in rows)
     middle = max(len(kind) for _, kind, _ in rows)
     lines = [USAGE, "", (cls.__doc__ or "").strip(), ""]
@@ -213,18 +210,20 @@ def help_text(cls: type) -> str:
     return "\n".join(lines)
 
 
-def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
-    """(path, type, default as text, help) of every value in the tree; an optional part also has a row of its own."""
+def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    """(path, type, default, help) of every value in the tree; an optional part also has a row of its own."""
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind, path = kinds[field.name], f"{prefix}{field.name}"
         text = field.metadata.get("help", "")
         child = _dataclass_of(kind)
         if child is None:
-            yield path, kind, _default_text(field), text
+            words = " | ".join(field.metadata.get("words", ()))
+            text += f" ({words})" if words else ""
+            yield path, _type_name(kind), _default_text(field), text
             continue
         if kind is not child and field.default is None:
-            yield path, kind, "null", text
+            yield path, _type_name(kind), "null", text
         yield from _leaves(child, f"{path}.")
 
 
