@@ -11,6 +11,7 @@ Examples: `sglang.d12p1t1+d4p1t1`, `sglang:d4t2+fsdp:d8`, `embedded.d1p1t1+d1p1t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -66,7 +67,7 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        return _Parser(text).parse()
+        return _parse(text)
 
     @property
     def gen_world_size(self) -> int:
@@ -91,86 +92,57 @@ class AllocationMode:
         return "+".join(sides)
 
 
-class _Parser:
-    """Recursive descent over one short string; every error points at a character."""
+def _parse(text: str) -> AllocationMode:
+    if not text.strip():
+        _fail(text, 0, "allocation_mode is empty")
+    left, plus, right = text.partition("+")
+    backend, strategy = _side(text, 0, left)
+    generates, start = backend in GEN_BACKENDS, len(left) + 1
+    if not plus:
+        return AllocationMode(backend, strategy) if generates else AllocationMode(None, None, "fsdp", strategy)  # fmt: skip
+    if right == "eval":
+        if not generates:
+            _fail(text, 0, "`+eval` needs an inference backend on its left")
+        return AllocationMode(backend, strategy, evaluate=True)
+    right, more, _ = right.partition("+")
+    train_backend, train = _side(text, start, right)
+    if more:
+        _fail(text, start + len(right), "nothing may follow the second side")
+    if not generates:
+        _fail(text, 0, f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it")
+    if train_backend in GEN_BACKENDS:
+        _fail(text, start, "the right side trains: write fsdp, or no backend at all")
+    return AllocationMode(backend, strategy, "fsdp", train)
 
-    def __init__(self, text: str):
-        self.text = text
-        self.pos = 0
 
-    def parse(self) -> AllocationMode:
-        if not self.text.strip():
-            self.fail("allocation_mode is empty")
-        backend, strategy = self.side()
-        if self.pos == len(self.text):
-            return self.single(backend, strategy)
-        self.expect("+")
-        start = self.pos
-        if self.text[start:] == "eval":
-            if backend not in GEN_BACKENDS:
-                self.fail("`+eval` needs an inference backend on its left", at=0)
-            return AllocationMode(gen_backend=backend, gen=strategy, evaluate=True)
-        other_backend, other_strategy = self.side()
-        if self.pos != len(self.text):
-            self.fail("nothing may follow the second side")
-        if backend not in GEN_BACKENDS:
-            self.fail(
-                f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it", at=0
+def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrategy]:
+    """Backend (None if it is not named) and strategy of the side that begins at `start`."""
+    named = re.match(r"([^.:]*)[.:]", side)
+    backend = named[1] if named else None
+    if named and backend not in GEN_BACKENDS + TRAIN_BACKENDS:
+        known = ", ".join(GEN_BACKENDS + TRAIN_BACKENDS)
+        _fail(text, start, f"unknown backend {backend!r}; known: {known}")
+    degrees: dict[str, int] = {}
+    begin = named.end() if named else 0
+    for found in re.compile(r"(.)([0-9]*)", re.DOTALL).finditer(side, begin):
+        kind, number = _LETTERS.get(found[1]), found[2]
+        if kind is None:
+            _fail(
+                text, start + found.start(), "expected one of d, p, t, m, c, e followed by a number"
             )
-        if other_backend in GEN_BACKENDS:
-            self.fail("the right side trains: write fsdp, or no backend at all", at=start)
-        return AllocationMode(backend, strategy, "fsdp", other_strategy)
+        if kind in degrees:
+            _fail(text, start + found.start(), f"{kind} parallelism is given twice")
+        if not number:
+            _fail(text, start + found.end(), "expected a number")
+        if int(number) == 0:
+            _fail(text, start + found.start(2), "a degree of parallelism is at least 1")
+        degrees[kind] = int(number)
+    if not degrees:
+        _fail(text, start + begin, "expected a parallel strategy such as d4p1t1")
+    return backend, ParallelStrategy(**degrees)
 
-    def single(self, backend: str | None, strategy: ParallelStrategy) -> AllocationMode:
-        if backend in GEN_BACKENDS:
-            return AllocationMode(gen_backend=backend, gen=strategy)
-        return AllocationMode(train_backend="fsdp", train=strategy)
 
-    def side(self) -> tuple[str | None, ParallelStrategy]:
-        rest = self.text[self.pos :]
-        cut = min((i for i in (rest.find("."), rest.find(":")) if i >= 0), default=-1)
-        end = rest.find("+") if "+" in rest else len(rest)
-        if cut < 0 or cut > end:
-            return None, self.strategy()
-        backend = rest[:cut]
-        if backend not in GEN_BACKENDS + TRAIN_BACKENDS:
-            self.fail(
-                f"unknown backend {backend!r}; known: {', '.join(GEN_BACKENDS + TRAIN_BACKENDS)}"
-            )
-        self.pos += cut + 1
-        return backend, self.strategy()
-
-    def strategy(self) -> ParallelStrategy:
-        degrees: dict[str, int] = {}
-        while self.pos < len(self.text) and self.text[self.pos] != "+":
-            letter = self.text[self.pos]
-            if letter not in _LETTERS:
-                self.fail("expected one of d, p, t, m, c, e followed by a number")
-            if _LETTERS[letter] in degrees:
-                self.fail(f"{_LETTERS[letter]} parallelism is given twice")
-            self.pos += 1
-            degrees[_LETTERS[letter]] = self.number()
-        if not degrees:
-            self.fail("expected a parallel strategy such as d4p1t1")
-        return ParallelStrategy(**degrees)
-
-    def number(self) -> int:
-        start = self.pos
-        while self.pos < len(self.text) and self.text[self.pos] in "0123456789":
-            self.pos += 1
-        if start == self.pos:
-            self.fail("expected a number")
-        if int(self.text[start : self.pos]) == 0:
-            self.fail("a degree of parallelism is at least 1", at=start)
-        return int(self.text[start : self.pos])
-
-    def expect(self, char: str) -> None:
-        if self.text[self.pos : self.pos + 1] != char:
-            self.fail(f"expected {char!r}")
-        self.pos += 1
-
-    def fail(self, message: str, at: int | None = None) -> NoReturn:
-        column = self.pos if at is None else at
-        raise AllocationError(
-            f"malformed allocation_mode: {message}\n  {self.text}\n  {' ' * column}^\n{_EXAMPLE}"
-        )
+def _fail(text: str, column: int, message: str) -> NoReturn:
+    raise AllocationError(
+        f"malformed allocation_mode: {message}\n  {text}\n  {' ' * column}^\n{_EXAMPLE}"
+    )
