@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from arealite.engine.collecting import CollectingEngine
 from arealite.engine.fleet import Fleet, Wire
 from arealite.utils import distributed
 from arealite.utils.http import HttpClient, HttpError
+from arealite.utils.weight_group import get_outbox
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
 NAMES_ENV = "AREALITE_NAMES"
@@ -128,6 +130,7 @@ class RemoteEngine(CollectingEngine, Wire):
             self._members = Members(ledger_path and Path(ledger_path).parent, names)
         self.fleet = Fleet(config, self, self._members)
         self.sender = WeightSender()
+        self._begun: Future[None] | None = None
         self._http: HttpClient | None = None
 
     # ----------------------------------------------------------------------------------- the wire format
@@ -307,11 +310,32 @@ class RemoteEngine(CollectingEngine, Wire):
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """All servers in parallel: pause, load, compare, continue. Rank 0 acts, the others return at once."""
         if distributed.rank() == 0:
-            what = f"{len(self.router.servers)} servers to load version {meta.version}"
-            limit, option = self.config.setup_timeout_s, "rollout.setup_timeout_s"
-            wait = NamedWait("update_weights", what, limit, option)
-            self.executor.run_coroutine(self.fleet.update(meta, wait), wait)
+            wait = self._update_wait(meta)
+            self.executor.run_coroutine(self._update(meta, wait), wait)
         self.set_version(meta.version)
+
+    def begin_update(self, meta: WeightUpdateMeta) -> None:
+        """Before the actor gathers the weights: have what `update_weights` will wait for begin, where nothing stands still meanwhile.
+
+        Broadcast to servers that receive beside generating: each bucket is on its way while the next one is gathered.
+        """
+        if distributed.rank() != 0 or meta.type != "broadcast":
+            return
+        servers, box = list(self.router.servers.values()), get_outbox(meta.path)
+        # what a model's tensors are called, the last update tells
+        if box and all(s.is_open and self.can_swap(s) for s in servers):
+            box.expect()
+            update = self.fleet.update(meta, self._update_wait(meta))
+            self._begun = asyncio.run_coroutine_threadsafe(update, self.executor.runner.loop)
+
+    async def _update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
+        begun, self._begun = self._begun, None
+        await (self.fleet.update(meta, wait) if begun is None else asyncio.wrap_future(begun))
+
+    def _update_wait(self, meta: WeightUpdateMeta) -> NamedWait:
+        what = f"{len(self.router.servers)} servers to load version {meta.version}"
+        limit, option = self.config.setup_timeout_s, "rollout.setup_timeout_s"
+        return NamedWait("update_weights", what, limit, option)
 
     def offload(self) -> None:
         """Have all servers free the memory of their caches, for a trainer on the same device. Requests wait until `onload`."""

@@ -80,7 +80,7 @@ class RemoteSGLangEngine(RemoteEngine):
     # ------------------------------------------------------------------------------------ weight updates
 
     def can_swap(self, server: Server) -> bool:
-        return server.is_arealite and self.config.pause_mode == "in_place"
+        return server.is_arealite
 
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
         if server.group and "/destroy_weights_update_group" in server.endpoints:
@@ -92,7 +92,7 @@ class RemoteSGLangEngine(RemoteEngine):
         server.group = settings["group_name"]
 
     async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        # in place, requests in flight keep their KV cache: there is nothing that could be flushed
+        # in place, requests in flight keep their KV cache
         flush = {"flush_cache": self.config.pause_mode == "abort"}
         common = {**flush, "weight_version": str(meta.version)}
         try:

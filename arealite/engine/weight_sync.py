@@ -69,6 +69,8 @@ def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdat
     if meta.type == "disk":
         # A folder of its own for each version: what a server still reads is never changed.
         publish = replace(meta, path=str(Path(meta.path) / f"v{meta.version}"))
+    if isinstance(rollout, RemoteEngine):
+        rollout.begin_update(publish)
     actor.update_weights(publish)
     rollout.update_weights(publish)
     distributed.barrier()

@@ -331,11 +331,13 @@ class Engine(StepLoop):
         self.runner.load(staged.pairs)
         self.weights.accept(staged)
         self.adapter_name = adapter_name
-        if flush_cache:
+        num_met = self.scheduler.num_running
+        if flush_cache:  # what is under way keeps its tokens, and has its keys and values computed anew
+            self._retract()
             self.scheduler.pool.flush()
         self._set_version(version)
         self.last_update_s = time.perf_counter() - begin
-        return self.scheduler.num_running
+        return num_met
 
     def _set_version(self, version: int) -> None:
         self._settle()

@@ -2,11 +2,12 @@
 
 The group is formed as torch forms its own (same keys in the store), so the other side may be SGLang's. Independent of the trainer's groups, so servers may
 come and go: another set of servers gets another group. gloo on CPU, NCCL on CUDA. Also keeps the outbox: the whole weights as the trainer last published
-them, once, on the host, from which a server that comes late is served too; sending makes no second copy of it.
+them, once, on the host, from which a server that comes late is served too; sending makes no second copy of it, and need not wait until it is full.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -16,22 +17,66 @@ import torch.distributed as dist
 BUCKET_BYTES = 256 << 20
 # Name, type (as `float32`) and shape of a tensor.
 Spec = tuple[str, str, list[int]]
-_outboxes: dict[str, dict[str, torch.Tensor]] = {}
+
+
+class Outbox(dict[str, torch.Tensor]):
+    """Published weights by name. One thread fills it anew, another may take what has come already."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._awaited: set[str] = set()
+        self._failure: BaseException | None = None
+
+    def expect(self) -> None:
+        """From now on `take` waits for new tensors."""
+        self._awaited, self._failure = set(self), None
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.expect()
+        try:
+            for name, tensor in tensors:
+                mine = self.get(name)
+                if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+                    self[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                self[name].copy_(tensor.detach())
+                with self._change:
+                    self._awaited.discard(name)
+                    self._change.notify_all()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            with self._change:
+                self._change.notify_all()
+
+    def take(self, names: list[str], timeout_s: float) -> list[torch.Tensor]:
+        """These tensors, as soon as the new ones are there."""
+
+        def is_over() -> bool:
+            return self._failure is not None or not self._awaited.intersection(names)
+
+        with self._change:
+            if not self._change.wait_for(is_over, timeout_s):
+                raise RuntimeError(f"{names[0]} was not gathered within {timeout_s:g} s")
+        if self._failure is not None:
+            raise RuntimeError("the trainer could not gather its weights") from self._failure
+        return [self[name] for name in names]
+
+
+_outboxes: dict[str, Outbox] = {}
 
 
 def put_outbox(name: str, tensors: Iterable[tuple[str, torch.Tensor]], keep: bool = True) -> None:
     """Copy what the trainer publishes to the host. Ranks that only help to gather pass `keep=False`."""
-    box = _outboxes.setdefault(name, {})
-    for key, tensor in tensors:
-        if not keep:
-            continue
-        if key not in box or box[key].shape != tensor.shape or box[key].dtype != tensor.dtype:
-            box[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        box[key].copy_(tensor.detach())
+    if keep:
+        _outboxes.setdefault(name, Outbox()).fill(tensors)
+    else:
+        for _ in tensors:
+            pass
 
 
-def get_outbox(name: str) -> dict[str, torch.Tensor]:
-    return _outboxes.get(name, {})
+def get_outbox(name: str) -> Outbox:
+    return _outboxes.get(name, Outbox())
 
 
 def specs_of(tensors: dict[str, torch.Tensor]) -> list[Spec]:
@@ -87,10 +132,11 @@ class WeightGroup:
         else:
             self._group = dist.ProcessGroupGloo(keys, rank, size, joining)
 
-    def send(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Broadcast all of `tensors`, no more than one bucket of them at a time."""
-        for bucket in buckets(specs_of(tensors)):
-            self._broadcast([tensors[n].contiguous().to(self._device) for n, _, _ in bucket])
+    def send(self, box: Outbox) -> None:
+        """Broadcast what is in `box`, bucket after bucket, each as soon as it is there."""
+        for bucket in buckets(specs_of(box)):
+            tensors = box.take([name for name, _, _ in bucket], self._timeout.total_seconds())
+            self._broadcast([tensor.contiguous().to(self._device) for tensor in tensors])
 
     def receive(self, specs: list[Spec]) -> dict[str, torch.Tensor]:
         """What the sender sends, as named tensors in memory of their own."""

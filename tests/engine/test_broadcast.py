@@ -1,17 +1,28 @@
-"""Weights over a process group: to two servers at once, in buckets, with one dying in between."""
+"""Weights over a process group: to two servers at once, in buckets, beside generation, with one dying in between."""
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.weight_sync import sync_weights
 from arealite.utils import weight_group
 from arealite.utils.network import free_port
-from arealite.utils.weight_group import WeightGroup, put_outbox, specs_of
-from tests.engine.test_fleet import connect, is_open, request, run, steady, steady_process, until  # noqa: F401
+from arealite.utils.weight_group import Outbox, WeightGroup, put_outbox, specs_of
+from tests.engine.test_fleet import (  # noqa: F401
+    background,
+    connect,
+    is_open,
+    request,
+    run,
+    steady,
+    steady_process,
+    until,
+)
 from tests.server_process import server_process
 
 LIMITS = {"join_timeout_s": 20, "timeout_s": 20}
@@ -36,9 +47,10 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_byte
 
     thread = threading.Thread(target=receive)
     thread.start()
-    group = WeightGroup("127.0.0.1", port, 0, 2, "test", **LIMITS)
-    group.send(tensors)
-    group.send(tensors)
+    group, box = WeightGroup("127.0.0.1", port, 0, 2, "test", **LIMITS), Outbox()
+    box.fill(tensors.items())
+    group.send(box)
+    group.send(box)
     thread.join(20)
     assert len(got) == 2
     for received in got:
@@ -46,12 +58,85 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_byte
         assert all(torch.equal(received[name], tensors[name]) for name in tensors)
 
 
-def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, connect, steady):  # noqa: F811
+def test_a_sender_hears_of_weights_that_never_come():
+    def breaks_off():
+        yield "a", torch.ones(2)
+        raise OSError("no more")
+
+    box = Outbox()
+    box.fill([("a", torch.zeros(2)), ("b", torch.zeros(3))])
+    box.expect()
+    with pytest.raises(RuntimeError, match="b was not gathered within"):
+        box.take(["b"], 0.01)
+    with pytest.raises(OSError, match="no more"):
+        box.fill(breaks_off())
+    with pytest.raises(RuntimeError, match="could not gather its weights"):
+        box.take(["b"], 20)
+
+
+def other_weights(model_path):
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.5)
-    two = steady
+    return model
+
+
+class Gathering:
+    """An actor that has gathered some of its weights and goes on when it is told to."""
+
+    def __init__(self, model):
+        self.model = model
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def update_weights(self, meta):
+        put_outbox(meta.path, self.parameters())
+
+    def parameters(self):
+        for index, pair in enumerate(self.model.named_parameters()):
+            if index == 3:
+                self.has_begun.set()
+                assert self.may_go_on.wait(60)
+            yield pair
+
+    def set_version(self, version):
+        self.version = version
+
+
+def test_buckets_travel_while_others_are_gathered_and_generation_goes_on(
+    model_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)  # every tensor is a bucket of its own
+    sent, broadcast = [], WeightGroup._broadcast
+    monkeypatch.setattr(WeightGroup, "_broadcast", lambda *a: (broadcast(*a), sent.append(1)))
+    engine = connect(steady, pause_mode="in_place")
+    actor = Gathering(other_weights(model_path))
+    meta = WeightUpdateMeta("broadcast", "beside", 1)
+    actor.may_go_on.set()
+    sync_weights(actor, engine, meta)  # the first one tells what there is to send
+    actor.has_begun.clear(), actor.may_go_on.clear(), sent.clear()
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(sync_weights, actor, engine, meta.with_version(2))
+        assert actor.has_begun.wait(60)
+        until(lambda: len(sent) == 3)  # these have left, the rest does not exist yet
+        whole = run(engine, engine.agenerate(request(3, max_new_tokens=20)))
+        under_way = background(engine, engine.agenerate(request(4, max_new_tokens=400)))
+        until(lambda: steady.get("server_info")["running"] > 0)
+        actor.may_go_on.set()
+        update.result(60)
+    assert len(sent) == len(list(actor.model.parameters())) and actor.version == 2
+    assert set(whole.output_versions) == {1}
+    answer = under_way.result(60)
+    assert answer.num_interruptions == 0 and answer.output_versions[0] == 1
+    assert answer.output_versions == sorted(answer.output_versions)
+    assert steady.get("model_info")["weight_version"] == "2"
+
+
+def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, connect, steady):  # noqa: F811
+    model, two = other_weights(model_path), steady
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, two)
         before = run(engine, engine.agenerate(request(3, max_new_tokens=20))).output_tokens
