@@ -13,15 +13,13 @@ from arealite.utils.config import run_main
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(
-            f"usage: python -m arealite.cli.plan SCRIPT.py [--config FILE.yaml]... [key=value]...\n\n{__doc__}"
-        )
+        usage = "python -m arealite.cli.plan SCRIPT.py [--config FILE.yaml]... [key=value]..."
+        print(f"usage: {usage}\n\n{__doc__}")
         return 0
     if argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("name the script first: python -m arealite.cli.plan SCRIPT.py key=value…")
     config = read_launch_config(argv[0], argv[1:], controls=True)
-    devices, on_gpu = cluster_slots(config)
-    print(Job(config, argv[0], argv[1:], devices, on_gpu).describe())
+    print(Job(config, argv[0], argv[1:], *cluster_slots(config)).describe())
     return 0
 
 

@@ -11,17 +11,11 @@ import asyncio
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
-from arealite.utils.names import FileNames
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.rundir import RunDir
 
-LEASE_S = 6.0
 LOOK_EVERY_S = 1.0
 LAUNCHER_PREFIX = "servers/"
-_PREFIX = "server/"
-
-
-def lease_folder(run_dir: str | Path) -> Path:
-    return RunDir(run_dir).names / "elastic"
 
 
 class Lease:
@@ -33,16 +27,16 @@ class Lease:
                 f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} of a running job"
             )
         self.address = address
-        self._names = FileNames(lease_folder(run_dir), LEASE_S)
+        self._names = elastic_names(RunDir(run_dir))
 
     async def hold(self, stop: asyncio.Event) -> None:
         """Keep the lease until `stop` is set."""
-        self._names.publish(_PREFIX + self.address, self.address)
+        self._names.publish(ELASTIC_PREFIX + self.address, self.address)
         try:
             while not stop.is_set():
                 self._names.renew()
                 try:
-                    async with asyncio.timeout(LEASE_S / 3):
+                    async with asyncio.timeout(self._names.ttl_s / 3):
                         await stop.wait()
                 except TimeoutError:
                     continue
@@ -56,7 +50,7 @@ class Members:
     def __init__(self, run_dir: str | Path | None, launcher_names: str | None = None):
         self._leases: list[tuple[FileNames, str]] = []
         if run_dir is not None:
-            self._leases.append((FileNames(lease_folder(run_dir), LEASE_S), _PREFIX))
+            self._leases.append((elastic_names(RunDir(run_dir)), ELASTIC_PREFIX))
         if launcher_names:
             self._leases.append((FileNames(launcher_names), LAUNCHER_PREFIX))
 

@@ -31,13 +31,11 @@ from arealite.api.errors import CheckpointError
 from arealite.engine import lora
 from arealite.engine.hf_model import fill_parameters, load_model
 from arealite.utils import distributed
+from arealite.utils.shared_weights import safetensors_header
 
 if TYPE_CHECKING:
     from arealite.engine.fsdp_engine import FSDPEngine
 
-_TYPE_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
-}  # fmt: skip
 # Beside weights and config, what makes a folder complete for people and servers.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
                "*.model", "preprocessor_config.json", "processor_config.json", "generation_config.json")  # fmt: skip
@@ -100,7 +98,7 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = F
     attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     file = attempt(open, aside / name, "wb")
-    attempt(_write, file, _safetensors_header(_file_specs(engine, adapters)))
+    attempt(_write, file, safetensors_header(_file_specs(engine, adapters))[0])
     for _, tensor in tensors:
         attempt(_write, file, tensor)
     attempt(_close, file, durable)
@@ -140,9 +138,7 @@ def load_hf(engine: FSDPEngine, path: str) -> None:
 def _open_safetensors(file: Path):
     try:
         return safe_open(file, framework="pt")
-    except (
-        Exception
-    ) as error:  # safetensors raises its own class, which is not part of its interface
+    except Exception as error:  # safetensors' own class is not part of its interface
         raise CheckpointError(
             f"{file} cannot be read ({error}): it is torn or not safetensors"
         ) from error
@@ -176,18 +172,6 @@ def _fix_config(file: Path, dtype: str) -> None:
     config["dtype"] = dtype
     config.pop("_attn_implementation", None)
     file.write_text(json.dumps(config, indent=2))
-
-
-def _safetensors_header(specs: dict[str, tuple[torch.Size, torch.dtype]]) -> bytes:
-    header: dict = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (shape, dtype) in specs.items():
-        size = shape.numel() * dtype.itemsize
-        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}  # fmt: skip
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write(file: BinaryIO, data: bytes | torch.Tensor) -> None:

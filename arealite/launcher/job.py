@@ -10,7 +10,9 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import sys
+import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan import LaunchConfig, Plan, make_plan
+from arealite.launcher.plan import LaunchConfig, Plan, cluster_slots, make_plan
 from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir
 
@@ -42,6 +44,25 @@ class Follower:
             sys.stdout.flush()
 
 
+class Stop(threading.Event):
+    """Set by SIGINT and SIGTERM within its `with` block, instead of raising out of the middle of somebody else's code, where it may be lost."""
+
+    number = 0
+
+    def __enter__(self) -> Stop:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.number = self.number or number
+        self.set()
+
+
 @dataclass
 class Job:
     """What to run and on what. `devices` lists each node's devices (places for processes where there are none)."""
@@ -54,6 +75,12 @@ class Job:
     attempt: int = 0
     cwd: str = field(default_factory=os.getcwd)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+    @classmethod
+    def on_cluster(cls, config: LaunchConfig, script: str | Path, argv: list[str]) -> Job:
+        """A job on machines that know neither this folder nor each other."""
+        path = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
+        return cls(config, path, argv, *cluster_slots(config))
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster

@@ -28,8 +28,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
             f"cluster.n_nodes={config.cluster.n_nodes}, but the local launcher runs on one machine: use "
             "arealite.launcher.ray or arealite.launcher.slurm, or set cluster.n_nodes=1"
         )
-    devices, on_gpu = local_slots(config)
-    job = Job(config, str(script), argv, [devices], on_gpu)
+    job = Job(config, str(script), argv, *local_slots(config))
     if dry_run:
         print(job.describe())
         return 0

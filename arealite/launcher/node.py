@@ -17,22 +17,10 @@ from pathlib import Path
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import CONTROLLER_ENV, Job
 from arealite.launcher.plan import ServerPlan, visible_gpus
-from arealite.launcher.servers import (
-    is_healthy,
-    server_address,
-    server_command,
-    server_env,
-    server_port,
-)
+from arealite.launcher.servers import is_healthy, server_command, server_env, server_port
 from arealite.launcher.supervisor import Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
-from arealite.utils.names import (
-    ELASTIC_FOLDER,
-    ELASTIC_PREFIX,
-    ELASTIC_TTL_S,
-    FileNames,
-    wait_for_names,
-)
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -73,7 +61,7 @@ class NodePart:
         self.ranks: list[Child] = []
         self.num_restarts = 0
         self.is_up = False
-        self.elastic = FileNames(job.run_dir.names / ELASTIC_FOLDER, ELASTIC_TTL_S)
+        self.elastic = elastic_names(job.run_dir)
 
     def run(self) -> int:
         began = time.monotonic()
@@ -147,18 +135,18 @@ class NodePart:
         if place:
             self.followers.append(child)
         else:
-            address = server_address(self.config, self.host, port)
+            listens_on = self.config.server.host
+            host = self.host if listens_on in ("0.0.0.0", "::") else listens_on
             deadline = time.monotonic() + self.config.setup_timeout_s
-            self.starting[server.index] = (child, address, deadline)
+            self.starting[server.index] = (child, f"{host}:{port}", deadline)
 
     def rendezvous(self, server: ServerPlan, place: int) -> tuple[int, int, str]:
         """(number of nodes, which of them, address of the first) for a server that spans nodes."""
         name = f"server-rendezvous/{server.index}"
         if place == 0:
             self.names.publish(name, f"{self.host}:{free_port(self.host)}")
-        found = wait_for_names(
-            self.names, name, 1, self.config.setup_timeout_s, f"node {self.node}"
-        )
+        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
+        found = wait_for_names(self.names, name, 1, timeout_s, who)
         return len(server.places), place, found[name]
 
     def publish_healthy(self) -> None:
@@ -244,9 +232,7 @@ class NodePart:
             env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
         devices = [rank.device for rank in self.plan.ranks_on(self.node)]
         if self.gpus and None not in devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(
-                str(self.gpus[d]) for d in devices if d is not None
-            )
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
         return env
 
     def rank_spec(self, rank: int, env: dict[str, str]) -> ChildSpec:
@@ -262,10 +248,8 @@ def main(argv: list[str]) -> int:
     node = argv[1] if len(argv) > 1 else os.environ.get("SLURM_NODEID", "0")
     job = Job.load(argv[0])
     # A requeued Slurm job runs the same command again: a later attempt.
-    return run_node(
-        replace(job, attempt=job.attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0"))),
-        int(node),
-    )
+    attempt = job.attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return run_node(replace(job, attempt=attempt), int(node))
 
 
 if __name__ == "__main__":

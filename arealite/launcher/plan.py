@@ -105,9 +105,8 @@ class Plan:
             group = f"{size} rank(s), one {what} each, in a placement group of their own"
             return "\n".join([*lines, *(f"  {engine}: {group}" for engine in self.engines)])
         for rank in self.ranks:
-            lines.append(
-                f"  rank {rank.rank}: node {rank.node} {what} {'-' if rank.device is None else rank.device}"
-            )
+            device = "-" if rank.device is None else rank.device
+            lines.append(f"  rank {rank.rank}: node {rank.node} {what} {device}")
         return "\n".join(lines)
 
 
@@ -119,28 +118,28 @@ def read_launch_config(script: str, argv: list[str], controls: bool = False) -> 
 
     `controls` says whether the launcher has a controller mode.
     """
-    config = _read(script, argv)
+    text = _resolved(script, argv) if script.endswith(".py") else ""
+    config = _view(OmegaConf.create(text) if text else load_plain(argv), text)
     if config.controller and not controls:
         raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
     return config
 
 
-def _read(script: str, argv: list[str]) -> LaunchConfig:
-    """The class that the script gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here; for any
-    other the script itself is run once in check mode, in which `load_config` ends the process."""
-    if not script.endswith(".py"):
-        return _view(load_plain(argv), "")
+def _resolved(script: str, argv: list[str]) -> str:
+    """The script's configuration as YAML; empty if it loads none.
+
+    The class that it gives to `load_config` is looked up in its source. One of `arealite.api.cli_args` is loaded here; for any
+    other the script itself is run once in check mode, in which `load_config` ends the process.
+    """
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")
     class_name = _config_class_name(script)
     if class_name is None:
-        return _view(load_plain(argv), "")
+        return ""
     cls = getattr(cli_args, class_name, None)
-    if dataclasses.is_dataclass(cls) and isinstance(cls, type):
-        text = to_yaml(load_config(argv, cls))
-    else:
-        text = _ask_script(script, argv)
-    return _view(OmegaConf.create(text), text)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        return to_yaml(load_config(argv, cls))
+    return _ask_script(script, argv)
 
 
 def _config_class_name(script: str) -> str | None:
@@ -155,27 +154,24 @@ def _config_class_name(script: str) -> str | None:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) != 2:
             continue
-        called = (
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        )
-        if called == "load_config":
-            given = node.args[1] if len(node.args) == 2 else node.keywords[-1].value
-            name = given.attr if isinstance(given, ast.Attribute) else getattr(given, "id", "")
+        if _last_name(node.func) == "load_config":
+            name = _last_name(node.args[1] if len(node.args) == 2 else node.keywords[-1].value)
             return "" if name in own else name
     return None
+
+
+def _last_name(node: ast.expr) -> str:
+    """`c` of `a.b.c` or of `c`."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _ask_script(script: str, argv: list[str]) -> str:
     """Run the script up to its `load_config`, which writes the resolved configuration and ends it."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "config.yaml"
-        env = {**os.environ, CHECK_ONLY_ENV: str(answer)}
+        command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}
         result = subprocess.run(
-            [sys.executable, script, *argv],
-            env=env,
-            text=True,
-            capture_output=True,
-            timeout=_CHECK_TIMEOUT_S,
+            command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S
         )
         if result.returncode != 0 or not answer.exists():
             output = (result.stderr or result.stdout).strip().removeprefix("error: ")
@@ -247,12 +243,11 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
     return Plan(mode, servers, tuple(ranks), threads, on_gpu, engines)
 
 
-def local_slots(config: LaunchConfig) -> tuple[list[int], bool]:
+def local_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     """The devices of this machine, numbered from 0; without accelerators, as many places as the plan needs: processes are not limited by cores."""
-    gpus = visible_gpus()
-    if gpus:
-        return list(range(len(gpus))), True
-    return list(range(AllocationMode.from_str(config.allocation_mode).world_size)), False
+    gpus = len(visible_gpus())
+    places = AllocationMode.from_str(config.allocation_mode).world_size
+    return [list(range(gpus or places))], gpus > 0
 
 
 def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:

@@ -7,21 +7,17 @@ cluster of RAY_ADDRESS or of this machine; without one it starts Ray here.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
-from arealite.launcher.job import Follower, Job
+from arealite.launcher.job import Follower, Job, Stop
 from arealite.launcher.local import command_line, run_attempts
-from arealite.launcher.node import run_node
-from arealite.launcher.plan import Plan, cluster_slots, read_launch_config
-from arealite.launcher.ray_pool import ServerPool
+from arealite.launcher.plan import Plan, read_launch_config
+from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import Interrupted
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
@@ -32,9 +28,7 @@ _LOOK_INTERVAL_S = 0.5
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run `script` on the Ray cluster; returns the exit code."""
     config = read_launch_config(str(script), argv, controls=True)
-    devices, on_gpu = cluster_slots(config)
-    script = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
-    job = Job(config, script, argv, devices, on_gpu)
+    job = Job.on_cluster(config, script, argv)
     if dry_run:
         print(job.describe())
         return 0
@@ -78,8 +72,7 @@ def _bundles(job: Job, plan: Plan) -> list[dict[str, float]]:
 
 def _check_nodes(ray: Any, job: Job, num_cpus: int) -> None:
     """Refuse a plan that the machines of the cluster cannot hold, with the arithmetic."""
-    need = {"GPU": len(job.devices[0])} if job.on_gpu else {"CPU": 1}
-    ((kind, count),) = need.items()
+    kind, count = ("GPU", len(job.devices[0])) if job.on_gpu else ("CPU", 1)
     nodes = sorted(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
     fitting = sum(have >= count for have in nodes)
     has = ", ".join(f"{have:g}" for have in nodes)
@@ -95,30 +88,13 @@ def _check_nodes(ray: Any, job: Job, num_cpus: int) -> None:
         )
 
 
-class NodeActor:
-    """Lives on one machine of the cluster and runs its part of the job."""
-
-    def run(self, job_path: str, attempt: int, node: int) -> int:
-        import ray
-
-        job = Job.load(job_path)
-        job.attempt = attempt
-        os.chdir(job.cwd)
-        os.environ["RAY_ADDRESS"] = (
-            ray.get_runtime_context().gcs_address
-        )  # for a driver that it starts
-        log = _log(job, node).open("a")
-        with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return run_node(job, node)
-
-
 class _Attempt:
     """One placement group, one actor per node, and the watch over them."""
 
     def __init__(self, ray: Any, job: Job):
         self.ray, self.job, self.plan = ray, job, job.plan()
         self.num_replaced = 0
-        self.signals: list[int] = []
+        self.stop = Stop()
         self.running: dict[Any, int] = {}
         self.actors: dict[int, Any] = {}
         self.pool: ServerPool | None = None
@@ -131,7 +107,7 @@ class _Attempt:
         self.group = placement_group(self.bundles, strategy=strategy)
         shown = Follower(self.job.run_dir.logs / "rank0.log")
         try:
-            with _noting_signals(self.signals):
+            with self.stop:
                 self.wait_for_devices()
                 for node in range(len(self.bundles)):
                     self.start(node)
@@ -160,8 +136,8 @@ class _Attempt:
                 )
 
     def raise_if_interrupted(self) -> None:
-        if self.signals:
-            raise Interrupted(self.signals[0])
+        if self.stop.is_set():
+            raise Interrupted(self.stop.number)
 
     def start(self, node: int) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -190,7 +166,7 @@ class _Attempt:
                         return 1
                     continue
                 if code:
-                    log = _log(self.job, node)
+                    log = log_path(self.job, node)
                     print(f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}", file=sys.stderr, flush=True)  # fmt: skip
                     return code
         return 0
@@ -204,22 +180,6 @@ class _Attempt:
             return False
         self.start(node)
         return True
-
-
-def _log(job: Job, node: int) -> Path:
-    return job.run_dir.logs / f"node{node}.log"
-
-
-@contextlib.contextmanager
-def _noting_signals(caught: list[int]) -> Iterator[None]:
-    """Note signals instead of raising from them: an exception out of the middle of Ray's own code would be lost there."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

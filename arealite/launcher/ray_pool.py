@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import ServerError
@@ -18,7 +19,7 @@ from arealite.launcher.node import NodePart, run_node
 from arealite.launcher.plan import ServerPlan
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
-from arealite.utils.names import ELASTIC_FOLDER, ELASTIC_PREFIX, ELASTIC_TTL_S, FileNames
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 
 LOOK_EVERY_S = 2.0
 # So many looks in a row before acting: a queue or a lull of a moment means nothing.
@@ -44,16 +45,24 @@ def pool_index(node: int) -> int:
     return 100_000 - node
 
 
-class PoolActor:
-    """Runs one server of the pool where Ray has placed it."""
+class NodeActor:
+    """Lives on one machine of the cluster and runs a node's part of the job, or one server of the pool."""
 
     def run(self, job_path: str, attempt: int, node: int) -> int:
+        import ray
+
         job = Job.load(job_path)
         job.attempt = attempt
         os.chdir(job.cwd)
-        log = (job.run_dir.logs / f"pool{-node}.log").open("a")
+        # for a driver that it starts
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        log = log_path(job, node).open("a")
         with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            return run_node(job, node, PoolPart)
+            return run_node(job, node, PoolPart if node < 0 else NodePart)
+
+
+def log_path(job: Job, node: int) -> Path:
+    return job.run_dir.logs / (f"pool{-node}.log" if node < 0 else f"node{node}.log")
 
 
 @dataclass
@@ -72,7 +81,7 @@ class ServerPool:
         self.max_members = max(0, limit - len(self.plan.servers))
         self.members: dict[int, _Member] = {}
         self.names = FileNames(job.names_folder)
-        self.elastic = FileNames(job.run_dir.names / ELASTIC_FOLDER, ELASTIC_TTL_S)
+        self.elastic = elastic_names(job.run_dir)
         self.busy_looks = 0
         self.num_started = 0
         self._next_look = time.monotonic() + LOOK_EVERY_S
@@ -103,9 +112,9 @@ class ServerPool:
         self.num_started += 1
         node = -self.num_started
         gpus = self.plan.mode.gen.instance_size if self.job.on_gpu else 0
-        actor = self.ray.remote(PoolActor).options(num_cpus=1, num_gpus=gpus).remote()
-        path = str(self.job.run_dir.path / "job.json")
-        self.members[node] = _Member(actor, actor.run.remote(path, self.job.attempt, node))
+        actor = self.ray.remote(NodeActor).options(num_cpus=1, num_gpus=gpus).remote()
+        started = actor.run.remote(str(self.job.path), self.job.attempt, node)
+        self.members[node] = _Member(actor, started)
         print(f"requests wait: adding server {pool_index(node)} of the pool", flush=True)
 
     def end(self, node: int) -> None:
@@ -123,10 +132,8 @@ class ServerPool:
             ended, _ = self.ray.wait([member.ref], timeout=0)
             if ended:
                 del self.members[node]
-                print(
-                    f"server {pool_index(node)} of the pool ended; see logs/pool{-node}.log",
-                    flush=True,
-                )
+                log = log_path(self.job, node).name
+                print(f"server {pool_index(node)} of the pool ended; see logs/{log}", flush=True)
 
     def close(self) -> None:
         for member in self.members.values():

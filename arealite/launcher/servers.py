@@ -46,12 +46,6 @@ def server_port(config: LaunchConfig, index: int) -> int:
     return port
 
 
-def server_address(config: LaunchConfig, node_host: str, port: int) -> str:
-    """Where clients reach a server: the node's address if it listens on all of them."""
-    host = node_host if config.server.host in ("0.0.0.0", "::") else config.server.host
-    return f"{host}:{port}"
-
-
 def server_command(
     config: LaunchConfig, backend: str, port: int, spread: tuple[int, int, str] | None = None
 ) -> list[str]:
@@ -60,10 +54,9 @@ def server_command(
     if backend == "embedded":
         return [sys.executable, "-m", "arealite.cli.serve", *_embedded_arguments(config, port)]
     strategy = _strategy(config)
+    python = shlex.quote(sys.executable)
     if backend == "sglang":
-        base = config.sglang.get(
-            "command", f"{shlex.quote(sys.executable)} -m sglang.launch_server"
-        )
+        base = config.sglang.get("command", f"{python} -m sglang.launch_server")
         flags = {"model_path": config.model_path, "host": host, "port": port}
         flags |= {"tp_size": strategy.tensor, "pp_size": strategy.pipeline}
         flags |= {"api_key": config.server.api_key}
@@ -74,9 +67,7 @@ def server_command(
             flags |= {"enable_lora": True, "max_loaded_loras": 2, "max_loras_per_batch": 2}
             flags |= {"max_lora_rank": config.lora_rank, "lora_target_modules": "all"}
         return [*shlex.split(base), *_flags(flags | config.sglang)]
-    base = config.vllm.get(
-        "command", f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve"
-    )
+    base = config.vllm.get("command", f"{python} -m vllm.entrypoints.cli.main serve")
     flags = {"host": host, "port": port}
     flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
     flags |= _VLLM_FLAGS
@@ -146,18 +137,10 @@ def _embedded_arguments(config: LaunchConfig, port: int) -> list[str]:
         raise ConfigError(
             f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
         )
-    server = dataclasses.replace(
-        config.server,
-        model_path=config.model_path,
-        port=port,
-        tensor_parallel=strategy.tensor,
-    )
-    default = ServerConfig()
-    changed = {
-        f.name: getattr(server, f.name)
-        for f in dataclasses.fields(server)
-        if getattr(server, f.name) != getattr(default, f.name) and f.name != "api_key"
-    }
+    where = {"model_path": config.model_path, "port": port, "tensor_parallel": strategy.tensor}
+    server = dataclasses.replace(config.server, **where)
+    default = vars(ServerConfig())
+    changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}
     arguments = [f"{key}={_yaml(value)}" for key, value in changed.items()]
     # A secret on a command line could be read by every user of the machine: it travels in the environment.
     return arguments + ([f"api_key=${{oc.env:{_KEY_ENV}}}"] if server.api_key else [])

@@ -13,16 +13,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.launcher.job import Follower, Job
+from arealite.launcher.job import Follower, Job, Stop
 from arealite.launcher.local import command_line, run_attempts
-from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.plan import read_launch_config
 from arealite.utils.config import run_main
+from arealite.utils.process import tail
 
 _CLIENT_TIMEOUT_S = 60.0
 _LOOK_INTERVAL_S = 1.0
@@ -34,9 +34,7 @@ _OURS = ("wrap",)
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Submit `script` as a Slurm job and wait for its end; returns the exit code."""
     config = read_launch_config(str(script), argv)
-    devices, on_gpu = cluster_slots(config)
-    script = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
-    job = Job(config, script, argv, devices, on_gpu)
+    job = Job.on_cluster(config, script, argv)
     if dry_run:
         print(f"{job.describe()}\n\n{job.run_dir.path / 'slurm.sh'}:\n{batch_script(job)}")
         return 0
@@ -104,30 +102,19 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
 
 def _follow(job: Job, job_id: str) -> int:
     """Copy rank 0's output to the console until the job has ended; a signal cancels the job."""
-    stop = threading.Event()
-    caught: list[int] = []
-
-    def on_signal(number: int, _: object) -> None:
-        caught.append(number)
-        stop.set()
-
-    old = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     shown = Follower(job.run_dir.logs / "rank0.log")
-    try:
+    with Stop() as stop:
         while True:
             stop.wait(_LOOK_INTERVAL_S)
             shown.copy()
-            if caught:
+            if stop.is_set():
                 print(f"cancelling Slurm job {job_id}", file=sys.stderr, flush=True)
                 _client("scancel", "--full", job_id)
-                return 128 + caught[0]
+                return 128 + stop.number
             state, code = _state(job_id)
             if state in _ENDED:
                 shown.copy()
                 return _report(job, job_id, state, code)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _report(job: Job, job_id: str, state: str, code: int) -> int:
@@ -135,10 +122,8 @@ def _report(job: Job, job_id: str, state: str, code: int) -> int:
     if state == "COMPLETED":
         return 0
     log = job.run_dir.logs / f"slurm-{job_id}.log"
-    lines = log.read_text(errors="replace").splitlines()[-30:] if log.exists() else ["(no log)"]
-    print(
-        f"the last lines of {log}:", *(f"  | {line}" for line in lines), sep="\n", file=sys.stderr
-    )
+    lines = (f"  | {line}" for line in tail(log, 30).splitlines())
+    print(f"the last lines of {log}:", *lines, sep="\n", file=sys.stderr)
     return 128 + signal.SIGTERM if state == "CANCELLED" else code or 1
 
 

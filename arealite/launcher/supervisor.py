@@ -254,6 +254,6 @@ class Supervisor:
         assert self._warden is not None and self._warden.stdin is not None
         with contextlib.suppress(
             BrokenPipeError
-        ):  # killed; the kernel's parent-death signal is left
+        ):  # killed: the kernel's parent-death signal is left
             self._warden.stdin.write(line + "\n")
             self._warden.stdin.flush()

@@ -34,9 +34,8 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run this machine's part of `script`; returns the exit code."""
     config = read_launch_config(str(script), argv)
     nodes = config.cluster.n_nodes or 1
-    devices, on_gpu = local_slots(config)
-    all_devices, on_gpu = ([devices], on_gpu) if nodes == 1 else cluster_slots(config)
-    job = Job(config, str(script), argv, all_devices, on_gpu)
+    slots = local_slots if nodes == 1 else cluster_slots
+    job = Job(config, str(script), argv, *slots(config))
     if dry_run:
         print(job.describe())
         return 0
@@ -112,13 +111,11 @@ class TorchrunPart(NodePart):
 
     def failure_elsewhere(self) -> int:
         """An elastic job outlives any machine but those it cannot do without."""
+        if not self.is_elastic:
+            return super().failure_elsewhere()
         ended = self.names.list("ended/").items()
         vital = [int(c) for name, c in ended if int(name.split("/")[1]) < self.min_nodes]
-        return (
-            next((code for code in vital if code), 0)
-            if self.is_elastic
-            else super().failure_elsewhere()
-        )
+        return next((code for code in vital if code), 0)
 
     def start_ranks(self) -> None:
         servers, master = self.meet_servers()

@@ -21,6 +21,8 @@ from rich.table import Table
 
 from arealite.utils.distributed import rank
 
+_NUM_ROWS, _PLAIN_EVERY = 8, 10  # steps that the table shows; steps between two plain lines
+
 
 class Column(NamedTuple):
     """A column: its title, the statistic it shows, and how."""
@@ -47,24 +49,20 @@ class ProgressTable:
         self,
         total_steps: int,
         columns: Sequence[Column] = COLUMNS,
-        num_rows: int = 8,
-        plain_every: int = 10,
         log_path: Path | None = None,
         enabled: bool = True,
         first_step: int = 0,
     ):
         self.total_steps = total_steps
         self.columns = columns
-        self.plain_every = plain_every
         self.enabled = enabled and rank() == 0
-        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=num_rows)
+        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=_NUM_ROWS)
         self._started = time.monotonic()
         self._first_step = first_step
         self._log_path = os.environ.get("AREALITE_LOG_FILE") or log_path
         self._screen: _Screen | None = None
 
     def __enter__(self) -> ProgressTable:
-        self._started = time.monotonic()
         descriptor = _terminal()
         if self.enabled and descriptor is not None:
             self._screen = _Screen(descriptor, self._log_path)
@@ -86,7 +84,7 @@ class ProgressTable:
         self._rows.append((step + 1, cells))
         if self._screen is not None:
             self._screen.live.update(self._render(step + 1))
-        elif (step + 1) % self.plain_every == 0 or step + 1 == self.total_steps:
+        elif (step + 1) % _PLAIN_EVERY == 0 or step + 1 == self.total_steps:
             pairs = "  ".join(f"{c.title} {v}" for c, v in zip(self.columns, cells, strict=True))
             left = clock(self._left_s(step + 1))
             print(f"step {step + 1}/{self.total_steps}  {pairs}  left {left}", flush=True)
@@ -97,9 +95,8 @@ class ProgressTable:
 
     def _render(self, done: int) -> Group:
         table = Table()
-        table.add_column("step", justify="right")
-        for column in self.columns:
-            table.add_column(column.title, justify="right")
+        for title in ("step", *(column.title for column in self.columns)):
+            table.add_column(title, justify="right")
         for step, cells in self._rows:
             table.add_row(str(step), *cells)
         elapsed = clock(time.monotonic() - self._started)

@@ -12,35 +12,18 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Protocol
 
 from arealite.api.errors import AReaLiteError, WaitTimeout
+from arealite.utils.rundir import RunDir
 
 DEFAULT_TTL_S = 30.0
-# Servers that join a running job (one that was started again, one of a pool, one by hand) are known by these.
-ELASTIC_FOLDER, ELASTIC_PREFIX, ELASTIC_TTL_S = "elastic", "server/", 6.0
+ELASTIC_PREFIX, _ELASTIC_TTL_S = "server/", 6.0
 # A shared folder cannot call back: this is how long news may take to be noticed.
 _LOOK_INTERVAL_S = 0.2
 
 
-class NameService(Protocol):
-    """Names like `servers/3`; values are short strings such as an address."""
-
-    def publish(self, name: str, value: str) -> None: ...
-
-    def withdraw(self, name: str) -> None: ...
-
-    def renew(self) -> None: ...
-
-    def get(self, name: str) -> str | None: ...
-
-    def list(self, prefix: str) -> dict[str, str]: ...
-
-    def claim(self, name: str, value: str) -> bool: ...
-
-
 class FileNames:
-    """Names as files. Published ones live until withdrawn, or `ttl_s` after their owner last called `renew`."""
+    """Names like `servers/3` with short values such as an address, as files. Published ones live until withdrawn, or `ttl_s` after their owner last called `renew`."""
 
     def __init__(self, folder: str | Path, ttl_s: float = DEFAULT_TTL_S):
         self.folder = Path(folder)
@@ -97,13 +80,9 @@ class FileNames:
 
     def list(self, prefix: str) -> dict[str, str]:
         """All living names that start with `prefix`, sorted."""
-        now = self._now()
-        found = {}
-        for path in sorted(self.folder.glob(f"{_encode(prefix)}*")):
-            value = None if path.name.startswith(".") else self._read(path, now)
-            if value is not None:
-                found[_decode(path.name)] = value
-        return found
+        now, paths = self._now(), sorted(self.folder.glob(f"{_encode(prefix)}*"))
+        found = {p: self._read(p, now) for p in paths if not p.name.startswith(".")}
+        return {p.name.replace("@", "/"): v for p, v in found.items() if v is not None}
 
     def close(self) -> None:
         """Withdraw everything this process published."""
@@ -148,8 +127,17 @@ class FileNames:
         return self.folder / _encode(name)
 
 
+def _encode(name: str) -> str:
+    return name.replace("/", "@")
+
+
+def elastic_names(run_dir: RunDir) -> FileNames:
+    """Who joined a running job (a server that was started again, one of a pool, one by hand), under ELASTIC_PREFIX."""
+    return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
+
+
 def wait_for_names(
-    names: NameService, prefix: str, count: int, timeout_s: float, who: str
+    names: FileNames, prefix: str, count: int, timeout_s: float, who: str
 ) -> dict[str, str]:
     """Wait until `count` names with this prefix live; raises `WaitTimeout` that says which are there."""
     deadline = time.monotonic() + timeout_s
@@ -164,11 +152,3 @@ def wait_for_names(
             )
         names.renew()
         pause.wait(_LOOK_INTERVAL_S)
-
-
-def _encode(name: str) -> str:
-    return name.replace("/", "@")
-
-
-def _decode(name: str) -> str:
-    return name.replace("@", "/")

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,23 +32,18 @@ _SUMS = "sums-"
 _CHUNK_BYTES = 1 << 24
 
 
-class Stateful(Protocol):
-    """A part with a small state, kept as JSON (the data loader, the rollout's counters)."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Recover:
-    """Saves and restores named engines (weights, optimizer, schedule) and parts of one run."""
+    """Saves and restores named engines (weights, optimizer, schedule) and parts of one run.
+
+    A part has a small state, kept as JSON (the data loader, the rollout's counters): `state_dict`, `load_state_dict`.
+    """
 
     def __init__(
         self,
         config: RecoverConfig,
         run_dir: RunDir,
         engines: Mapping[str, TrainEngine],
-        parts: Mapping[str, Stateful] | None = None,
+        parts: Mapping[str, Any] | None = None,
     ):
         self.config = config
         self.folder = run_dir.recover
@@ -142,11 +137,8 @@ class Recover:
         writing.rename(final)
 
     def _match(self, state: dict[str, Any], path: str) -> None:
-        for kind, have, want in (
-            ("engines", state["engines"], self.engines),
-            ("parts", state["parts"], self.parts),
-        ):
-            missing = set(want) - set(have)
+        for kind, want in (("engines", self.engines), ("parts", self.parts)):
+            missing = set(want) - set(state[kind])
             if missing:
                 raise CheckpointError(
                     f"{path} was written by another kind of run: it lacks the {kind} {', '.join(sorted(missing))}"

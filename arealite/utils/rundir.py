@@ -21,68 +21,22 @@ class RunDir:
     """Paths of one run. Give a configuration, or the path of a run that exists."""
 
     def __init__(self, where: BaseExperimentConfig | str | Path):
-        if isinstance(where, str | Path):
-            self.path = Path(where).absolute()
-            return
-        for key in ("experiment_name", "trial_name"):
-            if not _NAME.fullmatch(getattr(where, key)):
-                raise ConfigError(
-                    f"{key}={getattr(where, key)!r} becomes a folder: use letters, digits, '.', '_' and '-'"
-                )
-        root = Path(where.cluster.fileroot).expanduser().absolute()
-        self.path = root / where.experiment_name / where.trial_name
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def stats_path(self) -> Path:
-        return self.path / "stats.jsonl"
-
-    @property
-    def db_path(self) -> Path:
-        return self.path / "run.sqlite"
-
-    @property
-    def trace_path(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def curve_path(self) -> Path:
-        return self.path / "reward.png"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def recover(self) -> Path:
-        return self.path / "recover"
-
-    @property
-    def weights(self) -> Path:
-        """Where weights pass from trainer to servers by disk."""
-        return self.path / "weights"
-
-    @property
-    def shared_weights(self) -> Path:
-        """The same in shared memory, under a name that is the run's own: a restarted trainer takes over what a killed one left."""
-        key = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
-        return Path("/dev/shm") / f"arealite-{key}"
-
-    @property
-    def names(self) -> Path:
-        """Where processes of this run publish their addresses."""
-        return self.path / "names"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        named = isinstance(where, str | Path)
+        self.path = path = Path(where).absolute() if named else _path_of(where)
+        self.config_path = path / "config.yaml"
+        self.stats_path = path / "stats.jsonl"
+        self.db_path = path / "run.sqlite"
+        self.trace_path = path / "trace.json"
+        self.curve_path = path / "reward.png"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.recover = path / "recover"
+        self.tensorboard = path / "tensorboard"
+        self.names = path / "names"  # where processes of this run publish their addresses
+        self.weights = path / "weights"  # where weights pass from trainer to servers by disk
+        # The same in shared memory, under a name that is the run's own: a restarted trainer takes over what a killed one left.
+        key = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        self.shared_weights = Path("/dev/shm") / f"arealite-{key}"
 
     def create(self, config: BaseExperimentConfig | None = None) -> RunDir:
         """Make the folders and, if a configuration is given, write it as resolved."""
@@ -95,3 +49,13 @@ class RunDir:
                 f"cannot write to the run directory {self.path}: {error.strerror}; set cluster.fileroot to a folder you can write"
             ) from error
         return self
+
+
+def _path_of(config: BaseExperimentConfig) -> Path:
+    for key in ("experiment_name", "trial_name"):
+        if not _NAME.fullmatch(getattr(config, key)):
+            raise ConfigError(
+                f"{key}={getattr(config, key)!r} becomes a folder: use letters, digits, '.', '_' and '-'"
+            )
+    root = Path(config.cluster.fileroot).expanduser().absolute()
+    return root / config.experiment_name / config.trial_name

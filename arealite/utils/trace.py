@@ -42,11 +42,6 @@ class Trace:
             self._seconds[name] = self._seconds.get(name, 0.0) + took_s
             self._add({"name": name, "ph": "X", "ts": _us(began - self._start), "dur": _us(took_s)})
 
-    def counter(self, name: str, value: float) -> None:
-        """A number over time, drawn as a curve under the spans."""
-        now = time.perf_counter() - self._start
-        self._add({"name": name, "ph": "C", "ts": _us(now), "args": {name: value}})
-
     def span(self, name: str, began: float, took_s: float, track: str) -> None:
         """What another process did, by its clock (`time.time`), on a track of its own."""
         start = began - time.time() + time.perf_counter() - self._start

@@ -54,7 +54,7 @@ def test_too_few_devices_are_refused_with_the_arithmetic():
 
 def test_cpu_processes_are_not_limited(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    devices, on_gpu = local_slots(config("embedded.d4+d8"))
+    (devices,), on_gpu = local_slots(config("embedded.d4+d8"))
     plan = make_plan(config("embedded.d4+d8"), [devices], on_gpu)
     assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
 

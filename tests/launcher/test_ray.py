@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from arealite.launcher.ray import launch
-from arealite.utils.names import ELASTIC_FOLDER, ELASTIC_PREFIX, ELASTIC_TTL_S, FileNames
+from arealite.utils.names import ELASTIC_PREFIX, elastic_names
+from arealite.utils.rundir import RunDir
 from tests.launcher.conftest import wait_until_gone
 
 RUN = Path("runs/e/t")
@@ -143,7 +144,7 @@ def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, argument
     # Looks ten times as often, so that the test takes a tenth of the time.
     quick = "import sys, runpy, arealite.launcher.ray_pool as pool; pool.LOOK_EVERY_S = 0.2; sys.argv[0] = 'ray'; runpy.run_module('arealite.launcher.ray', run_name='__main__')"
     process = start(ray_cluster, argv, run=("-c", quick))
-    elastic = FileNames(RUN / "names" / ELASTIC_FOLDER, ELASTIC_TTL_S)
+    elastic = elastic_names(RunDir(RUN))
     wait_for(lambda: len(elastic.list(ELASTIC_PREFIX)) == 1)
     (work / "idle").touch()
     wait_for(lambda: elastic.list(ELASTIC_PREFIX) == {})

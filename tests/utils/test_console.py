@@ -28,7 +28,7 @@ def read_terminal(master: int) -> bytes:
 
 
 def test_plain_lines_when_there_is_no_terminal(capsys):
-    with ProgressTable(25, plain_every=10) as table:
+    with ProgressTable(25) as table:
         for step in range(25):
             table.update(step, STATS)
     lines = capsys.readouterr().out.splitlines()

@@ -8,13 +8,8 @@ import pytest
 
 from arealite.api.errors import WaitTimeout
 from arealite.core import membership
-from arealite.utils.names import (
-    ELASTIC_FOLDER,
-    ELASTIC_PREFIX,
-    ELASTIC_TTL_S,
-    FileNames,
-    wait_for_names,
-)
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
+from arealite.utils.rundir import RunDir
 
 
 def test_publish_list_withdraw(tmp_path):
@@ -74,6 +69,6 @@ def test_a_wait_that_is_over_says_what_is_there(tmp_path):
 
 
 def test_the_client_looks_where_launchers_publish(tmp_path):
-    launcher = FileNames(tmp_path / "names" / ELASTIC_FOLDER, ELASTIC_TTL_S)
+    launcher = elastic_names(RunDir(tmp_path))
     launcher.publish(f"{ELASTIC_PREFIX}10.0.0.1:80", "10.0.0.1:80")
     assert membership.Members(tmp_path).living() == {"10.0.0.1:80"}
