@@ -1,16 +1,15 @@
 """Causal attention over packed sequences, plugged into transformers' attention and mask interfaces.
 
 On CUDA it is torch's own variable-length attention; on CPU (which has none) sequences are gathered into a few buckets of
-similar length, padded on the right, and run through causal SDPA: pads come after every real token, so no mask is needed
-and the result is exact. What that needs is computed once per micro-batch and handed down as forward keyword arguments.
+similar length, padded on the right, and run through SDPA: pads come after every real token, so the result is exact. What that
+needs is computed once per micro-batch and handed down as forward keyword arguments.
 
-N packed tokens, b sequences in a bucket, t their padded length.
+N packed tokens, U tokens that are computed, b rows of a bucket, s their own tokens, p the shared ones before them.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from arealite.api.errors import ConfigError
 from arealite.engine.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
-from arealite.engine.shared_prefix import PrefixPlan, SharedLayout, plan_piece, varlen_kwargs
+from arealite.engine.shared_prefix import PrefixPlan, Segment, plan_piece, varlen_kwargs
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -30,15 +29,6 @@ ATTENTION = "arealite_packed"
 # From torch 2.12 on, fewer key than query heads must be announced; before, the argument does not exist.
 _GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # fmt: skip
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where each packed token sits in the buckets. `buckets`: (b, t) each; empty indices: nothing has to move."""
-
-    buckets: list[tuple[int, int]]
-    to_buckets: torch.Tensor | None  # [Σ b·t] packed token of each slot (any token for a pad)
-    from_buckets: torch.Tensor | None  # [N] slot of each packed token
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -71,82 +61,15 @@ def attention_kwargs(
     if context and ring:
         size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
         prefixes, context["ring_hops"] = plan_piece(lengths, size, rank)
-    if prefixes is not None:
-        prefixes = prefixes.to(cu_seqlens.device)
-        on_cuda = cu_seqlens.is_cuda
-        plan = varlen_kwargs(prefixes) if on_cuda else {"packed_layout": SharedLayout(prefixes)}
-        return context | plan
+    if cu_seqlens.is_cuda and prefixes is not None:
+        return context | varlen_kwargs(prefixes.to(cu_seqlens.device))
     if cu_seqlens.is_cuda:
-        return context | {
-            "cu_seq_lens_q": cu_seqlens,
-            "cu_seq_lens_k": cu_seqlens,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-        }
-    return context | {"packed_layout": bucket_layout(lengths)}
-
-
-def bucket_layout(lengths: list[int]) -> PackedLayout:
-    """Group sequences of similar length: a bucket ends where padding a sequence to it would waste a quarter."""
-    if len(set(lengths)) == 1:
-        return PackedLayout([(len(lengths), lengths[0])], None, None)
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    buckets: list[list[int]] = []
-    for row in order:
-        if not lengths[row]:
-            continue
-        if not buckets or lengths[row] < 0.75 * lengths[buckets[-1][0]] - 4:
-            buckets.append([])
-        buckets[-1].append(row)
-    to_buckets = [
-        torch.tensor([starts[row] for row in rows])[:, None] + torch.arange(lengths[rows[0]])
-        for rows in buckets
-    ]
-    shapes = [(len(rows), lengths[rows[0]]) for rows in buckets]
-    slots = torch.empty(starts[-1], dtype=torch.long)
-    offset = 0
-    for index, rows in zip(to_buckets, buckets, strict=True):
-        b, t = index.shape
-        real = torch.arange(t) < torch.tensor([lengths[row] for row in rows])[:, None]
-        slots[index[real]] = (offset + torch.arange(b * t)).view(b, t)[real]
-        offset += b * t
-    flat = torch.cat([index.flatten() for index in to_buckets]).clamp_(max=starts[-1] - 1)
-    return PackedLayout(shapes, flat, slots)
-
-
-class _Move(torch.autograd.Function):
-    """Rows by index, where each real row is used once: the gradient is a gather too, not a scatter.
-
-    Pads copy some other token's row; their gradient is zero (no real token attends to them), so it is left out.
-    """
-
-    @staticmethod
-    def forward(ctx, value, index, inverse):
-        ctx.save_for_backward(inverse)
-        return value.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-class _Return(torch.autograd.Function):
-    """The way back from the buckets; slots of pads get no gradient."""
-
-    @staticmethod
-    def forward(ctx, value, slots):
-        ctx.save_for_backward(slots)
-        ctx.num_slots = len(value)
-        return value.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (slots,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
+        longest = max(lengths)
+        lens = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        return context | lens | {"max_length_q": longest, "max_length_k": longest}
+    starts = cu_seqlens.tolist()
+    plain = [Segment(s, n, 0, 0) for s, n in zip(starts, lengths, strict=False) if n]
+    return context | {"buckets": Buckets(plain if prefixes is None else prefixes.segments)}
 
 
 def packed_attention(
@@ -158,7 +81,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: PackedLayout | SharedLayout | None = None,
+    buckets: Buckets | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
@@ -181,10 +104,8 @@ def packed_attention(
         query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
     if kv_index is not None:
         key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
-    if isinstance(packed_layout, SharedLayout):
-        out = packed_layout.attend(query, key, value, scaling, sliding_window)
-    elif packed_layout is not None:
-        out = _bucketed(query, key, value, packed_layout, scaling, sliding_window)
+    if buckets is not None:
+        out = buckets.attend(query, key, value, scaling, sliding_window)
     else:
         # Flash attention counts the tokens before this one, transformers counts this one too.
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
@@ -197,31 +118,111 @@ def packed_attention(
     return out.unsqueeze(0), None
 
 
-def _bucketed(query, key, value, layout: PackedLayout, scaling, window) -> torch.Tensor:
-    """`[N, heads, D]` in and out."""
-    if layout.to_buckets is not None:
-        query, key, value = (
-            _Move.apply(x, layout.to_buckets, layout.from_buckets) for x in (query, key, value)
-        )
-    outs, offset = [], 0
-    for b, t in layout.buckets:
-        q, k, v = (
-            x[offset : offset + b * t].unflatten(0, (b, t)).transpose(1, 2)
-            for x in (query, key, value)
-        )
-        outs.append(_causal(q, k, v, scaling, window).transpose(1, 2).flatten(0, 1))
-        offset += b * t
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out if layout.from_buckets is None else _Return.apply(out, layout.from_buckets)
+# ------------------------------------------------------------------- buckets: without variable-length attention
 
 
-def _causal(q, k, v, scaling, window) -> torch.Tensor:
-    mask, t = None, q.shape[2]
-    if window is not None and window < t:
-        age = torch.arange(t)[:, None] - torch.arange(t)
-        mask = (age >= 0) & (age < window)
-    gqa = q.shape[1] != k.shape[1]
-    return sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+class Buckets:
+    """Segments grouped by size: where each computed token sits among the padded rows of the groups, and attention over these."""
+
+    def __init__(self, segments: list[Segment]):
+        self.buckets = [_Bucket(group) for group in _group_by_size(segments)]
+        self.queries = torch.cat([bucket.queries.flatten() for bucket in self.buckets])
+        self.keys = torch.cat([bucket.keys.flatten() for bucket in self.buckets])
+        real = torch.cat([bucket.real.flatten() for bucket in self.buckets])
+        self.pads = ~real
+        self.slots = torch.empty(int(real.sum()), dtype=torch.long)  # of each computed token
+        self.slots[self.queries[real]] = real.nonzero().flatten()
+        self.in_place = torch.equal(self.queries, torch.arange(len(self.slots)))
+        self.has_prefixes = len(self.keys) > len(self.queries)
+
+    def attend(self, query, key, value, scaling, window) -> torch.Tensor:
+        """Heads `[U, heads, D]` in and out. Keys and values may have more rows: those of prefixes computed elsewhere."""
+        if self.has_prefixes or len(key) > len(query):
+            key, value = (x.index_select(0, self.keys) for x in (key, value))
+        elif not self.in_place:
+            key, value = (_Move.apply(x, self.queries, self.slots, None) for x in (key, value))
+        if not self.in_place:
+            query = _Move.apply(query, self.queries, self.slots, None)
+        queries = query.split([bucket.queries.numel() for bucket in self.buckets])
+        keys, values = (x.split([b.keys.numel() for b in self.buckets]) for x in (key, value))
+        parts = zip(self.buckets, queries, keys, values, strict=True)
+        outs = [bucket.attend(q, k, v, scaling, window) for bucket, q, k, v in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if self.in_place else _Move.apply(out, self.slots, self.queries, self.pads)
+
+
+class _Bucket:
+    """Rows of similar size: which tokens are their queries `[b, s]` and keys `[b, p + s]` (any, for padding)."""
+
+    def __init__(self, segments: list[Segment]):
+        start, length, prefix_start, self.prefix = torch.tensor(segments).T[:, :, None]
+        self.own, self.shared = torch.arange(length.max()), torch.arange(self.prefix.max())
+        self.real = self.own < length
+        self.queries = torch.where(self.real, start + self.own, 0)
+        shared = torch.where(self.shared < self.prefix, prefix_start + self.shared, 0)
+        self.keys = torch.cat([shared, self.queries], dim=1)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(self, query, key, value, scaling, window) -> torch.Tensor:
+        shapes = (self.queries.shape, self.keys.shape, self.keys.shape)
+        rows = zip((query, key, value), shapes, strict=True)
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x, shape in rows)
+        mask, gqa = self._mask(window), q.shape[1] != k.shape[1]
+        causal = mask is None
+        out = sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, window: int | None) -> torch.Tensor | None:
+        """Which keys a query sees, `[b or 1, 1, s, p + s]`; None where plain causal attention is right: padding comes last there."""
+        if not len(self.shared) and (window is None or window >= len(self.own)):
+            return None
+        if window not in self._masks:
+            prefix = self.prefix[:1] if bool((self.prefix == self.prefix[0]).all()) else self.prefix
+            ages = (prefix + self.own)[:, :, None] - self.shared
+            ages = torch.where((self.shared < prefix)[:, None], ages, -1)
+            own = (self.own[:, None] - self.own).expand(len(prefix), -1, -1)
+            age = torch.cat([ages, own], dim=2)  # position of the query minus that of the key
+            seen = age >= 0 if window is None else (age >= 0) & (age < window)
+            self._masks[window] = seen[:, None]
+        return self._masks[window]
+
+
+def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
+    """Similar segments together: a bucket ends where padding would waste a quarter of it."""
+    order = sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length, -s.prefix_length))
+    groups: list[list[Segment]] = []
+    for segment in order:
+        if groups:
+            head, widest = groups[-1][0], max(s.prefix_length for s in groups[-1])
+            same_kind = (segment.prefix_length > 0) == (head.prefix_length > 0)
+            size = segment.length + segment.prefix_length
+            padded = head.length + max(widest, segment.prefix_length)
+            if same_kind and size >= 0.75 * padded - 4:
+                groups[-1].append(segment)
+                continue
+        groups.append([segment])
+    return groups
+
+
+class _Move(torch.autograd.Function):
+    """Rows by index, where each real row is used once: the gradient is a gather too, not a scatter.
+
+    Rows for padding are any other token's: what comes back for them is left out. On the way back from the buckets, `unused` are the
+    rows that no result is taken from.
+    """
+
+    @staticmethod
+    def forward(ctx, value, index, inverse, unused):
+        ctx.save_for_backward(inverse, unused)
+        return value.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, unused = ctx.saved_tensors
+        moved = grad.index_select(0, inverse)
+        if unused is not None:
+            moved.masked_fill_(unused[:, None, None], 0.0)
+        return moved, None, None, None
 
 
 def _no_mask(*args, **kwargs) -> None:

@@ -4,7 +4,7 @@ The first row of a group runs whole; the others run only their own tokens, whose
 themselves. Exact: causal attention makes the prompt's states independent of what follows. `FSDPEngine` plans it per micro-batch;
 `packed_attention` carries it out.
 
-N packed tokens, U tokens that are computed, b rows of a bucket, s their own tokens, p the shared ones before them.
+N packed tokens, U tokens that are computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 # Below this share of tokens saved, gathering keys and values costs more than it brings.
 _WORTHWHILE = 0.1
@@ -138,91 +137,3 @@ def varlen_kwargs(plan: PrefixPlan) -> dict:
         "max_length_k": int((own + prefix).max()),
         "kv_index": plan.expand,
     }
-
-
-class _Bucket(NamedTuple):
-    """Segments of similar size: which tokens of U are their queries `[b, s]` and keys `[b, p + s]` (any, for padding)."""
-
-    queries: torch.Tensor
-    real: torch.Tensor  # [b, s] not padding
-    keys: torch.Tensor
-    age: (
-        torch.Tensor
-    )  # [b or 1, s, p + s] position of the query minus that of the key; -1 where it must not look
-    causal: bool  # no prefix: plain causal attention needs no mask
-
-
-class SharedLayout:
-    """The plan as buckets for SDPA, for devices without variable-length attention."""
-
-    def __init__(self, plan: PrefixPlan):
-        self.buckets = [_make_bucket(group) for group in _group_by_size(plan.segments)]
-        slots = torch.empty(len(plan.unique), dtype=torch.long)
-        offset = 0
-        for bucket in self.buckets:
-            tokens, real = bucket.queries, bucket.real
-            numbers = torch.arange(offset, offset + real.numel()).view(real.shape)
-            slots[tokens[real]] = numbers[real]
-            offset += real.numel()
-        self.slots = slots  # where each computed token's result lies
-
-    def attend(self, query, key, value, scaling, window) -> torch.Tensor:
-        """Heads `[U, heads, D]` in and out."""
-        outs = []
-        for bucket in self.buckets:
-            q, k, v = (
-                _gather(query, bucket.queries),
-                *(_gather(x, bucket.keys) for x in (key, value)),
-            )
-            mask = None
-            if not bucket.causal or window is not None:
-                mask = (
-                    bucket.age >= 0 if window is None else (bucket.age >= 0) & (bucket.age < window)
-                )
-                mask = mask[:, None]
-            gqa = q.shape[1] != k.shape[1]
-            out = sdpa(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-            )
-            outs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outs).index_select(0, self.slots)
-
-
-def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
-    """Similar segments together: a bucket ends where padding would waste a quarter of it."""
-    order = sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length, -s.prefix_length))
-    groups: list[list[Segment]] = []
-    for segment in order:
-        if groups:
-            head, widest = groups[-1][0], max(s.prefix_length for s in groups[-1])
-            same_kind = (segment.prefix_length > 0) == (head.prefix_length > 0)
-            size = segment.length + segment.prefix_length
-            padded = head.length + max(widest, segment.prefix_length)
-            if same_kind and size >= 0.75 * padded - 4:
-                groups[-1].append(segment)
-                continue
-        groups.append([segment])
-    return groups
-
-
-def _make_bucket(segments: list[Segment]) -> _Bucket:
-    table = torch.tensor(segments)  # [b, 4]
-    start, length, prefix_start, prefix = (table[:, i : i + 1] for i in range(4))
-    own, shared = torch.arange(int(length.max())), torch.arange(int(prefix.max()))
-    real = own < length
-    queries = torch.where(real, start + own, 0)
-    keys = torch.cat([torch.where(shared < prefix, prefix_start + shared, 0), queries], dim=1)
-    if len({(s.length, s.prefix_length) for s in segments}) == 1:
-        length, prefix = length[:1], prefix[:1]  # one mask for all rows
-    position = prefix + own
-    age_shared = torch.where((shared < prefix)[:, None], position[:, :, None] - shared, -1)
-    age_own = own[:, None] - own
-    # Padding looks at itself, so that no row of the softmax is empty.
-    blind = (own >= length)[:, None] & (age_own != 0)
-    age = torch.cat([age_shared, torch.where(blind, -1, age_own)], dim=2)
-    return _Bucket(queries, real, keys, age, causal=not len(shared))
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of `x [U, heads, D]` as `[b, heads, t, D]`; its gradient adds up rows that are used more than once."""
-    return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
