@@ -22,8 +22,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 def fingerprint(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
     """Hash of a sample of `tensor`, converted to `dtype` first."""
-    sample = tensor.detach().reshape(-1)[:: stride(tensor.numel())]
-    return digest(sample.to(dtype or tensor.dtype), tensor.shape)
+    return _digests([(tensor, dtype or tensor.dtype)])[0]
 
 
 def stride(numel: int) -> int:
@@ -39,7 +38,22 @@ def digest(sample: torch.Tensor, shape: torch.Size) -> str:
 
 
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> Fingerprints:
-    return {name: (str(t.dtype).removeprefix("torch."), fingerprint(t)) for name, t in tensors}
+    named = dict(tensors)
+    digests = _digests((tensor, tensor.dtype) for tensor in named.values())
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
+    return dict(zip(named, zip(types, digests, strict=True), strict=True))
+
+
+def _digests(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> list[str]:
+    """Hashes of samples, converted to the type given with each. A GPU is asked once for all: one that others use too answers late."""
+    samples, shapes = [], []
+    for tensor, dtype in tensors:
+        samples.append(tensor.detach().reshape(-1)[:: stride(tensor.numel())].to(dtype))
+        shapes.append(tensor.shape)
+    if samples and all(sample.is_cuda for sample in samples):
+        raw = [sample.contiguous().view(torch.uint8) for sample in samples]
+        samples = torch.cat(raw).cpu().split([len(part) for part in raw])
+    return [digest(sample, shape) for sample, shape in zip(samples, shapes, strict=True)]
 
 
 def first_mismatch(published: dict[str, torch.Tensor], held: Fingerprints) -> str | None:
@@ -50,24 +64,26 @@ def first_mismatch(published: dict[str, torch.Tensor], held: Fingerprints) -> st
     lacking = (name for name in published if ".lora_" in name and name not in held)
     if (missing := next(lacking, None)) is not None:
         return missing
-    for name, (dtype, digest) in held.items():
-        tensor = _as_held(published, name)
-        if tensor is None:
-            continue
-        make = _sha256 if digest.startswith(SHA256) else fingerprint
-        if make(tensor, getattr(torch, dtype)) != digest:
-            return name
-    return None
+    names = [name for name in held if _parts(published, name)]
+    whole = ((_joined(published, name), getattr(torch, held[name][0])) for name in names)
+    hashed_whole = any(held[name][1].startswith(SHA256) for name in names)
+    ours = [_sha256(*pair) for pair in whole] if hashed_whole else _digests(whole)
+    wrong = (name for name, text in zip(names, ours, strict=True) if held[name][1] != text)
+    return next(wrong, None)
 
 
-def _as_held(published: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """The published tensor of that name, put together if a server fuses it from several."""
+def _parts(published: dict[str, torch.Tensor], name: str) -> list[torch.Tensor]:
+    """The published tensors that a server holds under that name, several if it fuses them; none if one is lacking."""
+    names = [name]
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:
-            found = [published.get(name.replace(fused, part)) for part in parts]
-            whole = [tensor for tensor in found if tensor is not None]
-            return torch.cat(whole) if len(whole) == len(parts) else None
-    return published.get(name)
+            names = [name.replace(fused, part) for part in parts]
+    return [published[n] for n in names] if published.keys() >= set(names) else []
+
+
+def _joined(published: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    parts = _parts(published, name)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sha256(tensor: torch.Tensor, dtype: torch.dtype) -> str:
