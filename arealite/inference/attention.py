@@ -1,18 +1,18 @@
-"""Attention over the paged KV cache, plugged into Hugging Face models through their attention interface.
+"""Attention over the KV cache on the CPU, plugged into Hugging Face models through their attention interface.
 
-The model runner calls the model with `paged=PagedBatch(...)`; transformers hands that object down to `paged_attention`,
-which writes the new keys and values into their blocks and attends over each sequence's own blocks. Tokens come as
-tiles: `b` sequences of `t` new tokens each, padded (padding writes into block 0 and is read by nobody).
+A step is a `PagedBatch` of tiles: `b` sequences of `t` new tokens each, padded (padding writes into block 0 and is read by nobody). Each layer
+writes its new keys and values into their blocks and attends, tile by tile, over what the tile reads: its own new tokens
+(a prompt from its start), blocks gathered into one piece, or rows that lie in one piece already (`dense_cache`).
 
 Legend: N tokens of the step, b sequences and t tokens of a tile, L keys of a tile, H heads, Hkv KV heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -27,15 +27,17 @@ class Tile:
 
     first: int
     positions: torch.Tensor  # [b, t] absolute positions of the new tokens
-    blocks: torch.Tensor  # [b * nb] block ids, sequence by sequence
-    num_blocks: int  # nb: blocks per sequence
-    from_start: bool  # a single sequence with nothing cached: plain causal attention
+    span: int  # L
+    # (layer, new keys and values [b * t, Hkv, D]) -> the keys and values to attend to, [b, L, Hkv, D]
+    read: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    causal: bool = False  # the new tokens are all there is: query i sees keys up to i
+    aligned: bool = False  # one new token each, which sees every key
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, block_size: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """What is added to the scores [b, 1, t, L], made once for all layers of a kind."""
         if window not in self.masks:
-            keys = torch.arange(self.num_blocks * block_size)
+            keys = torch.arange(self.span)
             query = self.positions[:, None, :, None]
             hidden = keys > query
             if window is not None:
@@ -48,36 +50,41 @@ class Tile:
 
 @dataclass
 class PagedBatch:
-    """One forward pass: where new keys and values go, and which blocks each tile reads."""
+    """One forward pass: where new keys and values go, and what each tile reads."""
 
     keys: list[torch.Tensor]  # per layer [num_blocks, block_size, Hkv, D]
     values: list[torch.Tensor]
-    block_size: int
     write_to: torch.Tensor  # [N] flat token positions in the cache
+    positions: torch.Tensor  # [N]
     tiles: list[Tile]
 
-    def attention(
+    def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query: torch.Tensor,  # [N, H, D]
+        key: torch.Tensor,  # [N, Hkv, D]
         value: torch.Tensor,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write keys and values [1, Hkv, N, D], attend with queries [1, H, N, D]; returns [1, N, H, D]."""
-        keys, values = self.keys[layer], self.values[layer]
-        num_kv, dim = keys.shape[2:]
-        keys.view(-1, num_kv, dim).index_copy_(0, self.write_to, key[0].transpose(0, 1))
-        values.view(-1, num_kv, dim).index_copy_(0, self.write_to, value[0].transpose(0, 1))
-        query = query[0].transpose(0, 1)  # [N, H, D]
-        parts = [
-            _attend(tile, query, keys, values, self.block_size, scale, window, softcap, sinks)
-            for tile in self.tiles
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        """Keep keys and values, then attend; returns [N, H, D]."""
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            cache.view(-1, *new.shape[1:]).index_copy_(0, self.write_to, new)
+        parts = []
+        for tile in self.tiles:
+            part = slice(tile.first, tile.first + tile.positions.numel())
+            k, v = tile.read(layer, key[part], value[part])
+            parts.append(_attend(tile, query[part], k, v, scale, window, softcap, sinks))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attention(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+    ) -> torch.Tensor:
+        """`attend` in the layout of transformers: [1, heads, N, D] in, [1, N, H, D] out."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return self.attend(layer, q, k, v, *options).unsqueeze(0)
 
 
 def paged_attention(
@@ -102,10 +109,9 @@ def paged_attention(
 
 def _attend(
     tile: Tile,
-    query: torch.Tensor,
-    keys: torch.Tensor,
+    query: torch.Tensor,  # [b * t, H, D]
+    keys: torch.Tensor,  # [b, L, Hkv, D]
     values: torch.Tensor,
-    block_size: int,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -113,29 +119,22 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one tile, [b * t, H, D]."""
     (b, t), (num_heads, dim), num_kv = tile.positions.shape, query.shape[1:], keys.shape[2]
-    span = tile.num_blocks * block_size
-    k = keys.index_select(0, tile.blocks).view(b, span, num_kv, dim).transpose(1, 2)
-    v = values.index_select(0, tile.blocks).view(b, span, num_kv, dim).transpose(1, 2)
-    q = query[tile.first : tile.first + b * t]
-    if softcap is not None or sinks is not None:
-        q = q.view(b, t, num_heads, dim).transpose(1, 2)
-        mask = tile.mask(block_size, window, q.dtype)
-        out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
-        return out.transpose(1, 2).reshape(b * t, num_heads, dim)
-    if t == 1:
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    if t == 1 and softcap is None and sinks is None:
         # The query heads of one KV head stand in for query positions: keys are not repeated.
-        mask = tile.mask(block_size, window, q.dtype)
-        out = F.scaled_dot_product_attention(
-            q.view(b, num_kv, num_heads // num_kv, dim), k, v, attn_mask=mask, scale=scale
-        )
+        q = query.view(b, num_kv, num_heads // num_kv, dim)
+        mask = None if tile.aligned and window is None else tile.mask(window, q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.reshape(b, num_heads, dim)
-    q = q.view(b, t, num_heads, dim).transpose(1, 2)
-    if tile.from_start and (window is None or t <= window):
+    q = query.view(b, t, num_heads, dim).transpose(1, 2)
+    if softcap is not None or sinks is not None:
+        out = _explicit_attention(q, k, v, tile.mask(window, q.dtype), scale, softcap, sinks)
+    elif tile.causal and (window is None or t <= window):
         out = F.scaled_dot_product_attention(
-            q, k[:, :, :t], v[:, :, :t], is_causal=True, scale=scale, enable_gqa=True
+            q, k, v, is_causal=True, scale=scale, enable_gqa=num_heads != num_kv
         )
     else:
-        mask = tile.mask(block_size, window, q.dtype)
+        mask = tile.mask(window, q.dtype)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv
         )
@@ -162,17 +161,6 @@ def _explicit_attention(
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights @ v.repeat_interleave(group, 1)
-
-
-def make_tile(first: int, positions: np.ndarray, tables: np.ndarray) -> Tile:
-    """A tile from host arrays: positions [b, t] and block tables [b, nb]."""
-    return Tile(
-        first,
-        torch.from_numpy(positions),
-        torch.from_numpy(np.ascontiguousarray(tables)).reshape(-1),
-        tables.shape[1],
-        from_start=positions.shape[0] == 1 and int(positions[0, 0]) == 0,
-    )
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,9 @@ when `launch` returns. Deterministic mode computes every token alone, so that it
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.attention import PagedBatch, Tile, make_tile
+from arealite.inference.attention import PagedBatch, Tile
+from arealite.inference.dense_cache import DenseCache, Shelf
+from arealite.inference.lean_model import LeanDecoder, is_llama_like
 from arealite.inference.loading import ModelShape
 from arealite.inference.sampler import make_batch, sample
 from arealite.inference.scheduler import Chunk, Plan
@@ -65,12 +69,17 @@ class ModelRunner:
         # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
         self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
         self.values = [self._zeros(size) for _ in range(shape.num_layers)]
-        self.slots: SlotTable | None = None
+        self.dense = DenseCache(self.keys, self.values, blocks * config.block_size)
+        self.slots: SlotTable  # given by `attach`
+        self.lean: LeanDecoder | None = None
 
     def attach(self, slots: SlotTable) -> None:
         """Read sequences from this table; then prove that the model runs at all."""
         self.slots = slots
-        self._forward(np.zeros((1, 1), np.int64), [(np.zeros((1, 1), np.int64), self._bin(1))])
+        if is_llama_like(self.model):
+            self.lean = LeanDecoder(self.model, slots.max_len)
+        zero = np.zeros((1, 1), np.int64)
+        self._forward(zero, [self._blocks_tile(0, zero, zero)], zero)
 
     # --------------------------------------------------------------------------------------------- one step
 
@@ -95,6 +104,7 @@ class ModelRunner:
         """Forget what a sequence with non-finite numbers left behind."""
         for cache in (*self.keys, *self.values):
             cache[torch.tensor(blocks)] = 0
+        self.dense.forget()
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         if self.config.deterministic:
@@ -119,102 +129,109 @@ class ModelRunner:
         slots = self.slots
         t = max(chunk.end - chunk.start for chunk in chunks)
         nb = max(-(-chunk.end // self.block_size) for chunk in chunks)
-        ids = np.zeros((len(chunks), t), np.int64)
-        positions = np.zeros((len(chunks), t), np.int64)
-        write = np.zeros((len(chunks), t), np.int64)
+        ids, positions, write = np.zeros((3, len(chunks), t), np.int64)
         rows = np.array([chunk.slot for chunk in chunks])
         for i, chunk in enumerate(chunks):
             where, n = np.arange(chunk.start, chunk.end), chunk.end - chunk.start
             ids[i, :n] = slots.tokens[chunk.slot, chunk.start : chunk.end]
             positions[i, :n] = where
             write[i, :n] = self._cache_index(chunk.slot, where)
-        self._forward(ids, [(positions, slots.block_table[rows, :nb])], write, logits=False)
+        if t > 1 and all(chunk.start == 0 for chunk in chunks):
+            tile = Tile(0, torch.from_numpy(positions), t, partial(_own, t), causal=True)
+        else:
+            tile = self._blocks_tile(0, positions, slots.block_table[rows, :nb])
+        self._forward(ids, [tile], write, logits=False)
 
     def _decode(self, rows: np.ndarray) -> StepResult:
         slots = self.slots
-        rows, tiles = self._decode_tiles(rows)
+        if self.config.deterministic:
+            alone = [self._decode_group([(rows[i : i + 1], None)]) for i in range(len(rows))]
+            parts = [np.concatenate(part) for part in zip(*alone, strict=True)]
+        else:
+            parts = self._decode_group(self.dense.arrange(slots, rows))
+        rows, tokens, logprobs, raw = parts
+        return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw)
+
+    def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]]) -> tuple:
+        """One forward pass: slots, and for each its token, log-prob and raw log-prob."""
+        slots, tiles, parts, first = self.slots, [], [], 0
+        for members, shelf in groups:
+            at = slots.length[members, None] - 1
+            if shelf is None:
+                needed = int(at.max()) // self.block_size + 1
+                tile = self._blocks_tile(first, at, slots.block_table[members, :needed])
+            else:
+                tile = _shelf_tile(first, at, shelf)
+            tiles.append(tile)
+            parts.append(members)
+            first += len(members)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         at = slots.length[rows] - 1
         ids = slots.tokens[rows, at].astype(np.int64)
-        write = self._cache_index(rows, at)
-        if self.config.deterministic:
-            parts = [
-                self._decode_alone(rows[i : i + 1], ids[i], at[i], write[i])
-                for i in range(len(rows))
-            ]
-            tokens, logprobs, raw = (np.concatenate(part) for part in zip(*parts, strict=True))
-        else:
-            batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
-            logits = self._forward(ids, tiles, write)
-            tokens, logprobs, raw = (t if t is None else t.numpy() for t in sample(logits, batch))
-        return StepResult(rows, slots.ticket[rows], at + 1, tokens, logprobs, raw)
-
-    def _decode_alone(
-        self, row: np.ndarray, token: int, at: int, write: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        table = self.slots.block_table[row, : at // self.block_size + 1]
-        logits = self._forward(np.array([token]), [(np.array([[at]]), table)], np.array([write]))
-        batch = make_batch(self.slots, row, self.shape.vocab_size, self.shape.eos_ids)
-        batch.want_raw = True
-        return tuple(t.numpy() for t in sample(logits, batch))
-
-    def _decode_tiles(self, rows: np.ndarray) -> tuple[np.ndarray, list]:
-        """Order rows by length and cut where the padded width doubles, so short sequences do not pay for long ones."""
-        needed = -(-self.slots.length[rows] // self.block_size)
-        if needed.max() > 2 * needed.min():
-            order = np.argsort(needed, kind="stable")
-            rows, needed = rows[order], needed[order]
-        tiles, start = [], 0
-        while start < len(rows):
-            if needed.max() <= 2 * needed.min():
-                stop = len(rows)
-            else:
-                stop = int(np.searchsorted(needed, 2 * needed[start], side="right"))
-            part = rows[start:stop]
-            table = self.slots.block_table[part, : needed[start:stop].max()]
-            tiles.append((self.slots.length[part, None] - 1, table))
-            start = stop
-        return rows, tiles
+        batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
+        batch.want_raw |= self.config.deterministic  # its rows are put together afterwards
+        logits = self._forward(ids, tiles, self._cache_index(rows, at))
+        return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
 
     # ------------------------------------------------------------------------------------------- plumbing
 
     def _forward(
-        self,
-        ids: np.ndarray,
-        tiles: list[tuple[np.ndarray, np.ndarray]],
-        write: np.ndarray | None = None,
-        logits: bool = True,
-    ) -> torch.Tensor | None:
-        made: list[Tile] = []
-        first = 0
-        for positions, table in tiles:
-            made.append(make_tile(first, positions, table))
-            first += positions.size
-        positions = torch.cat([tile.positions.reshape(-1) for tile in made])
-        index = np.zeros(first, np.int64) if write is None else write.reshape(-1)
-        paged = PagedBatch(self.keys, self.values, self.block_size, torch.from_numpy(index), made)
+        self, ids: np.ndarray, tiles: list[Tile], write: np.ndarray, logits: bool = True
+    ) -> torch.Tensor:
+        """Logits of the step's tokens, or their last hidden states where only the cache is to be filled."""
+        positions = torch.cat([tile.positions.reshape(-1) for tile in tiles])
+        write_to = torch.from_numpy(write.reshape(-1))
+        paged = PagedBatch(self.keys, self.values, write_to, positions, tiles)
+        tokens = torch.from_numpy(ids.reshape(-1))
+        if self.lean is not None:
+            return (self.lean.logits if logits else self.lean.hidden)(tokens, paged)
         run = self.model if logits else self.model.base_model
         out = run(
-            input_ids=torch.from_numpy(ids).reshape(1, -1),
-            position_ids=positions[None],
-            use_cache=False,
-            paged=paged,
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged
         )
-        return out.logits[0] if logits else None
+        return (out.logits if logits else out.last_hidden_state)[0]
+
+    def _blocks_tile(self, first: int, positions: np.ndarray, table: np.ndarray) -> Tile:
+        """A tile that gathers the blocks `table` [b, nb] of its sequences."""
+        blocks = torch.from_numpy(np.ascontiguousarray(table)).reshape(-1)
+        span = table.shape[1] * self.block_size
+
+        def gather(cache: torch.Tensor) -> torch.Tensor:
+            return cache.index_select(0, blocks).view(len(table), span, *cache.shape[2:])
+
+        def read(layer: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return gather(self.keys[layer]), gather(self.values[layer])
+
+        return Tile(first, torch.from_numpy(positions), span, read)
 
     def _cache_index(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Flat token positions in the cache of `positions` of the sequences in `rows`."""
         block, offset = np.divmod(positions, self.block_size)
         return self.slots.block_table[rows, block].astype(np.int64) * self.block_size + offset
 
-    def _bin(self, rows: int) -> np.ndarray:
-        return np.zeros((rows, 1), np.int32)
-
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES))
+        # Half of it is for the rows of decoding sequences (`DenseCache`).
+        return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES)) // 2
+
+
+def _own(
+    t: int, layer: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts from their start read nothing but their own new tokens."""
+    return key.view(-1, t, *key.shape[1:]), value.view(-1, t, *value.shape[1:])
+
+
+def _shelf_tile(first: int, positions: np.ndarray, shelf: Shelf) -> Tile:
+    at = positions[:, 0]
+    span = int(at.max()) + 1
+    write_to = torch.from_numpy(np.arange(len(at)) * shelf.width + at)
+    read = partial(shelf.read, write_to, span)
+    aligned = int(at.min()) + 1 == span
+    return Tile(first, torch.from_numpy(positions), span, read, aligned=aligned)
 
 
 def count_blocks(

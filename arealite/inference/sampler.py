@@ -10,6 +10,7 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,7 +118,7 @@ def truncate(
 
 
 def make_batch(
-    slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: list[int]
+    slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Sequence[int]
 ) -> SamplingBatch:
     """The sampling parameters of the slots `rows`, each about to sample token number `length`."""
     lengths = slots.length[rows]
