@@ -10,15 +10,12 @@ and a trainer as two processes, over the same rows, seeds and lengths, and take 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +43,6 @@ class Case:
     env: dict[str, str]
     options: tuple[str, ...]
     steps: int
-    visible_gpus: str | None = None
     shape: dict[str, int] = field(default_factory=dict)
 
 
@@ -63,14 +59,13 @@ CASES = {
         {"BENCH_REWARD_WAIT_S": "1.0"},
         (*ON_CPU, "train_dataset.batch_size=32", "actor.optimizer.lr=2e-4", "total_train_epochs=2"), 160,
     ),
-    # the same GPU twice: one place for the server and one for the trainer
     "one_gpu": Case(
-        {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 25, "0,0", GPU_SHAPE
+        {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 25, GPU_SHAPE
     ),
     # how `one_gpu` is tried out without a GPU
     "one_gpu_dry": Case(
         {**HALVES, "BENCH_MEDIAN_TOKENS": "16", "BENCH_MAX_TOKENS": "200"},
-        (*ON_CPU, "train_dataset.batch_size=8", "gconfig.max_new_tokens=200", "actor.optimizer.lr=1e-3"), 25, None, TINY_SHAPE,
+        (*ON_CPU, "train_dataset.batch_size=8", "gconfig.max_new_tokens=200", "actor.optimizer.lr=1e-3"), 25, TINY_SHAPE,
     ),
 }  # fmt: skip
 
@@ -93,25 +88,6 @@ def make_start(case: Case, work: Path) -> Path:
     return work / "model"
 
 
-@contextlib.contextmanager
-def side_by_side(work: Path) -> Iterator[dict[str, str]]:
-    """NVIDIA's MPS, where it is installed: kernels of two processes then share the GPU at the same time instead of in turns."""
-    daemon = "nvidia-cuda-mps-control"
-    if shutil.which(daemon) is None:
-        print("no MPS here: the two processes use the GPU in turns")
-        yield {}
-        return
-    folder = work / "mps"
-    folder.mkdir(exist_ok=True)
-    paths = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder) for kind in ("PIPE", "LOG")}
-    env = {**os.environ, **paths}
-    subprocess.run([daemon, "-d"], check=True, env=env, timeout=60)
-    try:
-        yield paths
-    finally:
-        subprocess.run([daemon], input="quit\n", text=True, check=True, env=env, timeout=60)
-
-
 def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, float]:
     case, trial = CASES[name], f"{name}-{side}"
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/async_task.py"]
@@ -119,11 +95,7 @@ def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, 
     command += [f"rollout.max_head_offpolicyness={ETA[side]}", f"cluster.fileroot={work}"]
     command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
     env = {**os.environ, **case.env}
-    with contextlib.ExitStack() as stack:
-        if case.visible_gpus:
-            env |= stack.enter_context(side_by_side(work))
-            env["CUDA_VISIBLE_DEVICES"] = case.visible_gpus
-        subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
+    subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     warm = rows[NUM_FILLING:]

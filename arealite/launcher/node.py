@@ -8,7 +8,9 @@ Also a command: `python -m arealite.launcher.node JOB.json [NODE]`, NODE from SL
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,13 @@ from pathlib import Path
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import CONTROLLER_ENV, Job
 from arealite.launcher.plan import ServerPlan, visible_gpus
-from arealite.launcher.servers import is_healthy, server_command, server_env, server_port
+from arealite.launcher.servers import (
+    is_healthy,
+    server_command,
+    server_env,
+    server_port,
+    sharing_gpus,
+)
 from arealite.launcher.supervisor import Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
@@ -62,9 +70,15 @@ class NodePart:
         self.num_restarts = 0
         self.is_up = False
         self.elastic = elastic_names(job.run_dir)
+        self.mps: Child | None = None
+        self.mps_env: dict[str, str] = {}
+        if self.plan.shares_gpus:
+            self.config = sharing_gpus(self.config)
 
     def run(self) -> int:
         began = time.monotonic()
+        if self.plan.shares_gpus:
+            self.start_mps()
         for server in self.plan.servers_on(self.node):
             self.start_server(server)
         while self.starting:
@@ -104,6 +118,8 @@ class NodePart:
                 if child.code:
                     print(f"error: {child.describe_end()}", file=sys.stderr, flush=True)
                     return child.code if child.code > 0 else 128 - child.code
+            elif child is self.mps:
+                print(f"warning: {child.describe_end()}; GPUs are used in turns", flush=True)
             else:
                 self.server_ended(child)
         code = self.failure_elsewhere() if self.ranks else 0
@@ -118,12 +134,26 @@ class NodePart:
 
     # -------------------------------------------------------------------------------------------- servers
 
+    def start_mps(self) -> None:
+        """NVIDIA's MPS, where it is installed: kernels of processes that share a GPU then run at the same time instead of in turns."""
+        command = shutil.which("nvidia-cuda-mps-control")
+        if command is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # or it runs already
+            return
+        folder = tempfile.mkdtemp(
+            prefix="arealite-mps-"
+        )  # a run directory's path may be too long for a socket
+        self.supervisor.remove_at_end(Path(folder))
+        self.mps_env = {f"CUDA_MPS_{kind}_DIRECTORY": folder for kind in ("PIPE", "LOG")}
+        spec = ChildSpec("mps", [command, "-f"], self.logs / "mps.log", self.mps_env)
+        self.mps = self.supervisor.start(spec)
+
     def start_server(self, server: ServerPlan) -> None:
         backend = self.plan.mode.gen_backend
         assert backend is not None
         place = [node for node, _ in server.places].index(self.node)
         devices = server.places[place][1]
         env = {"OMP_NUM_THREADS": str(self.plan.threads), **server_env(self.config, backend)}
+        env |= self.mps_env
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
@@ -207,11 +237,11 @@ class NodePart:
 
     def trainer_port(self) -> int:
         port = self.config.launcher.trainer_port or free_port(self.host)
-        if not is_free(port, self.host):
-            raise ServerError(
-                f"launcher.trainer_port={port} is taken: choose another, or 0 for a free one"
-            )
-        return port
+        if is_free(port, self.host):
+            return port
+        raise ServerError(
+            f"launcher.trainer_port={port} is taken: set another, or 0 for a free one"
+        )
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
         host, port = master.rsplit(":", 1)
@@ -225,6 +255,7 @@ class NodePart:
             "AREALITE_ATTEMPT": str(self.job.attempt),
             "OMP_NUM_THREADS": str(self.plan.threads),
             "PYTHONUNBUFFERED": "1",
+            **self.mps_env,
         }
         if self.config.server.api_key:
             env["AREALITE_API_KEY"] = self.config.server.api_key

@@ -91,6 +91,12 @@ class Plan:
     def ranks_on(self, node: int) -> list[RankPlan]:
         return [rank for rank in self.ranks if rank.node == node]
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a server and a rank have a GPU in common."""
+        taken = {(node, device) for s in self.servers for node, gpus in s.places for device in gpus}
+        return self.on_gpu and any((rank.node, rank.device) in taken for rank in self.ranks)
+
     def describe(self) -> str:
         """What runs where, one process a line."""
         what = "gpu" if self.on_gpu else "slot"
@@ -106,7 +112,8 @@ class Plan:
             return "\n".join([*lines, *(f"  {engine}: {group}" for engine in self.engines)])
         for rank in self.ranks:
             device = "-" if rank.device is None else rank.device
-            lines.append(f"  rank {rank.rank}: node {rank.node} {what} {device}")
+            shared = " (shared with a server)" if self.shares_gpus else ""
+            lines.append(f"  rank {rank.rank}: node {rank.node} {what} {device}{shared}")
         return "\n".join(lines)
 
 
@@ -147,9 +154,8 @@ def _config_class_name(script: str) -> str | None:
     try:
         tree = ast.parse(Path(script).read_text())
     except SyntaxError as error:
-        raise ConfigError(
-            f"{script} is not valid Python: line {error.lineno}: {error.msg}"
-        ) from error
+        where = f"line {error.lineno}: {error.msg}"
+        raise ConfigError(f"{script} is not valid Python: {where}") from error
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) != 2:
@@ -221,20 +227,14 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
         raise ConfigError(
             f"allocation_mode={config.allocation_mode} starts servers, but no model is named: set actor.path or server.model_path"
         )
-    # On a machine with accelerators, a side that was told to stay on the CPU takes none of them.
-    gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
-    train_free = on_gpu and config.train_device == "cpu"
     slots = [(node, device) for node, devices in enumerate(nodes) for device in devices]
-    gen_need = 0 if gen_free else mode.gen_world_size
+    gen_need, train_need = _needs(config, mode, on_gpu)
     engines = tuple(config.models) if config.controller else ()
-    train_need = 0 if train_free else mode.train_world_size * max(1, len(engines))
     if gen_need + train_need > len(slots):
         raise AllocationError(_arithmetic(config, mode, gen_need, train_need, nodes))
-    servers = tuple(
-        _place_server(i, mode, None if gen_free else slots, len(nodes))
-        for i in range(mode.num_servers)
-    )
-    rank_slots = None if train_free or not mode.train or engines else slots[gen_need:]
+    gen_slots, count = slots if gen_need else None, len(nodes)
+    servers = tuple(_place_server(i, mode, gen_slots, count) for i in range(mode.num_servers))
+    rank_slots = slots[gen_need:] if train_need and not engines else None
     ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
     others = mode.train_world_size * len(engines)
     processes = -(-(len(servers) + len(ranks) + others) // len(nodes))
@@ -243,11 +243,25 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
     return Plan(mode, servers, tuple(ranks), threads, on_gpu, engines)
 
 
+def _needs(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> tuple[int, int]:
+    """Devices that servers and trainers take: among accelerators, a side that was told to stay on the CPU takes none."""
+    gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
+    train_free = on_gpu and config.train_device == "cpu"
+    copies = max(1, len(config.models)) if config.controller else 1
+    gen = 0 if gen_free else mode.gen_world_size
+    return gen, 0 if train_free else mode.train_world_size * copies
+
+
 def local_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
-    """The devices of this machine, numbered from 0; without accelerators, as many places as the plan needs: processes are not limited by cores."""
-    gpus = len(visible_gpus())
-    places = AllocationMode.from_str(config.allocation_mode).world_size
-    return [list(range(gpus or places))], gpus > 0
+    """The devices of this machine, numbered from 0. Both sides have the same ones where there are enough for each alone, but not for both.
+
+    Without accelerators, as many places as the plan needs: processes are not limited by cores.
+    """
+    gpus, mode = len(visible_gpus()), AllocationMode.from_str(config.allocation_mode)
+    gen, train = _needs(config, mode, gpus > 0)
+    if gen + train > gpus >= max(gen, train) > 0:
+        return [[*range(gen), *range(train)]], True
+    return [list(range(gpus or mode.world_size))], gpus > 0
 
 
 def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
@@ -257,9 +271,7 @@ def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     gen_on_cpu = mode.gen is None or config.server.device == "cpu"
     train_on_cpu = mode.train is None or config.train_device == "cpu"
     on_gpu = not (gen_on_cpu and train_on_cpu)
-    copies = max(1, len(config.models)) if config.controller else 1
-    need = mode.gen_world_size + mode.train_world_size * copies
-    nodes = cluster.n_nodes or -(-need // cluster.n_gpus_per_node)
+    nodes = cluster.n_nodes or -(-sum(_needs(config, mode, False)) // cluster.n_gpus_per_node)
     return [list(range(cluster.n_gpus_per_node)) for _ in range(nodes)], on_gpu
 
 

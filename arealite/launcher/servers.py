@@ -46,6 +46,14 @@ def server_port(config: LaunchConfig, index: int) -> int:
     return port
 
 
+def sharing_gpus(config: LaunchConfig) -> LaunchConfig:
+    """The same for servers whose GPUs a trainer uses too: half of the memory that they would take is left to it."""
+    server = dataclasses.replace(config.server, mem_fraction=config.server.mem_fraction / 2)
+    sglang = {"mem_fraction_static": 0.4, **config.sglang}
+    vllm = {"gpu_memory_utilization": 0.4, **config.vllm}
+    return dataclasses.replace(config, server=server, sglang=sglang, vllm=vllm)
+
+
 def server_command(
     config: LaunchConfig, backend: str, port: int, spread: tuple[int, int, str] | None = None
 ) -> list[str]:

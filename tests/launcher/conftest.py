@@ -14,7 +14,7 @@ from tests.launcher.slurm_cluster import SlurmCluster, why_not
 
 SERVER = """
 import http.server, os, subprocess, sys, time
-print("the fake server starts", flush=True)
+print("the fake server starts", os.environ.get("CUDA_MPS_PIPE_DIRECTORY"), flush=True)
 if os.environ.get("FAKE_SERVER") == "dies":
     sys.exit("cannot load the model: no such file")
 if os.environ.get("FAKE_SERVER") == "hangs":
@@ -39,7 +39,7 @@ from arealite.utils.config import load_config, run_main
 def main(argv):
     config = load_config(argv, GRPOConfig)
     rank, behaviour = os.environ["RANK"], config.tokenizer_path
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')} mps {os.environ.get('CUDA_MPS_PIPE_DIRECTORY')}", flush=True)
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
     if behaviour == "once" and os.environ["AREALITE_ATTEMPT"] == "0":

@@ -58,6 +58,28 @@ def test_a_run_from_start_to_end(work, arguments, capfdbinary):
     assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_one_gpu_is_shared_through_mps(work, arguments, dies):
+    """The daemon is a stand-in: there is no GPU. It ends with the run, and its folder too; a run without it goes on."""
+    daemon = work / "bin" / "nvidia-cuda-mps-control"
+    daemon.parent.mkdir()
+    end = "exit 3" if dies else "exec sleep 600"
+    daemon.write_text(f'#!/bin/sh\necho "$1 $CUDA_MPS_PIPE_DIRECTORY" > mps\n{end}\n')
+    daemon.chmod(0o755)
+    path = f"{daemon.parent}:{os.environ['PATH']}"
+    mode = arguments("tokenizer_path=wait", mode="sglang.d1+d1")
+    process = start(mode, CUDA_VISIBLE_DEVICES="3", PATH=path, TMPDIR=str(work))
+    wait_for(work / "up0", work / "mps")
+    flag, folder = (work / "mps").read_text().split()
+    assert flag == "-f" and Path(folder).is_dir()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert f"devices 3 mps {folder}" in out and ("GPUs are used in turns" in out) is dies
+    assert f"starts {folder}" in (RUN / "logs" / "server0.log").read_text()
+    wait_until_gone(work)  # the warden, which clears the folder away
+    assert not Path(folder).exists()
+
+
 def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
     process = start(arguments("tokenizer_path=raise"))
     out, _ = process.communicate(timeout=60)

@@ -10,7 +10,7 @@ from arealite.launcher.plan import (
     read_launch_config,
     visible_gpus,
 )
-from arealite.launcher.servers import server_command, server_env
+from arealite.launcher.servers import server_command, server_env, sharing_gpus
 
 EIGHT = list(range(8))
 
@@ -85,6 +85,37 @@ def test_single_sided_modes_run_one_process_of_the_script():
 def test_servers_need_a_model():
     with pytest.raises(ConfigError, match=r"set actor\.path or server\.model_path"):
         make_plan(LaunchConfig(allocation_mode="sglang.d1+d1"), [[0, 1]], False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "server_gpus", "rank_gpus"),
+    [("embedded.d1+d1", "7", [(0,)], [0]), ("sglang.d1t2+d2", "0,1", [(0, 1)], [0, 1]), ("embedded.d1+d2", "0,1", [(0,)], [0, 1])],
+)  # fmt: skip
+def test_sides_share_the_gpus_of_a_machine_that_has_too_few(
+    monkeypatch, mode, gpus, server_gpus, rank_gpus
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    devices, on_gpu = local_slots(config(mode))
+    plan = make_plan(config(mode), devices, on_gpu)
+    assert plan.shares_gpus and "(shared with a server)" in plan.describe()
+    assert [s.places for s in plan.servers] == [((0, taken),) for taken in server_gpus]
+    assert [r.device for r in plan.ranks] == rank_gpus
+    alone = config(mode, train_device="cpu")
+    assert not make_plan(alone, *local_slots(alone)).shares_gpus
+
+
+def test_a_side_that_does_not_fit_is_refused_though_gpus_can_be_shared(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    asked = config("embedded.d1+d2")
+    with pytest.raises(AllocationError, match="there are 1"):
+        make_plan(asked, *local_slots(asked))
+
+
+def test_servers_leave_memory_to_a_trainer_on_their_gpus():
+    shared = sharing_gpus(config("embedded.d1+d1", sglang={"mem_fraction_static": 0.2}))
+    assert "mem_fraction=0.4" in server_command(shared, "embedded", 1)
+    assert shared.sglang == {"mem_fraction_static": 0.2}, "what is given stays"
+    assert shared.vllm == {"gpu_memory_utilization": 0.4}
 
 
 def test_visible_gpus(monkeypatch):
