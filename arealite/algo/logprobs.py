@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of packed tokens from hidden states: the one place where the shift happens.
 
-Index `t` speaks of token `t`: its log-prob comes from the hidden state at `t - 1`. Logits are made in chunks of tokens, in
-the forward and again in the backward pass, so that the `[N, V]` matrix never exists whole; only chunks small enough not to
-matter are kept between the two. Called by the training engine; guarantees the same numbers for every chunk size.
+Index `t` speaks of token `t` (`target_positions`): its log-prob comes from the hidden state at `t - 1`. Logits are made in chunks of
+tokens, in the forward and again in the backward pass, so that the `[M, V]` matrix never exists whole; only chunks small enough not
+to matter are kept between the two. Called by the training engine; guarantees the same numbers for every chunk size.
 
 N packed tokens, M tokens whose log-prob is asked for, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -10,7 +10,7 @@ N packed tokens, M tokens whose log-prob is asked for, H hidden size, V vocabula
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,111 +36,87 @@ def previous_token(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tens
     return torch.zeros_like(values).index_copy(0, positions, values[positions - 1])
 
 
-def packed_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    chunk_size: int = 1024,
-    with_entropy: bool = False,
-    first_row: int = 0,
-    fused: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logp [N]` of `input_ids [N]` at `positions [M]` (zero elsewhere), and `entropy [N]` of those predictions.
-
-    `logp_t = log softmax(z_{t-1})[id_t]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`;
-    `entropy_t = −Σ_v p_v log p_v` of the same distribution (zeros when `with_entropy` is off). Both are fp32 and
-    differentiable in `hidden`, `weight` and `bias`. Where `hidden` is only a piece of the packed tokens, `first_row` says
-    where it starts, and log-probs that come from other pieces are zero. `fused` compiles what happens to a chunk's logits.
-    """
-    if hidden.dim() != 2 or input_ids.dim() != 1:
-        raise ValueError(
-            f"expected hidden [n, H] and input_ids [N], got {hidden.shape}, {input_ids.shape}"
-        )
-    rows = positions - 1 - first_row
-    if len(hidden) != len(input_ids):
-        mine = (rows >= 0) & (rows < len(hidden))
-        rows, positions = rows[mine], positions[mine]
-    settings = _Settings(temperature, softcap, chunk_size, with_entropy, fused)
-    logp, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, bias, rows, input_ids[positions], settings
-    )
-    zeros = logp.new_zeros(len(input_ids))
-    return zeros.index_copy(0, positions, logp), zeros.index_copy(0, positions, entropy)
-
-
 class _Settings(NamedTuple):
-    temperature: float
-    softcap: float | None
-    chunk_size: int
-    with_entropy: bool
-    fused: bool
+    temperature: float = 1.0
+    softcap: float | None = None
+    chunk_size: int = 1024
+    with_entropy: bool = False
+    fused: bool = False
+
+
+def token_logprobs(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logp [M]` of `labels [M]` predicted from `states [M, H]`, and `entropy [M]` of those predictions.
+
+    `logp = log softmax(z)[label]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`; `entropy = −Σ_v p_v log p_v` of the same
+    distribution (zeros unless `with_entropy`). Both are fp32 and differentiable in `states`, `weight` and `bias`. Settings are
+    `temperature`, `softcap`, `chunk_size`, `with_entropy`, and `fused`, which compiles what happens to a chunk's logits.
+    """
+    if states.dim() != 2 or labels.shape != states.shape[:1]:
+        raise ValueError(f"want states [M, H] and labels [M], got {states.shape}, {labels.shape}")
+    return _ChunkedLogprobs.apply(states, weight, bias, labels, _Settings(**settings))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-prob and entropy of `labels [M]` predicted from rows `rows [M]` (all different) of `hidden [n, H]`."""
+    """What `token_logprobs` says, in chunks of rows."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, labels, settings):
-        num = len(rows)
-        logp = torch.empty(num, dtype=torch.float32, device=hidden.device)
+    def forward(ctx, states, weight, bias, labels, settings):
+        num = len(states)
+        logp = torch.empty(num, dtype=torch.float32, device=states.device)
         lse, entropy = torch.empty_like(logp), torch.zeros_like(logp)
         keep = num * weight.shape[0] <= _KEEP_LOGITS
-        chunk = num if keep else settings.chunk_size
+        chunk = max(num if keep else settings.chunk_size, 1)
         measure = _compiled(_measure) if settings.fused else _measure
         kept = None
-        for start in range(0, num, max(chunk, 1)):
+        for start in range(0, num, chunk):
             part = slice(start, start + chunk)
-            raw = _head(hidden[rows[part]].to(weight.dtype), weight, bias)
+            raw = _head(states[part].to(weight.dtype), weight, bias)
             logp[part], lse[part], entropy[part] = measure(
                 raw, labels[part], settings.temperature, settings.softcap, settings.with_entropy
             )
             kept = raw if keep else None
-        ctx.save_for_backward(hidden, weight, bias, rows, labels, lse, entropy, kept)
+        ctx.save_for_backward(states, weight, bias, labels, lse, entropy, kept)
         ctx.settings, ctx.chunk = settings, chunk
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only reported has no gradient to compute
+        ctx.set_materialize_grads(False)  # an entropy that is only reported needs no gradient
         return logp, entropy
 
     @staticmethod
     def backward(ctx, *grads):
-        hidden, weight, bias, rows, labels, lse, entropy, kept = ctx.saved_tensors
+        states, weight, bias, labels, lse, entropy, kept = ctx.saved_tensors
         grad_logp = torch.zeros_like(lse) if grads[0] is None else grads[0]
         settings, chunk = ctx.settings, ctx.chunk
         differentiate = _compiled(_differentiate) if settings.fused else _differentiate
-        grad_hidden = torch.zeros_like(hidden)
+        grad_states, grad_weight = torch.zeros_like(states), None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        # Chunks are added up in fp32: in bf16 a sum of many small parts loses most of them. A gradient of zeros is
-        # needed even where no token asked for it: sharded training wants one from every rank.
-        several = len(rows) > chunk
-        total_type = torch.float32 if several else weight.dtype
-        grad_weight = (
-            torch.zeros_like(weight, dtype=total_type) if ctx.needs_input_grad[1] else None
-        )
-        for start in range(0, len(rows), max(chunk, 1)):
+        several = len(states) > chunk
+        if ctx.needs_input_grad[1]:
+            # Chunks are added up in fp32: in bf16 a sum of many small parts loses most of them. A gradient of zeros is
+            # needed even where no token asked for it: sharded training wants one from every rank.
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32 if several else None)
+        for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
-            states = hidden[rows[part]].to(weight.dtype)
-            raw = kept if kept is not None else _head(states, weight, bias)
+            inputs = states[part].to(weight.dtype)
+            raw = kept if kept is not None else _head(inputs, weight, bias)
             grad = differentiate(
                 raw, labels[part], lse[part], entropy[part], grad_logp[part],
                 None if grads[1] is None else grads[1][part], settings.temperature, settings.softcap,
                 weight.dtype,
             )  # fmt: skip
-            grad_hidden[rows[part]] = (grad @ weight).to(hidden.dtype)
-            if grad_weight is not None and several:
-                grad_weight += grad.T @ states
-            elif grad_weight is not None:
-                grad_weight = grad.T @ states
+            grad_states[part] = (grad @ weight).to(states.dtype)
+            if grad_weight is not None:
+                own = grad.T @ inputs
+                grad_weight = grad_weight.add_(own) if several else own
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0, dtype=torch.float32)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None
 
 
 def _head(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -74,6 +74,8 @@ def resolve_objective(config: PPOActorConfig) -> Objective:
     if name not in RECIPES:
         raise ConfigError(f"actor.algorithm is {name!r}; use one of {', '.join(RECIPES)}")
     recipe = RECIPES[name]
+    higher = config.eps_clip_higher
+    higher = recipe.eps_clip_higher if higher is None else higher
     objective = Objective(
         norm=_norm(config, recipe),
         loss=_pick(name, "loss", config.loss, recipe.loss, _LOSSES),
@@ -81,9 +83,7 @@ def resolve_objective(config: PPOActorConfig) -> Objective:
         norm_advantages=_pick(
             name, "norm_advantages", config.norm_advantages, recipe.norm_advantages, (True, False)
         ),
-        eps_clip_higher=recipe.eps_clip_higher
-        if config.eps_clip_higher is None
-        else config.eps_clip_higher,
+        eps_clip_higher=higher,
         m2_mask=recipe.m2_mask,
         needs_critic=recipe.needs_critic,
     )
@@ -135,8 +135,7 @@ def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
         config.c_clip is None or objective.loss == "clip",
         f"c_clip belongs to loss=clip; loss={objective.loss} has no dual clip",
     )
-    bounds = ("behav_imp_weight_floor", "behav_imp_weight_mode")
-    for key in bounds:
+    for key in ("behav_imp_weight_floor", "behav_imp_weight_mode"):
         require(
             config.use_decoupled_loss or getattr(config, key) == getattr(default, key),
             f"{key} acts on the prox/behaviour weight, which use_decoupled_loss=false leaves out",
@@ -153,40 +152,38 @@ def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
         not (config.kl_ctl and config.kl_loss_coef),
         "the KL to the reference goes either into the reward (kl_ctl) or into the loss (kl_loss_coef), not both",
     )
-    require(
-        config.kl_target is None or config.kl_ctl, "kl_target adapts kl_ctl: set kl_ctl > 0 too"
-    )
+    adapts = config.kl_target is not None
+    require(config.kl_ctl or not adapts, "kl_target adapts kl_ctl: set kl_ctl > 0 too")
     length_used = objective.loss_mean == "constant" or config.overlong_buffer is not None
     require(
         config.max_answer_length is None or length_used,
         "max_answer_length is used by loss_mean=constant and overlong_buffer only; neither is set",
     )
-    idle_gradient = config.kl_loss_coef or config.entropy_coef
     require(
-        not (config.skip_zero_advantage and idle_gradient),
+        not (config.skip_zero_advantage and (config.kl_loss_coef or config.entropy_coef)),
         "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too: set skip_zero_advantage=false",
     )
 
 
 def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Recipe) -> None:
+    length, buffer = config.max_answer_length, config.overlong_buffer
     require(
-        objective.loss_mean != "constant" or config.max_answer_length,
+        objective.loss_mean != "constant" or length,
         f"loss_mean=constant (algorithm={config.algorithm}) divides by actor.max_answer_length: set it to "
         "gconfig.max_new_tokens",
     )
     require(
-        not recipe.needs_overlong or config.overlong_buffer is not None,
+        not recipe.needs_overlong or buffer is not None,
         f"algorithm={config.algorithm} punishes overlong answers: set actor.overlong_buffer (for example a fifth of "
         "max_answer_length) and actor.max_answer_length",
     )
     require(
-        config.overlong_buffer is None or config.max_answer_length,
+        buffer is None or length,
         "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens",
     )
     require(
-        config.overlong_buffer is None
-        or 0 < config.overlong_buffer <= (config.max_answer_length or 0),
-        f"overlong_buffer must be in (0, max_answer_length], got {config.overlong_buffer}",
+        buffer is None or 0 < buffer <= (length or 0),
+        f"overlong_buffer must be in (0, max_answer_length], got {buffer}",
     )
     require(
         not recipe.m2_mask or (config.use_decoupled_loss and config.prox_logp == "recompute"),

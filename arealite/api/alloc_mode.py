@@ -19,14 +19,7 @@ from arealite.api.errors import AllocationError
 
 GEN_BACKENDS = ("sglang", "vllm", "embedded")
 TRAIN_BACKENDS = ("fsdp",)
-_LETTERS = {
-    "d": "data",
-    "p": "pipeline",
-    "t": "tensor",
-    "m": "tensor",
-    "c": "context",
-    "e": "expert",
-}
+_LETTERS = dict(d="data", p="pipeline", t="tensor", m="tensor", c="context", e="expert")
 _EXAMPLE = "for example sglang.d4p1t1+d4p1t1, embedded:d1+fsdp:d1, d8 or vllm.d4t2+eval"
 
 
@@ -127,9 +120,8 @@ def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrateg
     for found in re.compile(r"(.)([0-9]*)", re.DOTALL).finditer(side, begin):
         kind, number = _LETTERS.get(found[1]), found[2]
         if kind is None:
-            _fail(
-                text, start + found.start(), "expected one of d, p, t, m, c, e followed by a number"
-            )
+            letters = ", ".join(_LETTERS)
+            _fail(text, start + found.start(), f"expected one of {letters} followed by a number")
         if kind in degrees:
             _fail(text, start + found.start(), f"{kind} parallelism is given twice")
         if not number:
@@ -143,6 +135,5 @@ def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrateg
 
 
 def _fail(text: str, column: int, message: str) -> NoReturn:
-    raise AllocationError(
-        f"malformed allocation_mode: {message}\n  {text}\n  {' ' * column}^\n{_EXAMPLE}"
-    )
+    arrow = " " * column + "^"
+    raise AllocationError(f"malformed allocation_mode: {message}\n  {text}\n  {arrow}\n{_EXAMPLE}")

@@ -59,9 +59,7 @@ class InferenceEngineConfig(Section):
     max_head_offpolicyness: int = _help(
         "Largest version lag of a trained sample (eta); 0 is synchronous.", 0, NOT_NEGATIVE
     )
-    adaptive_lead: bool = _help(
-        "Run ahead (at most eta batches) only to keep the trainer busy.", True
-    )
+    adaptive_lead: bool = _help("Run ahead only as far as keeps the trainer busy.", True)
     num_workers: int = _help("Processes that run episodes; 0: in the trainer's, for light ones.", 0)
     pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
     weight_update: str = _choice("How weights reach the servers.", "disk", "shm", "broadcast")
@@ -85,9 +83,7 @@ class ServerConfig(Section):
     """The embedded inference server."""
 
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
-    dtype: str = _help(
-        "float32, bfloat16, float16 or auto (bfloat16 on cuda, else float32).", "auto"
-    )
+    dtype: str = _help("float32, bfloat16, float16; auto: bfloat16 on cuda, else float32.", "auto")
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
     tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
@@ -95,13 +91,13 @@ class ServerConfig(Section):
     api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
     max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
     max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
-    context_length: int | None = _help(
-        "Longest prompt + continuation; null: the model's own.", None
-    )
+    context_length: int | None = _help("Of prompt and continuation; null: the model's.", None)
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096)
     mem_fraction: float = _help(
-        "Share of free memory taken for a KV cache without a given size.", 0.8, Range(0, 1, True)
+        "Share of free memory for the KV cache; half of it where a trainer shares the GPU.",
+        0.8,
+        Range(0, 1, True),
     )
     deterministic: bool = _help("Same seed, same tokens, whatever the batch (slower).", False)
     seed: int = _help("Seed of requests that bring none.", 0)
@@ -167,9 +163,7 @@ class ClusterConfig(Section):
     """The machines."""
 
     n_nodes: int | None = _help(
-        "Machines; null: one, or on Ray and Slurm as many as allocation_mode needs.",
-        None,
-        AT_LEAST_1,
+        "Machines; null: one; on Ray and Slurm what allocation_mode needs.", None, AT_LEAST_1
     )
     min_nodes: int | None = _help(
         "torchrun only: machines may come and go, down to this many; null: all must stay.", None
@@ -198,8 +192,7 @@ class LauncherConfig(Section):
         "Ray only: while requests wait, servers are added up to this many; idle ones end.", None
     )
     slurm: dict[str, Any] = _help(
-        "Flags of sbatch as they are; container_* go to srun, `wrap` stands before the command.",
-        dict,
+        "Flags of sbatch; container_* go to srun, `wrap` stands before the command.", dict
     )
 
 

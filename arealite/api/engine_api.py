@@ -20,6 +20,7 @@ from arealite.api.io_struct import (
     ModelResponse,
     SaveLoadMeta,
     Stat,
+    Stats,
     WeightUpdateMeta,
 )
 from arealite.api.workflow_api import RolloutWorkflow
@@ -43,9 +44,7 @@ class TrainEngine(abc.ABC):
         """Free the model; idempotent."""
 
     @abc.abstractmethod
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         """One optimizer step on this rank's padded `batch`. Returns statistics reduced over all ranks.
 
         The gradient is that of Σ loss_fn / Σ loss_weight_fn over all micro-batches of all ranks. A non-finite
@@ -53,9 +52,7 @@ class TrainEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def eval_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> dict[str, float]:
+    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         """As `train_batch`, without gradient and step."""
 
     @abc.abstractmethod
@@ -104,16 +101,10 @@ class InferenceEngine(abc.ABC):
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         """`gconfig.n_samples` continuations of one prompt. Engines that can share the prompt override this."""
-        single = replace(request.gconfig, n_samples=1)
-        seeds = [
-            None if request.seed is None else request.seed + i
-            for i in range(request.gconfig.n_samples)
-        ]
-        requests = [
-            replace(request, gconfig=single, rid=f"{request.rid}-{i}", seed=s)
-            for i, s in enumerate(seeds)
-        ]
-        return list(await asyncio.gather(*map(self.agenerate, requests)))
+        single, rid, seed = replace(request.gconfig, n_samples=1), request.rid, request.seed
+        seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
+        own = [dict(gconfig=single, rid=f"{rid}-{i}", seed=s) for i, s in enumerate(seeds)]
+        return await asyncio.gather(*(self.agenerate(replace(request, **each)) for each in own))
 
     @abc.abstractmethod
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:

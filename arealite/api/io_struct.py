@@ -20,6 +20,7 @@ import torch
 from arealite.api.cli_args import GenerationHyperparameters
 
 Batch = dict[str, torch.Tensor]
+Stats = dict[str, float]  # of a step, by name, over all ranks
 StopReason = Literal["stop", "length", "abort"]
 
 

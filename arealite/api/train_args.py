@@ -39,23 +39,17 @@ class TrainEngineConfig(Section):
     path: str = _help("Hugging Face folder or hub name of the model.")
     init_from_scratch: bool = _help("Random weights; of `path` only config and tokenizer.", False)
     dtype: str = _choice("Compute type.", "bfloat16", "float32", "float16")
-    param_dtype: str = _choice(
-        "Type of what the optimizer holds.", "float32", "bfloat16", "float16"
-    )
+    param_dtype: str = _choice("What the optimizer holds.", "float32", "bfloat16", "float16")
     device: str = _choice("auto: cuda where there is one.", "auto", "cpu", "cuda")
     max_tokens_per_mb: int = _help("Token budget of a rank's micro-batch.", 16384, AT_LEAST_1)
     share_prefix: bool = _help("Compute a prompt once for all samples of its group (exact).", True)
     gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
     compile: bool = _help("torch.compile each layer (a minute at the start, then faster).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
-    lora_rank: int = _help(
-        "Train adapters of this rank, not all weights; 0 is off.", 0, NOT_NEGATIVE
-    )
+    lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
-    logprob_chunk_size: int = _help(
-        "Tokens per chunk of the vocabulary projection.", 1024, AT_LEAST_1
-    )
+    logprob_chunk_size: int = _help("Tokens of a chunk of logits.", 1024, AT_LEAST_1)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 
@@ -104,9 +98,7 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip: float = _help("Lower (and upper) clip range of the ratio.", 0.2, SHARE)
     eps_clip_higher: float | None = _help("Upper clip range, if it differs.", None, NOT_NEGATIVE)
     c_clip: float | None = _help("Dual clip for A < 0; null is off.", None, Range(1, above=True))
-    use_decoupled_loss: bool = _help(
-        "Clip around the proximal policy; weight prox/behaviour.", True
-    )
+    use_decoupled_loss: bool = _help("Clip around prox, weight by prox/behaviour.", True)
     prox_logp: str = _choice(
         "recompute: a pass over the batch; first_pass: only where the update brings none; interpolate: no pass.",
         "recompute", "first_pass", "interpolate",

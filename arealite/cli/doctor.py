@@ -39,9 +39,8 @@ class Finding(NamedTuple):
 
 def findings(fileroot: Path) -> Iterator[Finding]:
     """Everything worth knowing, most important first."""
-    yield Finding(
-        "ok", f"Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"
-    )
+    where = f"{platform.machine()}, {os.cpu_count()} cores"
+    yield Finding("ok", f"Python {platform.python_version()} on {where}")
     yield _at_least("torch", torch.__version__, (2, 11))
     yield _at_least("transformers", transformers.__version__, (5, 12))
     if torch.cuda.is_available():
@@ -51,33 +50,29 @@ def findings(fileroot: Path) -> Iterator[Finding]:
             yield Finding("ok", f"GPU {i}: {name}, {free / _GB:.0f} of {total / _GB:.0f} GB free")
     else:
         yield Finding("note", "no GPU: everything runs on the CPU, in float32 (set dtype=float32)")
-    yield _space(
-        "/dev/shm", Path("/dev/shm"), 1, "rollout.weight_update=shm needs room for the weights"
-    )
+    shm = Path("/dev/shm")
+    yield _space(str(shm), shm, 1, "rollout.weight_update=shm needs room for the weights")
     yield _space(f"run directories in {fileroot}", _existing(fileroot), 5, "checkpoints go there")
     port = free_port()
     release_port(port)
     yield Finding("ok", f"ports can be taken (for example {port})")
     for command, purpose in (("sbatch", "mode=slurm"), ("nvidia-smi", "finding GPUs")):
-        found = shutil.which(command) is not None
-        yield Finding(
-            "ok" if found else "note", f"{command} {'found' if found else 'not found'} ({purpose})"
-        )
+        yield _option(command, shutil.which(command), "not found", purpose)
     for module, purpose in _OPTIONAL.items():
-        found = importlib.util.find_spec(module) is not None
-        yield Finding(
-            "ok" if found else "note", f"{module} {'found' if found else 'absent'} ({purpose})"
-        )
+        yield _option(module, importlib.util.find_spec(module), "absent", purpose)
+
+
+def _option(name: str, found: object, otherwise: str, purpose: str) -> Finding:
+    state, what = ("ok", "found") if found is not None else ("note", otherwise)
+    return Finding(state, f"{name} {what} ({purpose})")
 
 
 def _at_least(name: str, version: str, least: tuple[int, int]) -> Finding:
     have = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    wanted = ".".join(map(str, least))
-    if have < least:
-        return Finding(
-            "wrong", f"{name} {version}, but {wanted} or later is needed: pip install -U {name}"
-        )
-    return Finding("ok", f"{name} {version}")
+    if have >= least:
+        return Finding("ok", f"{name} {version}")
+    need = f"{least[0]}.{least[1]} or later is needed: pip install -U {name}"
+    return Finding("wrong", f"{name} {version}, but {need}")
 
 
 def _space(what: str, path: Path, least_gb: float, why: str) -> Finding:

@@ -49,18 +49,11 @@ def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
     """At most `num_rows` steps, evenly spaced, always with the first and the last."""
     table = Table(title=f"{len(steps)} steps")
     shown = [column for column in COLUMNS if any(column.key in step for step in steps)]
-    table.add_column("step", justify="right")
-    for column in shown:
-        table.add_column(column.title, justify="right")
+    for title in ("step", *(column.title for column in shown)):
+        table.add_column(title, justify="right")
     count = max(2, min(num_rows, len(steps)))
-    chosen = sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})
-    for index in chosen:
-        values = [steps[index].get(column.key) for column in shown]
-        cells = [
-            column.format.format(value) if value is not None else "–"
-            for column, value in zip(shown, values, strict=True)
-        ]
-        table.add_row(str(steps[index]["step"] + 1), *cells)
+    for index in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)}):
+        table.add_row(str(steps[index]["step"] + 1), *(c.cell(steps[index]) for c in shown))
     return table
 
 
@@ -98,14 +91,11 @@ def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) 
         "SELECT step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
         "GROUP BY episode ORDER BY step DESC, episode DESC LIMIT ?"
     )
-    for step, reward, oldest, newest, tokens, prompt, completion in database.execute(
-        query, (count,)
-    ):
-        console.rule(
-            f"step {step + 1}, reward {reward:g}, {tokens} tokens, versions {oldest}–{newest}"
-        )
-        console.print(_cut(prompt), markup=False, highlight=False, style="dim")
-        console.print(_cut(completion), markup=False, highlight=False)
+    for step, reward, oldest, newest, tokens, *texts in database.execute(query, (count,)):
+        versions = f"versions {oldest}–{newest}"
+        console.rule(f"step {step + 1}, reward {reward:g}, {tokens} tokens, {versions}")
+        for text, style in zip(texts, ("dim", None), strict=True):
+            console.print(_cut(text), markup=False, highlight=False, style=style)
 
 
 def _cut(text: str) -> str:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +25,10 @@ from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
-from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, WeightUpdateMeta
-from arealite.engine import checkpoint
+from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
+from arealite.engine import checkpoint, hf_model
 from arealite.engine.controller.driver import Placed
 from arealite.engine.flops import FlopCounter, peak_flops
-from arealite.engine.hf_model import (
-    PackedModel,
-    decoder_layers,
-    load_config,
-    load_model,
-    resolve_path,
-    shard,
-)
 from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
 from arealite.engine.parallel import Layout, check_layout, fold_pipeline
 from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
@@ -75,8 +68,8 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self.config = config
         self.temperature = 1.0
         self.with_entropy = False
-        self.folder = resolve_path(config.path)
-        self.hf_config = load_config(self.folder, self.scalar_head)
+        self.folder = hf_model.resolve_path(config.path)
+        self.hf_config = hf_model.load_config(self.folder, self.scalar_head)
         self.parallel = fold_pipeline(parallel or ParallelStrategy(data=distributed.world_size()))
         check_layout(self.parallel, self.hf_config, distributed.world_size())
         check_vision_layout(self.hf_config, self.parallel)
@@ -87,7 +80,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self.module: PackedModel | None = None
+        self.module: hf_model.PackedModel | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout: Layout | None = None
         self._partial: list[torch.nn.Parameter] = []  # gradients to be summed over the tensor group
@@ -102,33 +95,31 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         distributed.init_process_group(self.device)
-        first = distributed.rank() == 0
-        full = (
-            load_model(self.folder, self.hf_config, self.config, self.scalar_head)
-            if first
-            else None
-        )
         config = self.config
+        full = self._load(config) if distributed.rank() == 0 else None
         one_type = config.dtype == config.param_dtype
         if distributed.world_size() == 1 and one_type and not config.cpu_offload:
             # One rank has nothing to shard, and without a second type nothing to cast: FSDP would only copy.
             assert full is not None
             self._prepare_layers(full)
-            self.module = PackedModel(full, config).to(self.device)
+            self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
-        if self.config.optimizer is not None:
-            self.optimizer = make_optimizer(self.model, self.config.optimizer)
+        if config.optimizer is not None:
+            self.optimizer = make_optimizer(self.model, config.optimizer)
             self.total_steps = ft_spec.total_train_steps if ft_spec else 0
             self._set_lr()
+
+    def _load(self, config: TrainEngineConfig) -> PreTrainedModel:
+        return hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
 
     def _prepare_layers(self, model: PreTrainedModel) -> None:
         if self.config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.config.compile:
-            for layer in decoder_layers(model):
+            for layer in hf_model.decoder_layers(model):
                 layer.compile(dynamic=True)
 
     def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
@@ -139,16 +130,12 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self.layout = Layout(self.parallel, self.device)
         distributed.set_replica_size(self.parallel.instance_size)
         with torch.device("meta"):
-            empty = load_model(
-                self.folder, self.hf_config, _from_scratch(self.config), self.scalar_head
-            )
-        if self.parallel.tensor > 1:
-            names = _names_of(apply_tensor_parallel(empty, self.layout), empty)
-        self.module = PackedModel(empty, self.config, self.layout)
+            empty = self._load(replace(self.config, init_from_scratch=True))
+        partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
+        self.module = hf_model.PackedModel(empty, self.config, self.layout)
         self._prepare_layers(empty)
-        shard(self.module, full, self.layout.fsdp, self.config)
-        if self.parallel.tensor > 1:
-            self._partial = [self.model.get_parameter(name) for name in names]
+        hf_model.shard(self.module, full, self.layout.fsdp, self.config)
+        self._partial = [self.model.get_parameter(name) for name in partial]
 
     def destroy(self) -> None:
         self.module = self.optimizer = None
@@ -180,27 +167,24 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         """Rows of all data-parallel ranks, and where this one's begin."""
         return distributed.all_gather_rows(value, self.dp_group) if self.dp_size > 1 else (value, 0)
 
-    def reduce_stats(self, stats: dict[str, Stat]) -> dict[str, float]:
+    def reduce_stats(self, stats: dict[str, Stat]) -> Stats:
         """Statistics over all data-parallel ranks."""
         return distributed.all_reduce_stats(stats, self.dp_group if self.dp_size > 1 else None)
 
+    def sum_over_ranks(self, *totals: torch.Tensor) -> list[float]:
+        """Each number summed over all data-parallel ranks."""
+        share = 1.0 / self.dp_size  # a statistic is a mean over ranks
+        sums = self.reduce_stats({str(i): Stat(total, share) for i, total in enumerate(totals)})
+        return [sums[str(i)] for i in range(len(totals))]
+
     # -------------------------------------------------------------------------------------------- training
 
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         assert self.optimizer is not None, "this engine has no optimizer: it can only evaluate"
         start = time.perf_counter()
         self.module.train()
         micro_batches = self._micro_batches(batch)
-        weight = self._total_weight(micro_batches, loss_weight_fn)
-        stats: dict[str, Stat] = {}
-        for mb in micro_batches:
-            loss, mb_stats = loss_fn(self._forward(mb), mb.data)
-            # FSDP averages gradients over its ranks; the loss is a sum over them.
-            (loss * (self.dp_size * self.parallel.context / weight)).backward()
-            _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
-        stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
+        stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = self._step()
         result = self.reduce_stats(stats | self._work(micro_batches))
         seconds = time.perf_counter() - start
@@ -232,19 +216,23 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             "flops": Stat(torch.tensor(flops, dtype=torch.float64), share),
         }
 
-    def eval_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> dict[str, float]:
+    @torch.no_grad()
+    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         self.module.eval()
-        stats: dict[str, Stat] = {}
-        with torch.no_grad():
-            micro_batches = self._micro_batches(batch)
-            weight = self._total_weight(micro_batches, loss_weight_fn)
-            for mb in micro_batches:
-                loss, mb_stats = loss_fn(self._forward(mb), mb.data)
-                _merge(stats, {"loss": Stat(loss, 0.0), **mb_stats})
-        stats["loss"] = Stat(stats["loss"].total, weight / self.dp_size)
+        micro_batches = self._micro_batches(batch)
+        stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=False)
         return self.reduce_stats(stats)
+
+    def _compute_loss(self, micro_batches, loss_fn, loss_weight_fn, backward) -> dict[str, Stat]:
+        weight = self._total_weight(micro_batches, loss_weight_fn)
+        stats: dict[str, Stat] = {}
+        for mb in micro_batches:
+            loss, mb_stats = loss_fn(self._forward(mb), mb.data)
+            if backward:
+                # FSDP averages gradients over its ranks; the loss is a sum over them.
+                (loss * (self.dp_size * self.parallel.context / weight)).backward()
+            _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+        return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Batch:
@@ -297,9 +285,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             packed.append(MicroBatch(group, data, lengths, prefixes))
         return packed
 
-    def _shared_prefixes(
-        self, part: Batch, ids: torch.Tensor, lengths: list[int]
-    ) -> PrefixPlan | None:
+    def _shared_prefixes(self, part: Batch, ids, lengths: list[int]) -> PrefixPlan | None:
         wanted = self.config.share_prefix and "group_ids" in part and "loss_mask" in part
         if not wanted or self.module.ring or has_vision(self.hf_config):
             return None
@@ -392,10 +378,8 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         if distributed.rank() == 0 and (self._shared is None or str(self._shared.path) != path):
             if self._shared is not None:
                 self._shared.unlink()
-            like = {
-                n: torch.empty(s, dtype=d, device="meta")
-                for n, s, d in checkpoint.tensor_specs(self)
-            }
+            specs = checkpoint.tensor_specs(self)
+            like = {n: torch.empty(s, dtype=d, device="meta") for n, s, d in specs}
             on_gpu = path.endswith(device_weights.SUFFIX)
             self._shared = (DeviceWeights if on_gpu else SharedWeights).create(path, like)
         for name, tensor in checkpoint.gathered_parameters(self, borrow=True):
@@ -417,14 +401,6 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
 
     def set_version(self, version: int) -> None:
         self._version = version
-
-
-def _from_scratch(config: TrainEngineConfig) -> TrainEngineConfig:
-    return type(config)(**{**vars(config), "init_from_scratch": True})
-
-
-def _names_of(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if any(p is other for other in parameters)]
 
 
 def _units(batch: Batch, max_tokens: int) -> list[list[int]]:

@@ -29,7 +29,7 @@ from transformers import (
     logging,
 )
 
-from arealite.algo.logprobs import packed_logprobs
+from arealite.algo.logprobs import token_logprobs
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
@@ -78,9 +78,10 @@ class PackedModel(nn.Module):
             return {"values": self._whole(values, targets[kept], num_tokens)}
         rows, kept = self._rows(targets - 1, first, len(hidden), prefixes)
         targets = targets[kept]
-        logp, entropy = self._logprobs(
-            hidden, rows, mb["input_ids"][targets], temperature, with_entropy
-        )
+        labels = mb["input_ids"][targets]
+        # A row that is used more than once (a shared prompt's last one) adds its gradients up here.
+        states = hidden.index_select(0, rows)
+        logp, entropy = self._logprobs(states, labels, temperature, with_entropy)
         outputs = {"logp": self._whole(logp, targets, num_tokens)}
         if with_entropy:
             outputs["entropy"] = self._whole(entropy, targets, num_tokens)
@@ -127,30 +128,19 @@ class PackedModel(nn.Module):
         kept = ((rows >= 0) & (rows < length)).nonzero(as_tuple=True)[0]
         return rows[kept], kept
 
-    def _logprobs(self, hidden, rows, labels, temperature: float, with_entropy: bool):
-        """Log-prob and entropy `[M]` of `labels` predicted from `rows` of `hidden`."""
+    def _logprobs(self, states, labels, temperature: float, with_entropy: bool):
+        """Log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
         head = self.model.get_output_embeddings()
         shard = VocabularyShard.of(head.weight, self.tensor_group)
+        settings = {
+            "temperature": temperature,
+            "softcap": self.softcap,
+            "chunk_size": self.chunk_size,
+        }
         if shard is not None:
-            return sharded_logprobs(
-                hidden[rows], shard, labels, temperature, self.softcap, self.chunk_size
-            )
-        # Rows that are used more than once (a shared prompt's last one) add their gradients up here.
-        states = hidden.index_select(0, rows)
-        numbers = torch.arange(1, len(labels) + 1, device=labels.device)
-        logp, entropy = packed_logprobs(
-            states,
-            head.weight,
-            nn.functional.pad(labels, (1, 0)),
-            numbers,
-            bias=head.bias,
-            temperature=temperature,
-            softcap=self.softcap,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-            fused=self.fused,
-        )
-        return logp[1:], entropy[1:]
+            return sharded_logprobs(states, shard, labels, **settings)
+        settings |= {"with_entropy": with_entropy, "fused": self.fused}
+        return token_logprobs(states, head.weight, labels, head.bias, **settings)
 
     def _whole(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """`values` at `tokens`, zero at all others `[N]`, with those of the context group's other ranks."""

@@ -27,13 +27,13 @@ from arealite.engine.parallel import Layout, sum_pieces, tensor_plan
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[nn.Parameter]:
-    """Split `model`; returns replicated parameters whose gradients are partial.
+def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
+    """Split `model`; returns the names of replicated parameters whose gradients are partial.
 
     Norms of single heads see only this rank's heads: their gradients must be summed over the tensor group.
     """
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    partial: list[nn.Parameter] = []
+    partial: set[int] = set()
     decoder = getattr(model.base_model, "language_model", model.base_model)
     plan = tensor_plan(model.config)
     for name, module in decoder.named_modules():
@@ -43,9 +43,9 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[nn.Par
         elif style == "moe_tp_experts":
             _spread_experts(module, layout)
         elif style == "replicated_with_grad_allreduce":
-            partial += list(module.parameters())
+            partial |= set(map(id, module.parameters()))
     _split_vocabulary(model, layout)
-    return partial
+    return [name for name, parameter in model.named_parameters() if id(parameter) in partial]
 
 
 def _split_rows(module: nn.Module, layout: Layout) -> None:
@@ -75,18 +75,15 @@ def _spread_experts(experts: nn.Module, layout: Layout) -> None:
     group, original = layout.tp_group, experts.forward
     _split_rows(experts, layout)
     experts.num_experts //= layout.strategy.tensor
-    experts._is_expert_parallel = (
-        True  # transformers' grouped kernels then pass over tokens of other ranks
-    )
+    # transformers' grouped kernels then pass over tokens of other ranks, whose index is `count`
+    experts._is_expert_parallel = True
     count, first = experts.num_experts, experts.num_experts * dist.get_rank(group)
 
     def forward(hidden_states, top_k_index, top_k_weights):
         hidden_states = _SumGrads.apply(hidden_states, group)
         top_k_weights = _SumGrads.apply(top_k_weights, group)
         here = (top_k_index >= first) & (top_k_index < first + count)
-        index = torch.where(
-            here, top_k_index - first, count
-        )  # `count` is what transformers passes over
+        index = torch.where(here, top_k_index - first, count)
         whole = dict(experts._parameters)
         experts._parameters.update({k: _local(v) for k, v in whole.items()})
         try:
@@ -135,7 +132,8 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> VocabularyShard | None:
-        return cls(weight.to_local(), group) if group is not None and isinstance(weight, DTensor) else None  # fmt: skip
+        is_split = group is not None and isinstance(weight, DTensor)
+        return cls(weight.to_local(), group) if is_split else None
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row of each id in this shard (0 where it is in another), and whether it is here."""

@@ -59,10 +59,8 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
             shutil.rmtree(attempt.names_folder, ignore_errors=True)
         if code == 0 or code in INTERRUPTED or number == retries:
             return code
-        print(
-            f"starting again from the recover checkpoint (restart {number + 1} of {retries})",
-            flush=True,
-        )
+        which = f"restart {number + 1} of {retries}"
+        print(f"starting again from the recover checkpoint ({which})", flush=True)
     raise AssertionError("unreachable")
 
 

@@ -252,8 +252,6 @@ class Supervisor:
 
     def _tell_warden(self, line: str) -> None:
         assert self._warden is not None and self._warden.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # killed: the kernel's parent-death signal is left
+        with contextlib.suppress(BrokenPipeError):  # killed; the kernel's death signal is left
             self._warden.stdin.write(line + "\n")
             self._warden.stdin.flush()

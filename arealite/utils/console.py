@@ -31,6 +31,10 @@ class Column(NamedTuple):
     key: str
     format: str = "{:.3g}"
 
+    def cell(self, stats: Mapping[str, float | None]) -> str:
+        value = stats.get(self.key)
+        return "–" if value is None else self.format.format(value)
+
 
 COLUMNS = (
     Column("reward", "reward", "{:.3f}"),
@@ -80,7 +84,7 @@ class ProgressTable:
         """Show step `step` (from 0) of the run."""
         if not self.enabled:
             return
-        cells = [c.format.format(stats[c.key]) if c.key in stats else "–" for c in self.columns]
+        cells = [column.cell(stats) for column in self.columns]
         self._rows.append((step + 1, cells))
         if self._screen is not None:
             self._screen.live.update(self._render(step + 1))

@@ -28,9 +28,9 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    return (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 _replica_size = 1
@@ -83,13 +83,10 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
     if world_size() == 1:
         return obj
     mine = dist.get_rank() == src
-    data = (
-        torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8) if mine else None
-    )
-    size = torch.tensor([len(data) if data is not None else 0])
+    text = json.dumps(obj).encode() if mine else b""
+    size = torch.tensor([len(text)])
     dist.broadcast(size, src, group)
-    if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
     dist.broadcast(data, src, group)
     return obj if mine else json.loads(bytes(data.numpy()))
 
@@ -166,17 +163,13 @@ def all_reduce_stats(
 
     Every rank must bring the same keys. A statistic whose weights sum to zero is left out: nothing was measured.
     """
-    sums = sorted(k for k in stats if not k.endswith(("/max", "/min")))
-    tops = sorted(set(stats) - set(sums))
-    pairs = [[stats[k].total, stats[k].weight] for k in sums]
-    flat = [torch.as_tensor(x, dtype=torch.float64).detach() for pair in pairs for x in pair]
-    signs = [-1.0 if k.endswith("/min") else 1.0 for k in tops]
-    flat += [
-        torch.as_tensor(stats[k].total, dtype=torch.float64).detach() * s
-        for k, s in zip(tops, signs, strict=True)
-    ]
-    if not flat:
+    if not stats:
         return {}
+    sums = sorted(k for k in stats if not k.endswith(("/max", "/min")))
+    signs = {k: -1.0 if k.endswith("/min") else 1.0 for k in sorted(set(stats) - set(sums))}
+    numbers = [number for k in sums for number in stats[k]]
+    numbers += [stats[k].total * sign for k, sign in signs.items()]
+    flat = [torch.as_tensor(x, dtype=torch.float64).detach() for x in numbers]
     # One transfer to the host for all: each would make the device wait.
     device = next((x.device for x in flat if x.is_cuda), torch.device("cpu"))
     table = torch.stack([x.reshape(()).to(device) for x in flat]).cpu()
@@ -187,5 +180,5 @@ def all_reduce_stats(
         table = torch.cat([added, highest])
     values = table.tolist()
     result = {k: values[2 * i] / values[2 * i + 1] for i, k in enumerate(sums) if values[2 * i + 1]}
-    result.update({k: s * v for k, s, v in zip(tops, signs, values[2 * len(sums) :], strict=True)})
-    return result
+    tops = zip(signs.items(), values[2 * len(sums) :], strict=True)
+    return result | {k: sign * value for (k, sign), value in tops}

@@ -92,9 +92,8 @@ class HttpClient:
         except TimeoutError as error:
             raise ServerError(f"{url} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(
-                f"{url} cannot be reached: {type(error).__name__}: {error}"
-            ) from error
+            told = f"{type(error).__name__}: {error}"
+            raise ServerError(f"{url} cannot be reached: {told}") from error
         except ValueError as error:
             raise ServerError(f"{url} answered something that is not JSON: {error}") from error
 

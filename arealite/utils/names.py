@@ -34,9 +34,8 @@ class FileNames:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise AReaLiteError(
-                f"the name service needs the folder {self.folder}: {error.strerror}"
-            ) from error
+            what = f"the name service needs the folder {self.folder}"
+            raise AReaLiteError(f"{what}: {error.strerror}") from error
 
     def publish(self, name: str, value: str) -> None:
         """Set or replace a name; seen whole or not at all."""

@@ -50,9 +50,8 @@ def host_address() -> str:
     """The address under which other machines reach this one (loopback when there is no network)."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # sends nothing: only asks which interface would be used
+            # sends nothing: only asks which interface would be used
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             return "127.0.0.1"
         return probe.getsockname()[0]

@@ -42,10 +42,8 @@ class ProcessInfo:
 
 def process_table() -> dict[int, ProcessInfo]:
     """All processes that can be seen now."""
-    found = (
-        _read_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    )
-    return {info.pid: info for info in found if info is not None}
+    infos = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {info.pid: info for info in infos if info is not None}
 
 
 def family(pid: int, mark: str | None = None) -> list[ProcessInfo]:

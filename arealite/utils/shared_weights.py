@@ -53,9 +53,8 @@ class SharedWeights:
                 f"{path.parent} has {free.f_bavail * free.f_frsize / 1e9:.1f} GB free, the weights need {total / 1e9:.1f} GB: "
                 "enlarge it, or set rollout.weight_update=disk"
             )
-        path.unlink(
-            missing_ok=True
-        )  # a killed run's: whoever maps it keeps it until it sees the new one
+        # A killed run's: whoever maps it keeps it until it sees the new one.
+        path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, total)
@@ -76,9 +75,8 @@ class SharedWeights:
                     _mapped[path] = cls(path, file.fileno())
             return _mapped[path]
         except OSError as error:
-            raise WeightUpdateError(
-                f"cannot attach shared weights {path}: {error.strerror}"
-            ) from error
+            what = f"cannot attach shared weights {path}"
+            raise WeightUpdateError(f"{what}: {error.strerror}") from error
 
     def publish(self) -> None:
         """What was copied into the tensors is seen by others at once."""

@@ -4,22 +4,22 @@ import pytest
 import torch
 
 from arealite.algo import logprobs
-from arealite.algo.logprobs import packed_logprobs, target_positions
+from arealite.algo.logprobs import target_positions, token_logprobs
 
 CU = torch.tensor([0, 4, 4, 5, 11], dtype=torch.int32)
 
 
 def naive(hidden, weight, ids, positions, bias, temperature, softcap):
     """Whole logits and autograd, one token at a time."""
-    logp, entropy = torch.zeros(len(ids)), torch.zeros(len(ids))
+    logp, entropy = [], []
     logits = hidden @ weight.T + (0 if bias is None else bias)
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     for t in positions.tolist():
         dist = (logits[t - 1] / temperature).log_softmax(-1)
-        logp = logp.index_add(0, torch.tensor([t]), dist[ids[t]][None])
-        entropy = entropy.index_add(0, torch.tensor([t]), -(dist.exp() * dist).sum()[None])
-    return logp, entropy
+        logp.append(dist[ids[t]])
+        entropy.append(-(dist.exp() * dist).sum())
+    return torch.stack(logp), torch.stack(entropy)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -33,13 +33,13 @@ def test_values_and_gradients_equal_whole_logits(
     ids = torch.randint(0, 13, (11,))
     positions = target_positions(CU, torch.tensor([1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]))
     inputs = [torch.randn(11, 6), torch.randn(13, 6), torch.randn(13) if with_bias else None]
-    weights = torch.randn(2, 11)
+    weights = torch.randn(2, len(positions))
     results = []
     for function in ("chunked", "naive"):
         hidden, weight, bias = (None if x is None else x.clone().requires_grad_() for x in inputs)
         if function == "chunked":
-            logp, entropy = packed_logprobs(
-                hidden, weight, ids, positions, bias=bias, temperature=temperature, softcap=softcap,
+            logp, entropy = token_logprobs(
+                hidden[positions - 1], weight, ids[positions], bias, temperature=temperature, softcap=softcap,
                 chunk_size=chunk, with_entropy=True,
             )  # fmt: skip
         else:
@@ -61,6 +61,6 @@ def test_no_trained_token_gives_zero_gradients():
     hidden = torch.randn(5, 4, requires_grad=True)
     weight = torch.randn(7, 4, requires_grad=True)
     none = torch.zeros(0, dtype=torch.long)
-    logp, _ = packed_logprobs(hidden, weight, torch.zeros(5, dtype=torch.long), none)
+    logp, _ = token_logprobs(hidden[none], weight, none)
     logp.sum().backward()
     assert hidden.grad.abs().sum() == 0 and (weight.grad is None or weight.grad.abs().sum() == 0)

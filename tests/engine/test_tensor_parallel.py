@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from engine_testing import SPEC, engine_config, random_batch
 
-from arealite.algo.logprobs import packed_logprobs
+from arealite.algo.logprobs import token_logprobs
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.io_struct import Stat
@@ -30,11 +30,8 @@ def _logprobs(rank, softcap, temperature, sharded):
         shard = VocabularyShard(rows, dist.group.WORLD)
         logp, entropy = sharded_logprobs(states, shard, labels, temperature, softcap, 4)
     else:
-        padded = torch.nn.functional.pad(labels, (1, 0))
-        logp, entropy = packed_logprobs(
-            states, weight, padded, torch.arange(1, 14), temperature=temperature, softcap=softcap, with_entropy=True
-        )  # fmt: skip
-        logp, entropy = logp[1:], entropy[1:]
+        settings = {"temperature": temperature, "softcap": softcap, "with_entropy": True}
+        logp, entropy = token_logprobs(states, weight, labels, **settings)
     (logp * ups[0] + entropy * ups[1]).sum().backward()
     return [x.tolist() for x in (logp, entropy, states.grad, weight.grad)]
 

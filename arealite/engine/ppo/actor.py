@@ -78,13 +78,11 @@ class FSDPPPOActor(FSDPEngine):
             advantages = self._whitened(advantages, mask)
         if config.distill_coef:
             teacher = _required(batch, "teacher_logp", "actor.distill_coef", "teacher")
-            current = batch.get("prox_logp", batch["logprobs"])
-            advantages = advantages + distillation_advantages(
-                current, teacher, mask, config.distill_coef
-            )
+            own, coef = batch.get("prox_logp", batch["logprobs"]), config.distill_coef
+            advantages = advantages + distillation_advantages(own, teacher, mask, coef)
         batch.update(advantages=advantages, returns=returns, shaped_rewards=shaped)
         if kl is not None and config.kl_target is not None:
-            self._adapt_kl(kl, mask)
+            self._adapt_kl(kl)
 
     def _shaped(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -105,22 +103,13 @@ class FSDPPPOActor(FSDPEngine):
                 "every group of this batch has one trajectory, and compared with itself alone each has advantage zero: let the "
                 "workflow return gconfig.n_samples trajectories of one row (see RLVRWorkflow), or set actor.algorithm=reinforce_pp"
             )
-        scores = normalize(
-            everything, groups, norm.mean_level, norm.std_level, norm.leave_one_out, norm.eps
-        )
+        scores = normalize(everything, groups, **vars(norm))
         return scores[start : start + len(shaped)]
 
     def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         kept = advantages[mask].double()
-        share = 1.0 / self.dp_size  # a statistic is a mean over ranks; here sums are wanted
-        sums = self.reduce_stats(
-            {
-                "count": Stat(mask.sum(), share),
-                "total": Stat(kept.sum(), share),
-                "square": Stat(kept.square().sum(), share),
-            }
-        )
-        return whiten(advantages, mask, sums["count"], sums["total"], sums["square"])
+        sums = self.sum_over_ranks(mask.sum(), kept.sum(), kept.square().sum())
+        return whiten(advantages, mask, *sums)
 
     def _reward_kl(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor | None:
         if self.kl_ctl == 0:
@@ -129,15 +118,9 @@ class FSDPPPOActor(FSDPEngine):
         current = batch.get("prox_logp", batch["logprobs"])
         return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator), 0.0)
 
-    def _adapt_kl(self, kl: torch.Tensor, mask: torch.Tensor) -> None:
-        rows = float(len(kl))
-        stats = self.reduce_stats(
-            {
-                "kl": Stat(kl.sum(), rows),
-                "rows": Stat(torch.tensor(rows), 1.0 / self.dp_size),
-            }
-        )
-        self.kl_ctl = adapted_kl_ctl(self.kl_ctl, stats["kl"], self.config.kl_target, stats["rows"])
+    def _adapt_kl(self, kl: torch.Tensor) -> None:
+        total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
+        self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, self.config.kl_target, rows)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         return {"kl_ctl": torch.tensor(self.kl_ctl, dtype=torch.float64)}
@@ -148,11 +131,9 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """`ppo_n_minibatches` optimizer steps; returns the statistics of each, reduced over ranks."""
         self._check(batch)
-        batch = dict(batch)
+        batch, length = dict(batch), self.config.max_answer_length
         mask = _trained(batch)
-        weights, norms = aggregation_weights(
-            mask, self.objective.loss_mean, self.config.max_answer_length
-        )
+        weights, norms = aggregation_weights(mask, self.objective.loss_mean, length)
         overall = self._batch_stats(batch)
         if self.objective.m2_mask:
             kept = self._m2_kept(batch, mask)
@@ -210,9 +191,8 @@ class FSDPPPOActor(FSDPEngine):
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
-        loss_fn = partial(
-            policy_loss, config=self.config, objective=self.objective, version=self.get_version()
-        )
+        how = {"config": self.config, "objective": self.objective, "version": self.get_version()}
+        loss_fn = partial(policy_loss, **how)
         stats = self.train_batch(minibatch, loss_fn, loss_norm) | {"idle_steps": 0.0}
         square = stats.pop("behav_weight/mean_square", None)
         if square:

@@ -79,10 +79,8 @@ class FSDPPPOCritic(FSDPEngine):
     def _take_in(self, returns: torch.Tensor) -> None:
         """Add a batch of returns, of all ranks, to the running statistics."""
         returns = returns.double()
-        share = 1.0 / self.dp_size
-        parts = (torch.tensor(float(len(returns))), returns.sum(), returns.square().sum())
-        sums = self.reduce_stats({str(i): Stat(part, share) for i, part in enumerate(parts)})
-        new = torch.tensor([sums[str(i)] for i in range(3)], dtype=torch.float64)
+        counts = (torch.tensor(len(returns)), returns.sum(), returns.square().sum())
+        new = torch.tensor(self.sum_over_ranks(*counts), dtype=torch.float64)
         self._moments = _DECAY * self._moments + new
 
     def _scale(self) -> tuple[float, float]:

@@ -41,9 +41,8 @@ def policy_loss(
     tokens = Tokens(logp, prox, mb["advantages"], weights * behaviour, owner)
     loss, stats = _surrogate(tokens, config, objective)
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
-    moved = kl_estimate(
-        prox, logp.detach(), "k3"
-    )  # how far the update has come from where it began
+    # how far the update has come from where it began
+    moved = kl_estimate(prox, logp.detach(), "k3")
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
     entropy = torch.where(mask, outputs["entropy"], 0.0)
     stats["entropy"] = Stat(entropy.detach().sum(), mask.sum())
