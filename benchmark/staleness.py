@@ -1,10 +1,11 @@
 """What does staleness cost? Reward after the same number of samples for several η, decoupled objective on and off.
 
-    python benchmark/staleness.py [--steps 220] [--lr 2e-4] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--out results.jsonl]
+    python benchmark/staleness.py [--forced] [--etas 0 1 4 8 16] [--seeds 1] [--steps 220] [--lr 2e-4] [--out results.jsonl]
 
-The demo's task from the same supervised start, with every sample η versions old (`staleness_task.py`). Prints the final weights' mean reward on 512
-held-out prompts × 8 samples, with the lag the trained tokens really had, and one JSON line. `--out` keeps each run, and goes on where it was left.
-The demo itself uses 110 steps at 4e-4, as fast as a synchronous run can learn; there four versions are a large part of the way.
+The demo's task from the same supervised start, as a run does it: η is what is allowed, and generation runs ahead no further than keeps the trainer busy. With `--forced` every
+sample is η versions old when it is trained on (`staleness_task.py`). Prints the final weights' mean reward on 512 held-out prompts × 8 samples, with the lag that the trained
+tokens had, and one JSON line: ten runs of a minute and a half each on two cores. `--out` keeps each run, and goes on where it was left. The demo itself uses 110 steps at 4e-4, as fast as
+a synchronous run can learn; there four versions are a large part of the way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from common import describe_machine, print_table
 
@@ -25,41 +27,30 @@ sys.path.insert(0, str(EXAMPLES))
 from demo import supervise  # noqa: E402
 from reverse import make_model  # noqa: E402
 
-Result = dict[str, float]
+# What makes a run: its η, objective, seed, and how; and then what came of it.
+Setting = dict[str, Any]
+Result = dict[str, Any]
 
 
-def run(
-    eta: int,
-    decoupled: bool,
-    seed: int,
-    model: Path,
-    work: Path,
-    steps: int,
-    lr: float,
-    mode: str,
-    adaptive: bool,
-) -> Result:
-    trial = f"eta{eta}-{'decoupled' if decoupled else 'naive'}-{seed}"
+def run(setting: Setting, work: Path) -> Result:
+    eta, steps = setting["eta"], setting["steps"]
+    trial = "-".join(f"{name}_{value}" for name, value in setting.items())
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/staleness_task.py"]
-    command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
-    command += [f"rollout.max_head_offpolicyness={eta}", f"cluster.fileroot={work}", f"seed={seed}"]
-    command += [f"trial_name={trial}", f"total_train_steps={steps}", "stats_logger.console=false"]
-    command += [f"actor.use_decoupled_loss={str(decoupled).lower()}", "actor.prox_logp=recompute"]
-    command += [f"actor.behav_imp_weight_mode={mode}"] if decoupled else []
+    command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={work / 'model'}"]
+    command += [f"cluster.fileroot={work}", f"trial_name={trial}", f"seed={setting['seed']}"]
+    command += [f"total_train_steps={steps}", f"actor.optimizer.lr={setting['lr']}"]
+    command += [f"rollout.max_head_offpolicyness={eta}", "stats_logger.console=false"]
+    command += [f"rollout.adaptive_lead={str(setting['adaptive']).lower()}"]
+    command += [f"actor.use_decoupled_loss={str(setting['decoupled']).lower()}"]
+    command += [f"actor.behav_imp_weight_mode={setting['mode']}"] if setting["decoupled"] else []
+    command += ["actor.prox_logp=recompute"]
     command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}"]
-    command += [f"rollout.adaptive_lead={str(adaptive).lower()}", f"actor.optimizer.lr={lr}"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     full = rows[2 * eta :]  # before, the pipeline fills
     return {
-        "eta": eta,
-        "decoupled": decoupled,
-        "seed": seed,
-        "lr": lr,
-        "mode": mode,
-        "adaptive": adaptive,
-        "steps": steps,
+        **setting,
         "eval_reward": rows[-1]["eval/reward"],
         "train_reward": statistics.mean(r["reward"] for r in rows[-5:]),
         "lag": statistics.mean(r["staleness"] for r in full),
@@ -69,61 +60,57 @@ def run(
     }
 
 
-def spread(values: list[float]) -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.3f} ± {deviation:.3f} ({len(values)})"
+def cells(results: list[Result]) -> list[str]:
+    """Mean reward, its deviation over seeds, their number; mean lag."""
+    if not results:
+        return ["", ""]
+    rewards = [r["eval_reward"] for r in results]
+    deviation = f" ± {statistics.stdev(rewards):.3f}" if len(rewards) > 1 else ""
+    lag = statistics.mean(r["lag"] for r in results)
+    return [f"{statistics.mean(rewards):.3f}{deviation} ({len(rewards)})", f"{lag:.2f}"]
 
 
 def show(results: list[Result]) -> None:
     rows = []
-    for eta in sorted({int(r["eta"]) for r in results}):
-        cells = [str(eta)]
-        for decoupled in (True, False):
-            mine = [r for r in results if r["eta"] == eta and r["decoupled"] is decoupled]
-            lag = f"{statistics.mean(r['lag'] for r in mine):.2f}" if mine else ""
-            cells += [spread([r["eval_reward"] for r in mine]) if mine else "", lag]
-        rows.append(cells)
-    print("final reward: mean ± deviation over seeds (number of seeds)")
+    for eta in sorted({r["eta"] for r in results}):
+        mine = [r for r in results if r["eta"] == eta]
+        sides = [[r for r in mine if r["decoupled"] is on] for on in (True, False)]
+        rows.append([str(eta), *cells(sides[0]), *cells(sides[1])])
+    print("final reward: mean, deviation over seeds (number of seeds)")
     print_table(["eta", "decoupled", "lag", "naive", "lag"], rows)
     print(json.dumps({"benchmark": "staleness", "results": results, **describe_machine()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--forced", action="store_true", help="every sample is eta versions old")
+    parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 4, 8, 16])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 4, 8, 16])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--adaptive", action="store_true", help="as runs do: no older than needed")
     parser.add_argument("--mode", default="token_mask", help="actor.behav_imp_weight_mode")
     parser.add_argument("--objectives", nargs="+", default=["decoupled", "naive"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    results: list[Result] = []
+    known: list[Result] = []
     if options.out and options.out.exists():
-        results = [json.loads(line) for line in options.out.read_text().splitlines()]
-    seen = {(r["eta"], r["decoupled"], r["seed"]) for r in results}
+        known = [json.loads(line) for line in options.out.read_text().splitlines()]
+    how = {"lr": options.lr, "mode": options.mode, "adaptive": not options.forced}
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "random", seed=1)
         supervise(work / "random", work / "model", seed=1)
-        objectives = [name == "decoupled" for name in options.objectives]
-        cases = [(e, d, s) for s in options.seeds for e in options.etas for d in objectives]
-        for case in cases:
-            if case not in seen:
-                results.append(
-                    run(
-                        *case,
-                        work / "model",
-                        work,
-                        options.steps,
-                        options.lr,
-                        options.mode,
-                        options.adaptive,
-                    )
-                )
-                if options.out:
-                    options.out.write_text("".join(json.dumps(r) + "\n" for r in results))
+        for seed in options.seeds:
+            for eta in options.etas:
+                for name in options.objectives:
+                    setting = {"eta": eta, "decoupled": name == "decoupled", "seed": seed}
+                    setting |= {**how, "steps": options.steps}
+                    old = [r for r in known if setting.items() <= r.items()]
+                    results.append(old[0] if old else run(setting, work))
+                    if options.out and not old:
+                        with options.out.open("a") as file:
+                            file.write(json.dumps(results[-1]) + "\n")
     show(results)
 
 

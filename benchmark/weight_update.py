@@ -3,8 +3,8 @@
     python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5] [--device cuda]
 
 A training engine publishes, a real server in another process loads while it generates, and its fingerprints are compared. `publish` and most of
-`load` run while generation goes on; `pause` is the longest time without a token around an update, less what a token usually takes. An update needs two
-copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. On CUDA (bfloat16, trainer and server on one
+`load` run while generation goes on (of a broadcast, much of `load` already while it is published); `pause` is the longest time without a token during an update, less what a token
+usually takes. An update needs two copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. On CUDA (bfloat16, trainer and server on one
 GPU) shared memory is measured both ways: through the host (`shm`) and on the device (`ipc`). Prints a table and one JSON line.
 """
 
@@ -110,6 +110,7 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
             kind = "shm" if way == "ipc" else way
             meta = WeightUpdateMeta(kind, str(path), version)  # pyright: ignore
             began = time.perf_counter()
+            engine.begin_update(meta)
             actor.update_weights(meta)
             published = time.perf_counter()
             engine.update_weights(meta)
@@ -117,7 +118,7 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
             if version > 1:  # the first one makes segments and connections
                 seconds["publish_s"].append(published - began)
                 seconds["load_s"].append(ended - published)
-                moments.append((published, ended))
+                moments.append((began, ended))
         engine.destroy()
         stream.ended.set()
         seconds["pause_s"] = [stream.longest_gap(*moment) for moment in moments]

@@ -15,6 +15,8 @@ UNLIMITED = 1 << 30
 _FILLING_BATCHES = 2  # the first ones are always waited for
 _NOTICEABLE_SHARE = 0.05
 _CALM_BATCHES = 32
+_TRIAL_BATCHES = 16
+_FORGET_BATCHES = 256
 
 
 @dataclass
@@ -46,7 +48,8 @@ class Lead:
     """How many batches generation runs ahead: no more than keep the trainer busy, so that data is no older than it must be.
 
     With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more
-    batch when the trainer had to wait; one fewer after a long time in which a whole batch was always left over.
+    batch when the trainer had to wait; one fewer after a long time in which a whole batch was always left over. Where generation is what takes
+    the time the trainer waits however far ahead it is: then one batch after the other is left out on trial, until that makes the trainer wait longer.
     """
 
     def __init__(self, max_staleness: int):
@@ -54,22 +57,43 @@ class Lead:
         self.batches = min(1, max_staleness)
         self._num_batches = 0
         self._calm = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._limit = self.max_staleness
+        self._window: list[tuple[float, float]] = []
+        self._busy_before = 0.0  # with one batch more, while it is left out on trial
+        self._is_settled = self._limit <= 1
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
         """After each batch: how long it was waited for, the time since the one before, and what is left."""
         self._num_batches += 1
         if self._num_batches <= _FILLING_BATCHES:
             return
-        if wait_s > _NOTICEABLE_SHARE * step_s:
-            self.batches = min(self.max_staleness, self.batches + 1)
-            self._calm = 0
-        elif has_spare_batch:
-            self._calm += 1
-            if self._calm >= _CALM_BATCHES:
-                self.batches = max(min(1, self.max_staleness), self.batches - 1)
-                self._calm = 0
+        if self._num_batches % _FORGET_BATCHES == 0:
+            self._forget()
+        has_waited = wait_s > _NOTICEABLE_SHARE * step_s
+        self._calm = self._calm + 1 if has_spare_batch and not has_waited else 0
+        if self.batches == self._limit and not self._is_settled:
+            self._window.append((wait_s, step_s))
+            if len(self._window) == _TRIAL_BATCHES:
+                self._review()
+        elif has_waited:
+            self.batches = min(self._limit, self.batches + 1)
+        if self._calm == _CALM_BATCHES:
+            self.batches, self._calm = max(min(1, self._limit), self.batches - 1), 0
+
+    def _review(self) -> None:
+        """At the limit for a while: leave one batch out if the trainer waits all the same, take it back if it was of use."""
+        waited_s, took_s = map(sum, zip(*self._window, strict=True))
+        self._window, busy = [], 1 - waited_s / took_s
+        if busy < (1 - _NOTICEABLE_SHARE) * self._busy_before:
+            self._limit, self._is_settled = self._limit + 1, True
+        elif busy < 1 - _NOTICEABLE_SHARE and self._limit > 1:
+            self._limit, self._busy_before = self._limit - 1, busy
         else:
-            self._calm = 0
+            self._is_settled = True
+        self.batches = self._limit
 
 
 class StalenessManager:

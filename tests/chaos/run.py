@@ -17,7 +17,13 @@ from pathlib import Path
 from tests.chaos.job import ChaosJob
 from tests.conftest import make_model
 
-LAYOUTS = ["embedded.d1+d1", "embedded.d2+d1", "embedded.d1+d2"]
+CHOICES = {
+    "allocation_mode": ["embedded.d1+d1", "embedded.d2+d1", "embedded.d1+d2"],
+    "rollout.max_head_offpolicyness": [0, 1, 2, 4],
+    "rollout.weight_update": ["disk", "shm", "broadcast"],
+    "rollout.pause_mode": ["abort", "in_place"],
+    "rollout.num_workers": [0, 0, 1],
+}
 
 
 def visit(job: ChaosJob, rng: random.Random) -> None:
@@ -52,9 +58,9 @@ def main() -> None:
     while time.monotonic() < deadline:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         make_model(folder / "model")
-        layout, eta = rng.choice(LAYOUTS), rng.choice([0, 1, 2, 4])
-        print(f"job {number}: {layout}, eta {eta}, in {folder}", flush=True)
-        overrides = {"allocation_mode": layout, "rollout.max_head_offpolicyness": eta}
+        overrides = {key: rng.choice(values) for key, values in CHOICES.items()}
+        chosen = " ".join(f"{key.split('.')[-1]}={value}" for key, value in overrides.items())
+        print(f"job {number}: {chosen}, in {folder}", flush=True)
         overrides |= {"recover.retries": 20, "launcher.server_restarts": 20}
         job = ChaosJob(folder, folder / "model", **overrides)
         try:
