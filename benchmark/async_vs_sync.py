@@ -4,7 +4,8 @@
 
 Cases: `lognormal`, on CPU, generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, rewards that wait a second; `one_gpu`, the
 layers of a 0.5B model (random weights, 1,024 tokens of vocabulary so that it learns within the run) on one GPU that server and trainer share, log-normal answers. Both sides run through the launcher with an embedded server
-and a trainer as two processes, over the same rows, seeds and lengths, and take turns. The first steps, which fill the pipeline, are left out of the times.
+and a trainer as two processes, over the same rows, seeds and lengths, and take turns. Compared are the seconds per step (without the first steps, which fill the pipeline) and, with all
+steps, the seconds until both had the same reward, the lower one of the two at the end (mean of five steps).
 """
 
 from __future__ import annotations
@@ -88,7 +89,16 @@ def make_start(case: Case, work: Path) -> Path:
     return work / "model"
 
 
-def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, float]:
+def seconds_to(reward: float, rows: list[dict[str, float]]) -> float:
+    """Until the mean reward of five steps in a row is this high."""
+    first = next(
+        i for i in range(5, len(rows) + 1) if statistics.mean(r["reward"] for r in rows[i - 5 : i]) >= reward
+    )  # fmt: skip
+    return sum(r["time/step"] for r in rows[:first])
+
+
+def run(name: str, side: str, model: Path, work: Path, steps: int) -> list[dict[str, float]]:
+    """The statistics of each step."""
     case, trial = CASES[name], f"{name}-{side}"
     command = [sys.executable, "-m", "arealite.launcher.local", "benchmark/async_task.py"]
     command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
@@ -97,7 +107,10 @@ def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, 
     env = {**os.environ, **case.env}
     subprocess.run([*command, *case.options], check=True, cwd=ROOT, timeout=3600, env=env)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     warm = rows[NUM_FILLING:]
     seconds = sum(r["time/step"] for r in warm)
     return {
@@ -113,7 +126,7 @@ def run(name: str, side: str, model: Path, work: Path, steps: int) -> dict[str, 
 
 
 PARTS = ("rollout", "logp", "update", "weights")
-COLUMNS = ("seconds_per_step", "first_reward", "final_reward", "lag_mean", "trainer_idle", "server_idle", "rollout_s", "update_s", "weights_s")  # fmt: skip
+COLUMNS = ("seconds_per_step", "seconds_to_it", "same_reward", "final_reward", "lag_mean", "trainer_idle", "server_idle", "rollout_s", "update_s", "weights_s")  # fmt: skip
 
 
 def main() -> None:
@@ -124,26 +137,32 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="keep the run directories here")
     options = parser.parse_args()
     disable_progress_bar()
-    rows, line = [], {"benchmark": "async_vs_sync", "speedup": {}, "measured": {}}
+    table, line = [], {"benchmark": "async_vs_sync", "speedup": {}, "measured": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = options.work or Path(folder)
         for name in options.case or ("lognormal", "slow_reward"):
             model, steps = make_start(CASES[name], work), options.steps or CASES[name].steps
             sides: dict[str, list[dict[str, float]]] = {side: [] for side in ETA}
             for _ in range(options.runs):
-                for side in ETA:
-                    sides[side].append(run(name, side, model, work, steps))
+                stats = {side: run(name, side, model, work, steps) for side in ETA}
+                reward = min(summary(rows)["final_reward"] for rows in stats.values())
+                for side, rows in stats.items():
+                    took = {"same_reward": reward, "seconds_to_it": seconds_to(reward, rows)}
+                    sides[side].append({**summary(rows), **took})
             median = {
                 side: {k: statistics.median(r[k] for r in runs) for k in runs[0]}
                 for side, runs in sides.items()
             }
-            times = [median[side]["seconds_per_step"] for side in ETA]
-            line["speedup"][name], line["measured"][name] = times[0] / times[1], sides
-            print(json.dumps({name: line["speedup"][name], "of": median}), flush=True)
+            faster = {
+                key: median["synchronous"][key] / median["asynchronous"][key]
+                for key in ("seconds_per_step", "seconds_to_it")
+            }
+            line["speedup"][name], line["measured"][name] = faster, sides
+            print(json.dumps({name: faster, "of": median}), flush=True)
             for side, values in median.items():
-                rows.append([name, side, *(f"{values[c]:.3f}" for c in COLUMNS)])
-            rows.append([name, f"{times[0] / times[1]:.2f} times as fast", *["" for _ in COLUMNS]])
-    print_table(["case", "side", *COLUMNS], rows)
+                table.append([name, side, *(f"{values[c]:.3f}" for c in COLUMNS)])
+            table.append([name, "times as fast", *(f"{faster[c]:.2f}" if c in faster else "" for c in COLUMNS)])  # fmt: skip
+    print_table(["case", "side", *COLUMNS], table)
     print(json.dumps({**line, **describe_machine()}))
 
 

@@ -8,6 +8,8 @@ The counts are conserved: admitted = running + accepted + rejected + failed + st
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ _FILLING_BATCHES = 2  # the first ones are always waited for
 _NOTICEABLE_SHARE = 0.05
 _CALM_BATCHES = 32
 _TRIAL_BATCHES = 16
+_LONGER = 1.1
 _FORGET_BATCHES = 256
 
 
@@ -49,7 +52,7 @@ class Lead:
 
     With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more
     batch when the trainer had to wait; one fewer after a long time in which a whole batch was always left over. Where generation is what takes
-    the time the trainer waits however far ahead it is: then one batch after the other is left out on trial, until that makes the trainer wait longer.
+    the time the trainer waits however far ahead it is: then one batch after the other is left out on trial, until steps take longer by it.
     """
 
     def __init__(self, max_staleness: int):
@@ -62,7 +65,7 @@ class Lead:
     def _forget(self) -> None:
         self._limit = self.max_staleness
         self._window: list[tuple[float, float]] = []
-        self._busy_before = 0.0  # with one batch more, while it is left out on trial
+        self._best_step_s = math.inf  # with more lead, while less is tried
         self._is_settled = self._limit <= 1
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
@@ -85,12 +88,13 @@ class Lead:
 
     def _review(self) -> None:
         """At the limit for a while: leave one batch out if the trainer waits all the same, take it back if it was of use."""
-        waited_s, took_s = map(sum, zip(*self._window, strict=True))
-        self._window, busy = [], 1 - waited_s / took_s
-        if busy < (1 - _NOTICEABLE_SHARE) * self._busy_before:
+        wait_s, step_s = map(statistics.median, zip(*self._window, strict=True))
+        self._window = []
+        if step_s > _LONGER * self._best_step_s:
             self._limit, self._is_settled = self._limit + 1, True
-        elif busy < 1 - _NOTICEABLE_SHARE and self._limit > 1:
-            self._limit, self._busy_before = self._limit - 1, busy
+        elif wait_s > _NOTICEABLE_SHARE * step_s and self._limit > 1:
+            self._limit -= 1
+            self._best_step_s = min(self._best_step_s, step_s)
         else:
             self._is_settled = True
         self.batches = self._limit

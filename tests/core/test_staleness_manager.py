@@ -63,30 +63,31 @@ def test_the_lead_grows_when_the_trainer_waits_and_shrinks_when_it_never_does():
     assert synchronous.batches == 0
 
 
-def leads(*busy_shares):
-    """The lead after each of 250 batches, and then of 250 more, if the trainer works `busy_share(lead)` of the time."""
+def leads(*step_times):
+    """The lead after each of 250 batches, and then of 250 more, if a step takes `step_s(lead)`, one second of it for training."""
     lead, seen = Lead(max_staleness=4), []
-    for busy_share in busy_shares:
+    for step_s in step_times:
         for _ in range(250):
-            lead.adapt(wait_s=1 - busy_share(lead.batches), step_s=1.0, has_spare_batch=False)
+            taken_s = step_s(lead.batches)
+            lead.adapt(wait_s=taken_s - 1, step_s=taken_s, has_spare_batch=False)
             seen.append(lead.batches)
     return seen
 
 
 def test_no_running_ahead_that_does_not_help():
-    seen = leads(lambda lead: 0.5)  # generation takes all the time there is
+    seen = leads(lambda lead: 2.0)  # generation takes all the time there is
     assert max(seen) == 4 and set(seen[60:]) == {1}
-    seen = leads(lambda lead: 0.2 * min(lead, 3))  # the fourth batch is of no use
+    seen = leads(lambda lead: 6 / min(lead, 3))  # the fourth batch is of no use
     assert set(seen[60:]) == {3}
 
 
 def test_running_ahead_that_helps_is_taken_up_again_after_a_trial():
-    seen = leads(lambda lead: 0.2 * lead)
+    seen = leads(lambda lead: 6 / lead)
     assert 3 in seen[10:60] and set(seen[60:]) == {4}
 
 
 def test_what_was_of_no_use_is_tried_again_after_a_long_time():
-    seen = leads(lambda lead: 0.5, lambda lead: 0.1 * lead)
+    seen = leads(lambda lead: 2.0, lambda lead: 6 / lead)
     assert seen[249] == 1 and seen[-1] == 4
 
 
