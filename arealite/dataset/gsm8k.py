@@ -19,27 +19,26 @@ INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
 
 def get_gsm8k_sft(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Rows with `input_ids` and `loss_mask`: the worked answer is what is learned."""
-    rows = _load(config)
-    tokens: list[Row] = [
-        tokenize_sft(f"{row['question']}\n", row["answer"], tokenizer) for row in rows
-    ]
-    return within_length(tokens, config.max_length, config.path)
+    pairs = [(f"{row['question']}\n", row["answer"]) for row in _load(config)]
+    rows = [tokenize_sft(question, answer, tokenizer) for question, answer in pairs]
+    return within_length(rows, config.max_length, config.path)
 
 
 def get_gsm8k_rl(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Rows with `messages` (a question as a chat) and `answer` for the reward; questions over `max_length` tokens are left out."""
+    """Rows with a question and `answer` for the reward; questions over `max_length` tokens are left out.
+
+    A question is a chat (`messages`); for a base model, whose tokenizer has no chat template, it is plain text (`prompt`).
+    """
     rows = []
     for row in _load(config):
         question = row["question"] + INSTRUCTION
-        rows.append(
-            {
-                "messages": [{"role": "user", "content": question}],
-                "answer": row["answer"],
-                "input_ids": tokenizer.encode(question) if config.max_length else [],
-            }
-        )
+        prompt: Row = {"messages": [{"role": "user", "content": question}]}
+        if not tokenizer.chat_template:
+            prompt = {"prompt": f"Question: {question}\nAnswer:"}
+        ids = tokenizer.encode(question) if config.max_length else []
+        rows.append({**prompt, "answer": row["answer"], "input_ids": ids})
     kept = within_length(rows, config.max_length, config.path)
-    return [{key: row[key] for key in ("messages", "answer")} for row in kept]
+    return [{key: row[key] for key in row if key != "input_ids"} for row in kept]
 
 
 def _load(config: DatasetConfig) -> list[Row]:

@@ -60,6 +60,10 @@ class RLVRWorkflow(RolloutWorkflow):
         if "input_ids" in data:
             return list(data["input_ids"])
         if "messages" in data:
+            if not self.tokenizer.chat_template:
+                raise DatasetError(
+                    "a row has `messages`, but the tokenizer has no chat template: use an instruct model, or rows with `prompt`"
+                )
             return self.tokenizer.apply_chat_template(
                 data["messages"],
                 add_generation_prompt=True,

@@ -1,8 +1,9 @@
 import pytest
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import DatasetConfig, GenerationHyperparameters
 from arealite.api.errors import DatasetError
 from arealite.dataset import collate_sft, get_gsm8k_rl, get_gsm8k_sft, tokenize_sft
+from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def test_supervised_rows_train_the_answer_and_its_end(gsm8k_path, tokenizer):
@@ -21,6 +22,17 @@ def test_reinforcement_rows_are_chats_with_the_answer(gsm8k_path, tokenizer):
         rows[0]["messages"][0]["role"] == "user"
         and "Tom has 0 pens" in rows[0]["messages"][0]["content"]
     )
+
+
+def test_base_models_are_asked_in_plain_text(gsm8k_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    (row, *_) = get_gsm8k_rl(DatasetConfig(path=str(gsm8k_path), max_length=500), tokenizer)
+    assert set(row) == {"prompt", "answer"}
+    assert row["prompt"].startswith("Question: Tom has") and row["prompt"].endswith("\nAnswer:")
+    workflow = RLVRWorkflow(lambda **_: 0.0, GenerationHyperparameters(), tokenizer)
+    assert workflow.encode_prompt(row) == tokenizer.encode(row["prompt"])
+    with pytest.raises(DatasetError, match="no chat template"):
+        workflow.encode_prompt({"messages": [{"role": "user", "content": "Hi"}]})
 
 
 def test_long_rows_are_left_out(gsm8k_path, tokenizer):
