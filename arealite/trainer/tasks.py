@@ -34,6 +34,6 @@ def find_task(dataset: DatasetConfig) -> Task:
         if name in dataset.path.lower():
             return task
     raise ConfigError(
-        f"no built-in task for dataset {dataset.path!r}; known: {', '.join(TASKS)}. "
-        "Write a short script with your own rows and reward (see examples/arealite/gsm8k_grpo.py)"
+        f"no built-in task for dataset {dataset.path!r}: its path must contain the name of one ({', '.join(TASKS)}). "
+        "For other data write a short script with your own rows and reward (see examples/arealite/gsm8k_grpo.py)"
     )
