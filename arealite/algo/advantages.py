@@ -19,13 +19,11 @@ def shape_rewards(
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
-def overlong_penalty(
-    lengths: torch.Tensor, max_length: int, buffer: int, factor: float = 1.0
-) -> torch.Tensor:
-    """Soft punishment of long answers, `min(0, −(len − (L − O)) / O · f)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+    """Soft punishment of long answers, `min(0, −(len − (L − O)) / O)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
     if not 0 < buffer <= max_length:
         raise ValueError(f"the buffer must be in (0, max_length={max_length}], got {buffer}")
-    return (-(lengths.float() - (max_length - buffer)) / buffer * factor).clamp(max=0.0)
+    return (-(lengths.float() - (max_length - buffer)) / buffer).clamp(max=0.0)
 
 
 def normalize(

@@ -118,15 +118,13 @@ def cispo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
     return loss, _ratio_stats(ratio, bounded != ratio, tokens.mask)
 
 
-def sapo_loss(
-    tokens: Tokens, tau_positive: float = 1.0, tau_negative: float = 1.05
-) -> LossAndStats:
+def sapo_loss(tokens: Tokens) -> LossAndStats:
     """SAPO (arXiv 2511.20347): a smooth gate instead of a clip; `τ` depends on the sign of the advantage.
 
     `ℓ = −A·(4/τ)·σ(τ(u − 1))`. At u = 1 its gradient is that of PPO.
     """
     ratio = tokens.log_ratio().exp()
-    tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative)
+    tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
     loss = -(tokens.weights * tokens.advantages * gate).sum()
     return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)

@@ -21,14 +21,10 @@ class StatefulDataLoader:
     """Cuts rows into batches of `config.batch_size`; a last incomplete batch of an epoch is left out."""
 
     def __init__(
-        self,
-        rows: Sequence[Row],
-        config: DatasetConfig,
-        seed: int = 1,
-        num_ranks: int | None = None,
+        self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1, num_ranks: int = 0
     ):
-        size = config.batch_size
-        num_ranks = world_size() if num_ranks is None else num_ranks
+        """`num_ranks`: those that share a batch; by default all that there are."""
+        size, num_ranks = config.batch_size, num_ranks or world_size()
         if not rows:
             raise DatasetError(f"the dataset {config.path} has no rows")
         if len(rows) < size:
@@ -52,7 +48,9 @@ class StatefulDataLoader:
 
     def __iter__(self) -> Iterator[list[Row]]:
         """What is left of the current epoch; afterwards the loader stands at the start of the next."""
-        order = self._order(self.epoch)
+        order = list(range(len(self.rows)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
         while self.position < len(self):
             start = self.position * self.batch_size
             self.position += 1
@@ -66,13 +64,8 @@ class StatefulDataLoader:
             yield from self
 
     def state_dict(self) -> dict[str, int]:
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "num_rows": len(self.rows),
-            "batch_size": self.batch_size,
-        }
+        state = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+        return state | {"num_rows": len(self.rows), "batch_size": self.batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the batches that the saved loader had given out."""
@@ -84,9 +77,3 @@ class StatefulDataLoader:
                 f"the data differs from the checkpoint's, its order cannot be resumed: {pairs}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order

@@ -8,10 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch
 from arealite.dataset.rows import load_dataset, require_columns
-from arealite.dataset.sft import collate_sft, tokenize_sft
+from arealite.dataset.sft import collate_sft, tokenize_sft, within_length
 
 Row = dict[str, Any]
 
@@ -24,15 +23,7 @@ def get_preferences(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
         {side: tokenize_sft(row["prompt"], row[side], tokenizer) for side in ("chosen", "rejected")}
         for row in rows
     ]
-    limit = config.max_length
-    kept = [
-        p for p in pairs if limit is None or max(len(s["input_ids"]) for s in p.values()) <= limit
-    ]
-    if not kept:
-        raise DatasetError(
-            f"all {len(pairs)} pairs of {config.path} are longer than max_length={limit} tokens"
-        )
-    return kept
+    return within_length(pairs, config.max_length, config.path)
 
 
 def collate_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:

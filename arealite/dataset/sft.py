@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.errors import DatasetError
@@ -13,9 +15,7 @@ from arealite.api.io_struct import Batch
 Row = dict[str, Any]
 
 
-def tokenize_sft(
-    prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[int]]:
+def tokenize_sft(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Tokens of prompt, answer and end; `loss_mask` is 1 on the answer and the end."""
     if tokenizer.eos_token_id is None:
         raise DatasetError("the tokenizer has no end-of-text token, so an answer could never end")
@@ -27,25 +27,19 @@ def tokenize_sft(
 
 def collate_sft(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
     """Rows with `input_ids` and `loss_mask` as one padded batch, [B, T]."""
-    length = max(len(row["input_ids"]) for row in rows)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    shape = (len(rows), length)
-    input_ids = torch.full(shape, pad, dtype=torch.long)
-    attention_mask = torch.zeros(shape, dtype=torch.long)
-    loss_mask = torch.zeros(shape, dtype=torch.long)
-    for i, row in enumerate(rows):
-        size = len(row["input_ids"])
-        input_ids[i, :size] = torch.tensor(row["input_ids"])
-        attention_mask[i, :size] = 1
-        loss_mask[i, :size] = torch.tensor(row["loss_mask"])
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    pads = {"input_ids": pad, "attention_mask": 0, "loss_mask": 0}
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    parts = {k: [torch.tensor(row[k], dtype=torch.long) for row in rows] for k in pads}
+    return {k: pad_sequence(parts[k], True, padding_value=fill) for k, fill in pads.items()}
 
 
 def within_length(rows: list[Row], max_length: int | None, source: str) -> list[Row]:
-    """Rows of at most `max_length` tokens; raises when none is left."""
-    kept = [row for row in rows if max_length is None or len(row["input_ids"]) <= max_length]
+    """Rows (or pairs of them) of at most `max_length` tokens; raises when none is left."""
+    limit = math.inf if max_length is None else max_length
+    sides = ([row] if "input_ids" in row else row.values() for row in rows)
+    lengths = [max(len(side["input_ids"]) for side in each) for each in sides]
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
     if not kept:
-        raise DatasetError(
-            f"all {len(rows)} rows of {source} are longer than max_length={max_length} tokens"
-        )
+        raise DatasetError(f"all {len(rows)} rows of {source} are longer than {max_length=} tokens")
     return kept

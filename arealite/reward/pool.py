@@ -28,18 +28,14 @@ from arealite.utils.process import is_computing
 
 _START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.1  # while jobs wait: how often to look whether more workers would help
-_QUICK_S = (
-    0.05  # a job is cut into smaller ones when it takes longer, and its results so far are sent
-)
+_QUICK_S = 0.05  # a job that takes longer is cut into smaller ones, its results so far are sent
 _MAX_TIMEOUTS_IN_ROW = 3
 
 
 class RewardPool:
     """Belongs to the event loop that runs it. `num_workers` processes compute at once, up to `max_workers` when they wait."""
 
-    def __init__(
-        self, num_workers: int | None = None, timeout_s: float = 15.0, max_workers: int = 64
-    ):
+    def __init__(self, num_workers: int = 0, timeout_s: float = 15.0, max_workers: int = 64):
         self.num_workers = num_workers or max(2, min(8, (os.cpu_count() or 2) // 2))
         self.timeout_s = timeout_s
         self.max_workers = max(max_workers, self.num_workers)
@@ -93,7 +89,8 @@ class RewardPool:
             if isinstance(lost, _WorkerSilent):
                 self._row_s = self.timeout_s
                 self._timeouts_in_row += 1
-                self._give_up_if_all_hang(fn)
+                if self._timeouts_in_row >= _MAX_TIMEOUTS_IN_ROW:
+                    self._give_up(fn)
             self._replace(worker)
             raise RewardError(f"reward {_name(fn)} {lost}") from None
         except asyncio.CancelledError:
@@ -101,7 +98,8 @@ class RewardPool:
             raise
         self._timeouts_in_row = 0
         self._row_s += 0.2 * ((time.monotonic() - began) / len(rows) - self._row_s)
-        self._release(worker)
+        self._idle.append(worker)
+        self._wake(1)
         if kind == "error":
             raise RewardError(f"reward {_name(fn)} raised:\n{payload}")
         return payload
@@ -140,10 +138,6 @@ class RewardPool:
             raise
         return worker
 
-    def _release(self, worker: _Worker) -> None:
-        self._idle.append(worker)
-        self._wake(1)
-
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
         self._workers.discard(worker)
@@ -173,18 +167,13 @@ class RewardPool:
             self._wake(self._limit - before)
         self._look_later()
 
-    def _give_up_if_all_hang(self, fn: Callable[..., float]) -> None:
+    def _give_up(self, fn: Callable[..., float]) -> None:
         """Nothing but time-outs: what waits for a worker would only hang in it as well."""
-        if self._timeouts_in_row < _MAX_TIMEOUTS_IN_ROW:
-            return
+        told = f"the last {self._timeouts_in_row} calls {_timed_out(self.timeout_s)}"
         waiting, self._waiting = self._waiting, deque()
         for turn in waiting:
             if not turn.done():
-                turn.set_exception(
-                    RewardError(
-                        f"reward {_name(fn)} was not tried: the last {self._timeouts_in_row} calls {_timed_out(self.timeout_s)}"
-                    )
-                )
+                turn.set_exception(RewardError(f"reward {_name(fn)} was not tried: {told}"))
 
 
 def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float]:
@@ -192,12 +181,11 @@ def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float
     if len(values) != count:
         raise RewardError(f"reward {_name(fn)} gave {len(values)} values for {count} samples")
     for value in values:
+        told = f"reward {_name(fn)} returned {value!r}"
         if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise RewardError(
-                f"reward {_name(fn)} returned {value!r} ({type(value).__name__}); it must return a number"
-            )
+            raise RewardError(f"{told} ({type(value).__name__}); it must return a number")
         if not math.isfinite(value):
-            raise RewardError(f"reward {_name(fn)} returned {value!r}; it must be finite")
+            raise RewardError(f"{told}; it must be finite")
     return [float(value) for value in values]
 
 
@@ -234,9 +222,7 @@ class _Worker:
         except OSError:
             raise _WorkerLost(self._cause_of_death()) from None
         values: list[Any] = []
-        while (
-            True
-        ):  # each message is a sign of life: the deadline is that of one row, not of the group
+        while True:  # each message is a sign of life: the deadline is one row's, not the group's
             kind, payload = await self._receive(timeout_s)
             if kind == "error":
                 return kind, payload

@@ -53,20 +53,16 @@ class PPOTrainer:
         self.critic = FSDPPPOCritic(config.critic, parallel) if config.critic else None
         if self.critic:
             self.critic.initialize(self.spec)
-        self.ref, self.teacher = (
-            _frozen(other, parallel, config.actor.temperature)
-            for other in (config.ref, config.teacher)
-        )
-        self.rollout = remote_engine_class(config.allocation_mode)(
-            config.rollout, config.seed, RunDir(config).db_path
-        )
+        self.ref = _frozen(config.ref, parallel, config.actor.temperature)
+        self.teacher = _frozen(config.teacher, parallel, config.actor.temperature)
+        make_rollout = remote_engine_class(config.allocation_mode)
+        self.rollout = make_rollout(config.rollout, config.seed, RunDir(config).db_path)
         self.rollout.initialize(train_batch_size=size)
 
     def train(self, workflow: RolloutWorkflow) -> None:
         config, actor, critic, rollout = self.config, self.actor, self.critic, self.rollout
-        validate = (
-            partial(evaluate, rollout, self.valid_rows, workflow) if self.valid_rows else None
-        )
+        rows = self.valid_rows
+        validate = partial(evaluate, rollout, rows, workflow) if rows else None
         if config.dynamic_sampling:
             workflow = DynamicSampling(workflow)
         engines = {"actor": actor, "critic": critic} if critic else {"actor": actor}
@@ -83,7 +79,8 @@ class PPOTrainer:
                     stats = actor.ppo_update(batch)
                     actor.step_lr_scheduler()
                     if critic:
-                        stats += with_prefix("critic/", critic.ppo_update(batch))
+                        own = critic.ppo_update(batch)
+                        stats += [{f"critic/{k}": v for k, v in row.items()} for row in own]
                         critic.step_lr_scheduler()
                 with run.phase("weights"):
                     sync_weights(actor, rollout, weights.with_version(step + 1))
@@ -99,10 +96,6 @@ class PPOTrainer:
             batch["teacher_logp"] = self.teacher.forward(batch)["logp"]
         if self.critic:
             batch["values"] = self.critic.compute_values(batch)
-
-
-def with_prefix(prefix: str, stats: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{prefix + key: value for key, value in row.items()} for row in stats]
 
 
 def _frozen(

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,12 +62,8 @@ class Run:
         if rank() == 0:
             self.dir.create(config)
         parts = {"dataloader": dataloader, "rollout": rollout}
-        self.recover = Recover(
-            config.recover,
-            self.dir,
-            self.engines,
-            {name: part for name, part in parts.items() if hasattr(part, "state_dict")},
-        )
+        parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.evaluator = Evaluator(config.evaluator, evaluate) if evaluate else None
         self.stats = StatsLogger(config, self.dir)
@@ -133,9 +130,8 @@ class Run:
 
     def _watch_signal(self, values: dict[str, float]) -> None:
         """Say once when step after step every group's rewards are equal: then there is nothing to learn from."""
-        self._without_signal = (
-            self._without_signal + 1 if values.get("zero_advantage_share") == 1 else 0
-        )
+        is_flat = values.get("zero_advantage_share") == 1
+        self._without_signal = self._without_signal + 1 if is_flat else 0
         if self._without_signal == NO_SIGNAL_STEPS and rank() == 0:
             tell(
                 f"warning: no signal: in the last {NO_SIGNAL_STEPS} steps all answers to a prompt had the same reward (mean {values['reward']:g}). "
@@ -196,11 +192,5 @@ def _mean(stats: list[dict[str, float]]) -> dict[str, float]:
     """Average over minibatches; a statistic that only some have is averaged over those."""
     keys = dict.fromkeys(key for row in stats for key in row)
     present = {key: [row[key] for row in stats if key in row] for key in keys}
-    return {
-        key: (max if key.endswith("/max") else min if key.endswith("/min") else _average)(values)
-        for key, values in present.items()
-    }
-
-
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)
+    picks = {"max": max, "min": min}
+    return {key: picks.get(key.rsplit("/")[-1], fmean)(row) for key, row in present.items()}

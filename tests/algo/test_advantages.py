@@ -74,10 +74,8 @@ def test_order_of_rows_does_not_matter():
 
 def test_shaping_and_overlong_penalty():
     assert shape_rewards(torch.tensor([0.0, 1.0, 9.0]), -0.5, 2.0, 3.0).tolist() == [-1.0, 1.0, 3.0]
-    penalty = overlong_penalty(
-        torch.tensor([10, 80, 90, 100]), max_length=100, buffer=20, factor=2.0
-    )
-    assert penalty.tolist() == [0.0, 0.0, -1.0, -2.0]
+    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), max_length=100, buffer=20)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), 10, 20)
 
