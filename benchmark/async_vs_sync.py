@@ -61,7 +61,7 @@ CASES = {
         (*ON_CPU, "train_dataset.batch_size=32", "actor.optimizer.lr=2e-4", "total_train_epochs=2"), 160,
     ),
     "one_gpu": Case(
-        {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 25, GPU_SHAPE
+        {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 36, GPU_SHAPE
     ),
     # how `one_gpu` is tried out without a GPU
     "one_gpu_dry": Case(
