@@ -135,12 +135,10 @@ class StalenessManager:
             concurrent = self.max_concurrent
         return min(concurrent - counts.running, by_version)
 
-    def lag(self, oldest_version: int) -> int:
-        """Versions between a sample's oldest generated token and the weights that would train on it."""
-        return self.version - oldest_version
-
-    def is_stale(self, oldest_version: int) -> bool:
-        return self.lag(oldest_version) > self.max_staleness
+    @property
+    def oldest_allowed(self) -> int:
+        """Samples with a token of a version before this one are stale."""
+        return self.version - self.max_staleness
 
     def admit(self, count: int = 1) -> None:
         self.counts.admitted += count

@@ -293,9 +293,8 @@ class WorkflowExecutor:
 
         By the admission rule all of them fit into this batch, so waiting for them starves nobody.
         """
-        oldest_allowed = self.staleness.version - self.staleness.max_staleness
         oldest = next((e for e in self.runner.running if e.call is None), None)
-        return oldest is not None and oldest.start_version <= oldest_allowed
+        return oldest is not None and oldest.start_version <= self.staleness.oldest_allowed
 
     def _wait_for_progress(self, count: int, wait: NamedWait, hold_s: float | None) -> None:
         """Sleep (lock held) until there are `count` results, too few queued rows, an error, or a deadline."""
@@ -316,20 +315,16 @@ class WorkflowExecutor:
 
     def _drop_stale(self) -> int:
         """Remove finished episodes that became too old (lock held); they are replaced by new ones."""
-        fresh = []
-        for item in self._finished:
-            episode = item[1]
-            assert episode.result is not None
-            if self.staleness.is_stale(episode.result.oldest_version):
-                self.staleness.drop_stale()
-                self.book.close(episode, "stale")
-            else:
-                fresh.append(item)
-        dropped = len(self._finished) - len(fresh)
-        if dropped:
-            heapq.heapify(fresh)
-            self._finished = fresh
-        return dropped
+        limit = self.staleness.oldest_allowed
+        stale = [e for _, e in self._finished if e.result and e.result.oldest_version < limit]
+        for episode in stale:
+            self.staleness.drop_stale()
+            self.book.close(episode, "stale")
+        if stale:
+            gone = set(stale)
+            self._finished = [item for item in self._finished if item[1] not in gone]
+            heapq.heapify(self._finished)
+        return len(stale)
 
     # ---------------------------------------------------------------------------------- the loop's side
 
