@@ -46,6 +46,7 @@ from arealite.utils.shared_weights import SharedWeights
 # hidden, mlp, layers, heads, KV heads, vocabulary, tied
 SHAPES = {
     "tiny": (128, 384, 2, 4, 2, 32, True),
+    "27m": (512, 1376, 8, 8, 4, 8192, True),
     "135m": (576, 1536, 30, 9, 3, 49152, True),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -63,7 +64,7 @@ class Options:
     )
     shape: str = field(
         default="",
-        metadata={"help": "tiny, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."},
+        metadata={"help": "tiny, 27m, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."},
     )
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
     workload: str = field(
@@ -78,8 +79,13 @@ class Options:
     )
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens (fixed workload)."})
+    median: int = field(default=256, metadata={"help": "Median output of the mixed workload."})
     max_output: int = field(
         default=2048, metadata={"help": "Longest output of the mixed workload."}
+    )
+    sweep: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Also tokens/s with so many requests of output_len at once: [1,4,16]."},
     )
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
     update: bool = field(
@@ -111,7 +117,9 @@ def main() -> None:
         if options.http:
             model.save_pretrained(folder)
         if not cuda and not options.model:
-            results["generate"] = best(options, lambda model=model: run_generate(model, jobs))
+            results["generate"] = best(
+                options, lambda model=model: run_generate(options, model, jobs)
+            )
         results |= run_in_process(options, model, jobs, cuda)
         model = None
         gc.collect()
@@ -170,8 +178,8 @@ def make_jobs(options: Options, vocab: int) -> list[Job]:
         return [
             Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)
         ]
-    # Median 256, one in six beyond 700: the shape of reasoning traces.
-    lengths = torch.randn(options.groups, generator=generator).exp_() * 256
+    # One in six beyond 2.7 times the median: the shape of reasoning traces.
+    lengths = torch.randn(options.groups, generator=generator).exp_() * options.median
     lengths = lengths.clamp_(32, options.max_output).int().tolist()
     return [Job(prompt(), length, 8) for length in lengths]
 
@@ -198,7 +206,7 @@ def run_in_process(
     results: dict[str, Any] = {"engine_start_s": time.perf_counter() - begin}
     outputs: list[SampleOutput] = []
 
-    def measure() -> float:
+    def measure(jobs: list[Job] = jobs) -> float:
         begin = time.perf_counter()
         futures = [engine.submit(Request(job.prompt, params(job))) for job in jobs]
         groups = [future.result(600) for future in futures]
@@ -206,6 +214,9 @@ def run_in_process(
         return sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - begin)
 
     try:
+        for count in options.sweep:
+            some = [Job(job.prompt, options.output_len, 1) for job in (jobs * count)[:count]]
+            results[f"at_once_{count}"] = best(options, lambda some=some: measure(some))
         results["in_process"] = best(options, measure)
         if options.update:
             results |= measure_update(engine, jobs[: options.concurrency])
@@ -288,12 +299,12 @@ def _picked(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def run_generate(model: PreTrainedModel, jobs: list[Job]) -> float:
+def run_generate(options: Options, model: PreTrainedModel, jobs: list[Job]) -> float:
     """Static batches of Hugging Face `generate`: each batch runs as long as its longest member."""
     begin, useful = time.perf_counter(), 0
     rows = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
-    for start in range(0, len(rows), 64):
-        part = rows[start : start + 64]
+    for start in range(0, len(rows), options.concurrency):
+        part = rows[start : start + options.concurrency]
         ids = torch.tensor([prompt for prompt, _ in part])
         longest = max(length for _, length in part)
         model.generate(

@@ -18,8 +18,8 @@ import torch
 
 from arealite.inference.slots import SlotTable
 
-_U32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
+_CACHED = 1 << 16  # numbers that are mixed at once: they stay in the core's cache
 
 
 @dataclass
@@ -76,18 +76,26 @@ def sample(
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise [B, V] as a function of seed, position and token id alone."""
-    key = _mix(seeds[:, 0] ^ _mix((positions + seeds[:, 1]) & _U32))
-    ids = torch.arange(vocab_size, device=seeds.device) * _GOLDEN & _U32
-    bits = _mix(ids ^ key[:, None])
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1), exact in float32
-    return uniform.log_().neg_().log_().neg_()
+    halves = seeds.numpy().astype(np.uint32)
+    key = _mix(halves[:, 0] ^ _mix(positions.numpy().astype(np.uint32) + halves[:, 1]))
+    ids = np.arange(vocab_size, dtype=np.uint32) * _GOLDEN
+    noise = torch.empty(len(key), vocab_size)
+    bits, rows = noise.numpy(), max(1, _CACHED // vocab_size)
+    for start in range(0, len(key), rows):
+        part = slice(start, start + rows)
+        bits[part] = _mix(ids ^ key[part, None]) >> 9
+    # In (0, 1), exact in float32.
+    return noise.add_(0.5).mul_(2.0**-23).log_().neg_().log_().neg_()
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Murmur3's finaliser on 32-bit numbers held in int64 (products wrap, the mask keeps the low half)."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B & _U32
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _U32
-    return x ^ (x >> 16)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Murmur3's finaliser, in place, on uint32 (products wrap)."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    return x
 
 
 def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
