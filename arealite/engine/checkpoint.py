@@ -30,12 +30,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from arealite.api.errors import CheckpointError
 from arealite.engine import lora
 from arealite.engine.hf_model import fill_parameters, load_model
+from arealite.engine.parallel import whole
 from arealite.utils import distributed
 from arealite.utils.shared_weights import safetensors_header
 
 if TYPE_CHECKING:
     from arealite.engine.fsdp_engine import FSDPEngine
 
+Named = tuple[str, torch.Tensor]
 # Beside weights and config, what makes a folder complete for people and servers.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
                "*.model", "preprocessor_config.json", "processor_config.json", "generation_config.json")  # fmt: skip
@@ -51,9 +53,7 @@ def tensor_specs(engine: FSDPEngine) -> list[tuple[str, torch.Size, torch.dtype]
     return [(lora.plain_name(n), p.shape, dtype) for n, p in parameters if not lora.is_adapter(n)]
 
 
-def gathered_parameters(
-    engine: FSDPEngine, borrow: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered_parameters(engine: FSDPEngine, borrow: bool = False) -> Iterator[Named]:
     """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate.
 
     A copy; with `borrow` perhaps the parameter itself, for whoever copies it at once.
@@ -65,9 +65,7 @@ def gathered_parameters(
             yield lora.plain_name(name), value.to(dtype)
 
 
-def _export(
-    engine: FSDPEngine, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _export(engine: FSDPEngine, tensors: Iterable[Named]) -> Iterator[Named]:
     """Tensors as checkpoints of this model name and cut them: transformers fuses experts, files do not."""
     for name, tensor in tensors:
         yield from revert_weight_conversion(engine.model, {name: tensor}).items()
@@ -119,9 +117,8 @@ def load_hf(engine: FSDPEngine, path: str) -> None:
     for key, (shape, _) in _file_specs(engine, adapters).items():
         given = found[key][1] if key in found else "missing"
         if given != list(shape):
-            raise CheckpointError(
-                f"{path} is of another model: {key} is {given}, expected {list(shape)}"
-            )
+            told = f"{key} is {given}, expected {list(shape)}"
+            raise CheckpointError(f"{path} is of another model: {told}")
     weights: dict[str, torch.Tensor] = {}
     if distributed.rank() == 0 and adapters:
         names = {id(p): n for n, p in engine.model.named_parameters()}
@@ -139,9 +136,8 @@ def _open_safetensors(file: Path):
     try:
         return safe_open(file, framework="pt")
     except Exception as error:  # safetensors' own class is not part of its interface
-        raise CheckpointError(
-            f"{file} cannot be read ({error}): it is torn or not safetensors"
-        ) from error
+        told = f"{file} cannot be read ({error}): it is torn or not safetensors"
+        raise CheckpointError(told) from error
 
 
 def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bool) -> None:
@@ -158,12 +154,11 @@ def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bo
 
 
 def _whole(value: torch.Tensor, borrow: bool = False) -> torch.Tensor:
-    value = value.detach()
-    if borrow and not isinstance(value, DTensor):
-        return value
     # FSDP leaves the root's parameters gathered after a forward pass. A copy, because writing one out as bytes would make
     # its storage one that FSDP can no longer free.
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    if not isinstance(value, DTensor) and not borrow:
+        return value.detach().clone()
+    return whole(value)
 
 
 def _fix_config(file: Path, dtype: str) -> None:
@@ -229,11 +224,12 @@ def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
         with _alone():
             dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({_root_cause(error)}): it is torn"
-        ) from error
+        told = f"{path} cannot be read ({_root_cause(error)}): it is torn"
+        raise CheckpointError(told) from error
     if with_optim:
-        _forget_unstepped(engine, stepped)
+        for name, parameter in engine.model.named_parameters():
+            if name not in stepped:
+                engine.optimizer.state.pop(parameter, None)
         _restore_training_state(engine, state)
 
 
@@ -270,15 +266,14 @@ def _training_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     for name, parameter in engine.model.named_parameters():
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             state[f"optim/{name}/{key}"] = value
-    counters = [engine.lr_step, engine.bad_steps, engine._version]
-    state["counters"] = torch.tensor(counters)
+    state["counters"] = torch.tensor([engine.lr_step, engine.bad_steps, engine._version])
     state |= {f"extra/{key}": value for key, value in engine.extra_state().items()}
-    state[f"rng/{distributed.rank()}/torch"] = torch.get_rng_state()
-    state[f"rng/{distributed.rank()}/python"] = _python_rng()
-    state[f"rng/{distributed.rank()}/numpy"] = torch.from_numpy(numpy.random.get_state()[1].copy()).view(torch.int32)  # fmt: skip
+    words = torch.from_numpy(numpy.random.get_state()[1].copy()).view(torch.int32)
+    python = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    rng = {"torch": torch.get_rng_state(), "python": python, "numpy": words}
     if torch.cuda.is_available():
-        state[f"rng/{distributed.rank()}/cuda"] = torch.cuda.get_rng_state()
-    return state
+        rng["cuda"] = torch.cuda.get_rng_state()
+    return state | {f"rng/{distributed.rank()}/{key}": value for key, value in rng.items()}
 
 
 def _restore_training_state(engine: FSDPEngine, state: dict[str, torch.Tensor]) -> None:
@@ -287,18 +282,14 @@ def _restore_training_state(engine: FSDPEngine, state: dict[str, torch.Tensor]) 
     extra = {k.removeprefix("extra/"): v for k, v in state.items() if k.startswith("extra/")}
     engine.load_extra_state(extra)
     prefix = f"rng/{distributed.rank()}/"
-    if prefix + "torch" not in state:
+    rng = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    if not rng:
         return  # more ranks than before: the new ones keep the state they were seeded with
-    torch.set_rng_state(state[prefix + "torch"])
-    words = state[prefix + "python"].tolist()
-    random.setstate((3, tuple(words), None))
-    numpy.random.set_state(("MT19937", state[prefix + "numpy"].view(torch.uint32).numpy(), 624))
-    if prefix + "cuda" in state:
-        torch.cuda.set_rng_state(state[prefix + "cuda"])
-
-
-def _python_rng() -> torch.Tensor:
-    return torch.tensor(random.getstate()[1], dtype=torch.int64)
+    torch.set_rng_state(rng["torch"])
+    random.setstate((3, tuple(rng["python"].tolist()), None))
+    numpy.random.set_state(("MT19937", rng["numpy"].view(torch.uint32).numpy(), 624))
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
 
 
 def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -320,12 +311,6 @@ def _may_lack(key: str, stepped: set[str]) -> bool:
     """Whether a complete checkpoint can be without this: the random state of a rank, the optimizer's of a parameter not stepped."""
     kind, name, *_ = f"{key}/".split("/")
     return kind == "rng" or (kind == "optim" and name not in stepped)
-
-
-def _forget_unstepped(engine: FSDPEngine, stepped: set[str]) -> None:
-    for name, parameter in engine.model.named_parameters():
-        if name not in stepped:
-            engine.optimizer.state.pop(parameter, None)
 
 
 # ------------------------------------------------------------------------------------------ shared by both
@@ -365,15 +350,12 @@ def _agree(failure: str | None, aside: Path, final: Path) -> None:
         return
     if distributed.rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
-    free = shutil.disk_usage(_existing_parent(final)).free
+    folder = next(parent for parent in final.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
     raise CheckpointError(
         f"could not write {final}: {failure}. {free / 1e9:.2f} GB are free there; make room or save elsewhere. Earlier "
         "checkpoints are untouched"
     )
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def _root_cause(error: BaseException) -> str:

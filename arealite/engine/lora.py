@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.engine.parallel import whole
 
 _ADAPTER = "default"
 
@@ -59,7 +59,7 @@ def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     if not name.endswith(".base_layer.weight"):
         return value
     layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
-    down, up = (_whole(side[_ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
+    down, up = (whole(side[_ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
     return value + (layer.scaling[_ADAPTER] * (up @ down)).to(value.dtype)
 
 
@@ -76,8 +76,3 @@ def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None
     settings.base_model_name_or_path = base_model
     settings.task_type = "CAUSAL_LM"
     settings.save_pretrained(str(folder))
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -12,6 +12,8 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
+from arealite.engine.parallel import local
+
 _BLOCK = 128  # entries along the last dimension that share a scale
 # 8 bits: a share x of the block's largest value is stored as levels·|x|^(1/power), finer near zero. The second moment spans more.
 _CODES = {"exp_avg": (torch.int8, 127, 2.0), "exp_avg_sq": (torch.uint8, 255, 4.0)}
@@ -42,11 +44,10 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         state["step"] += 1
         count = float(state["step"])
         beta1, beta2 = group["betas"]
-        weight, grad = _local(parameter), _local(parameter.grad).float()
+        weight, grad = local(parameter), local(parameter.grad).float()
         mean = load_moment(state, "exp_avg").lerp_(grad, 1.0 - beta1)
-        square = (
-            load_moment(state, "exp_avg_sq").mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        )
+        square = load_moment(state, "exp_avg_sq").mul_(beta2)
+        square.addcmul_(grad, grad, value=1.0 - beta2)
         store_moment(state, "exp_avg", mean)
         store_moment(state, "exp_avg_sq", square)
         step = mean.div_(1.0 - beta1**count)
@@ -66,10 +67,10 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
 def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
     """One number for each block of a row: shaped and placed like the parameter, but shorter in its last dimension."""
-    local = _local(parameter)
-    block = math.gcd(local.shape[-1], _BLOCK)
-    block = block if block >= 32 else local.shape[-1]
-    scales = local.new_zeros(*local.shape[:-1], local.shape[-1] // block, dtype=torch.float32)
+    mine = local(parameter)
+    block = math.gcd(mine.shape[-1], _BLOCK)
+    block = block if block >= 32 else mine.shape[-1]
+    scales = mine.new_zeros(*mine.shape[:-1], mine.shape[-1] // block, dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
@@ -81,23 +82,23 @@ def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
 
 def load_moment(state: dict, key: str) -> torch.Tensor:
     """A moment as a new fp32 tensor."""
-    stored = _local(state[key])
+    stored = local(state[key])
     if f"{key}_scale" not in state:
         return stored.to(torch.float32, copy=True)
     _, levels, power = _CODES[key]
-    scale = _local(state[f"{key}_scale"])
+    scale = local(state[f"{key}_scale"])
     share = stored.float() / levels
     value = _blocks(share.abs().pow_(power).copysign_(share), scale) * scale[..., None]
     return value.view(stored.shape)
 
 
 def store_moment(state: dict, key: str, value: torch.Tensor) -> None:
-    stored = _local(state[key])
+    stored = local(state[key])
     if f"{key}_scale" not in state:
         store_rounded(stored, value)
         return
     _, levels, power = _CODES[key]
-    scale = _local(state[f"{key}_scale"])
+    scale = local(state[f"{key}_scale"])
     blocks = _blocks(value, scale)
     scale.copy_(blocks.abs().amax(dim=-1) if value.numel() else scale)
     share = (blocks / scale.clamp(min=1e-38)[..., None]).view(stored.shape)
@@ -111,10 +112,6 @@ def store_moment(state: dict, key: str, value: torch.Tensor) -> None:
 
 def _blocks(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return value.view(*scale.shape, value.shape[-1] // max(scale.shape[-1], 1))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def store_rounded(target: torch.Tensor, value: torch.Tensor) -> None:

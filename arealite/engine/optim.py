@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from arealite.api.cli_args import OptimizerConfig
 from arealite.engine.lowmem_adamw import LowMemoryAdamW
+from arealite.engine.parallel import local
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -20,11 +21,8 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.type != "adamw":
         return LowMemoryAdamW(groups, bits=8 if config.type == "adamw_8bit" else 16, **settings)
@@ -53,12 +51,9 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
     meshes (tensor parallel and not) are kept apart: torch's own norm refuses to mix them.
     """
     by_layout: dict[object, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad = parameter.grad
-            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            by_layout.setdefault(layout, []).append(local)
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        by_layout.setdefault(layout, []).append(local(grad))
     total = 0.0
     for layout, grads in by_layout.items():
         square = torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
@@ -71,7 +66,6 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
 
 
 def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    if local:
-        torch._foreach_mul_(local, factor)
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)

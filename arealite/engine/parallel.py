@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
@@ -91,6 +92,17 @@ class Layout:
         self.cp_group = self.mesh.get_group("cp") if strategy.context > 1 else None
         self.tp_group = self.mesh.get_group("tp")
         self.dp_rank = self.mesh.get_local_rank("dp")
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be sharded, gathered (by all ranks together) and detached."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 # ---------------------------------------------------------------------------------------- context parallel

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from arealite.engine.parallel import Layout, sum_pieces, tensor_plan
+from arealite.engine.parallel import Layout, local, sum_pieces, tensor_plan
 
 # Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -85,13 +85,13 @@ def _spread_experts(experts: nn.Module, layout: Layout) -> None:
         here = (top_k_index >= first) & (top_k_index < first + count)
         index = torch.where(here, top_k_index - first, count)
         whole = dict(experts._parameters)
-        experts._parameters.update({k: _local(v) for k, v in whole.items()})
+        experts._parameters.update({k: local(v) for k, v in whole.items()})
         try:
             out = original(hidden_states, index, torch.where(here, top_k_weights, 0.0))
         finally:
             experts._parameters.update(whole)
         # a rank without a routed token still has its place in the graph, as sharded layers want
-        return sum_pieces(out + 0.0 * sum(_local(v).sum() for v in whole.values()), group)
+        return sum_pieces(out + 0.0 * sum(local(v).sum() for v in whole.values()), group)
 
     experts.forward = forward
 
@@ -110,7 +110,7 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
         _split_rows(head, layout)
 
     def forward(ids):
-        shard = VocabularyShard(_local(table.weight), group)
+        shard = VocabularyShard(local(table.weight), group)
         index, here = shard.find(ids)
         out = embedding(index, shard.weight) * here[..., None]
         if padding is not None:
@@ -118,10 +118,6 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
         return sum_pieces(out, group)
 
     table.forward = forward
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class VocabularyShard(NamedTuple):
@@ -137,9 +133,9 @@ class VocabularyShard(NamedTuple):
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Row of each id in this shard (0 where it is in another), and whether it is here."""
-        local = ids - len(self.weight) * dist.get_rank(self.group)
-        here = (local >= 0) & (local < len(self.weight))
-        return torch.where(here, local, 0), here
+        row = ids - len(self.weight) * dist.get_rank(self.group)
+        here = (row >= 0) & (row < len(self.weight))
+        return torch.where(here, row, 0), here
 
 
 def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softcap, chunk_size):

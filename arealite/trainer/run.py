@@ -23,10 +23,9 @@ from arealite.engine.remote import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
 from arealite.utils.distributed import rank
-from arealite.utils.evaluator import Evaluator
 from arealite.utils.recover import Recover
 from arealite.utils.rundir import RunDir
-from arealite.utils.saver import Saver
+from arealite.utils.saver import Frequency, Saver
 from arealite.utils.stats_logger import StatsLogger
 from arealite.utils.trace import Trace
 
@@ -65,7 +64,7 @@ class Run:
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
-        self.evaluator = Evaluator(config.evaluator, evaluate) if evaluate else None
+        self.evaluate, self.evaluation = evaluate, Frequency(config.evaluator)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
@@ -110,9 +109,9 @@ class Run:
         with self.phase("save"):
             self._save(info)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
-        if self.evaluator is not None:
+        if self.evaluate is not None and self.evaluation.is_due(info):
             with self.phase("evaluate"):
-                values |= self.evaluator.maybe_evaluate(info)
+                values |= self.evaluate()
         if self.rollout is not None:
             values |= self.rollout.stats()
         times = self.trace.take()

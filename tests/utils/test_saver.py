@@ -5,7 +5,6 @@ import pytest
 from arealite.api.cli_args import FreqConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, StepInfo
-from arealite.utils.evaluator import Evaluator
 from arealite.utils.recover import Recover, complete
 from arealite.utils.rundir import RunDir
 from arealite.utils.saver import Frequency, Saver
@@ -83,12 +82,6 @@ def test_full_disk_is_named(tmp_path):
     engine = Engine(fail=OSError(28, "No space left on device"))
     with pytest.raises(CheckpointError, match=r"No space left.*earlier ones are untouched"):
         Saver(FreqConfig(), RunDir(tmp_path), engine).save(info(0))
-
-
-def test_evaluator_runs_when_due():
-    evaluator = Evaluator(FreqConfig(freq_steps=2), lambda: {"eval/reward": 1.0})
-    assert evaluator.maybe_evaluate(info(0)) == {}
-    assert evaluator.maybe_evaluate(info(1)) == {"eval/reward": 1.0}
 
 
 def make(tmp_path, mode="auto", value=0, at=0, **kwargs) -> Recover:
