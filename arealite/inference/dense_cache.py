@@ -32,12 +32,7 @@ class Shelf:
         self.tickets: list[int] = []
 
     def read(
-        self,
-        write_to: torch.Tensor,
-        span: int,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, write_to: torch.Tensor, span: int, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a new token [Hkv, D] to each row; the rows' first `span` keys and values, [R, span, Hkv, D]."""
         keys, values = self.keys[layer], self.values[layer]
@@ -50,10 +45,7 @@ class DenseCache:
     """Shelves of rows of 4, 8, 16 … blocks, as many as fit into `max_tokens`."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], max_tokens: int):
-        self.keys, self.values = (
-            keys,
-            values,
-        )  # the paged cache, per layer [num_blocks, block_size, Hkv, D]
+        self.keys, self.values = keys, values  # paged: per layer [num_blocks, block_size, Hkv, D]
         self.max_tokens = max_tokens
         self.forget()
 
@@ -77,22 +69,18 @@ class DenseCache:
     def _rearrange(self, slots: SlotTable, rows: np.ndarray) -> None:
         needed = np.maximum(slots.num_blocks[rows], _MIN_BLOCKS)
         self._width = width = 1 << np.ceil(np.log2(needed)).astype(np.int64)
-        self._parts, shelves, num_tokens = [], self._shelves, 0
-        self._shelves = {}
+        shelves, self._shelves, self._parts, num_tokens = self._shelves, {}, [], 0
         for blocks in np.unique(width).tolist():
             members = np.flatnonzero(width == blocks)
-            capacity = 1 << (len(members) - 1).bit_length()
-            shelf = shelves.pop(blocks, None)
-            if shelf is None or not capacity <= shelf.capacity <= 4 * capacity:
-                shelf = None
-                size = capacity * blocks * self.keys[0].shape[1]
-            else:
-                size = shelf.capacity * shelf.width
-            if num_tokens + size > self.max_tokens:
+            num_tokens += len(members) * blocks * self.keys[0].shape[1]
+            if num_tokens > self.max_tokens:
                 self._parts.append((members, None))
                 continue
-            num_tokens += size
-            shelf = shelf or Shelf(self.keys, blocks, capacity)
+            # Rows beyond those in use are address space only: the system gives memory when they are written.
+            capacity = 1 << (len(members) - 1).bit_length()
+            shelf = shelves.get(blocks)
+            if shelf is None or not capacity <= shelf.capacity <= 4 * capacity:
+                shelf = Shelf(self.keys, blocks, capacity)
             self._shelves[blocks] = shelf
             self._parts.append((members[self._place(shelf, slots, rows[members])], shelf))
 

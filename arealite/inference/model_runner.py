@@ -69,7 +69,7 @@ class ModelRunner:
         # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
         self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
         self.values = [self._zeros(size) for _ in range(shape.num_layers)]
-        self.dense = DenseCache(self.keys, self.values, blocks * config.block_size)
+        self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
         self.slots: SlotTable  # given by `attach`
         self.lean: LeanDecoder | None = None
 
@@ -214,8 +214,8 @@ class ModelRunner:
 
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Half of it is for the rows of decoding sequences (`DenseCache`).
-        return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES)) // 2
+        # Two thirds of it are for the rows of decoding sequences (`DenseCache`).
+        return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES)) // 3
 
 
 def _own(

@@ -31,13 +31,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import AReaLiteError, ServerError, WeightUpdateError
-from arealite.inference.loading import (
-    ModelShape,
-    choose_device,
-    load_model,
-    read_config,
-    shape_of,
-)
+from arealite.inference.loading import ModelShape, choose_device, load_model, read_config, shape_of
 from arealite.inference.model_runner import ModelRunner, StepResult
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.sequence import Request, SamplingParams
