@@ -8,18 +8,16 @@ The counts are conserved: admitted = running + accepted + rejected + failed + st
 
 from __future__ import annotations
 
-import math
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 UNLIMITED = 1 << 30
 _FILLING_BATCHES = 2  # the first ones are always waited for
+_WINDOW_BATCHES = 16
 _NOTICEABLE_SHARE = 0.05
-_CALM_BATCHES = 32
-_TRIAL_BATCHES = 16
-_LONGER = 1.1
-_FORGET_BATCHES = 256
+_WORTHWHILE = 0.7
+_REST_BATCHES = 1024
 
 
 @dataclass
@@ -50,54 +48,39 @@ class Counts:
 class Lead:
     """How many batches generation runs ahead: no more than keep the trainer busy, so that data is no older than it must be.
 
-    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more
-    batch when the trainer had to wait; one fewer after a long time in which a whole batch was always left over. Where generation is what takes
-    the time the trainer waits however far ahead it is: then one batch after the other is left out on trial, until steps take longer by it.
+    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more batch when the trainer
+    had to wait, on trial: where generation is what takes the time the trainer waits all the same, and the batch is left out again, for a long time.
+    One fewer when a whole batch was always left over.
     """
 
     def __init__(self, max_staleness: int):
-        self.max_staleness = max_staleness
-        self.batches = min(1, max_staleness)
-        self._num_batches = 0
-        self._calm = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._limit = self.max_staleness
-        self._window: list[tuple[float, float]] = []
-        self._best_step_s = math.inf  # with more lead, while less is tried
-        self._is_settled = self._limit <= 1
+        self.min_batches, self.max_batches = min(1, max_staleness), max_staleness
+        self.batches = self.min_batches
+        self._num_batches = -_FILLING_BATCHES
+        self._window: list[tuple[float, float, bool]] = []
+        self._wait_before_s = 0.0  # in a window with one batch less; 0 when none is on trial
+        self._may_grow = True
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
         """After each batch: how long it was waited for, the time since the one before, and what is left."""
         self._num_batches += 1
-        if self._num_batches <= _FILLING_BATCHES:
-            return
-        if self._num_batches % _FORGET_BATCHES == 0:
-            self._forget()
-        has_waited = wait_s > _NOTICEABLE_SHARE * step_s
-        self._calm = self._calm + 1 if has_spare_batch and not has_waited else 0
-        if self.batches == self._limit and not self._is_settled:
-            self._window.append((wait_s, step_s))
-            if len(self._window) == _TRIAL_BATCHES:
-                self._review()
-        elif has_waited:
-            self.batches = min(self._limit, self.batches + 1)
-        if self._calm == _CALM_BATCHES:
-            self.batches, self._calm = max(min(1, self._limit), self.batches - 1), 0
+        if self._num_batches > 0:
+            self._window.append((wait_s, step_s, has_spare_batch))
+        if len(self._window) == _WINDOW_BATCHES:
+            self._review(*zip(*self._window, strict=True))
+            self._window = []
 
-    def _review(self) -> None:
-        """At the limit for a while: leave one batch out if the trainer waits all the same, take it back if it was of use."""
-        wait_s, step_s = map(statistics.median, zip(*self._window, strict=True))
-        self._window = []
-        if step_s > _LONGER * self._best_step_s:
-            self._limit, self._is_settled = self._limit + 1, True
-        elif wait_s > _NOTICEABLE_SHARE * step_s and self._limit > 1:
-            self._limit -= 1
-            self._best_step_s = min(self._best_step_s, step_s)
-        else:
-            self._is_settled = True
-        self.batches = self._limit
+    def _review(self, waits_s: Sequence[float], steps_s: Sequence[float], spare: Sequence[bool]):
+        wait_s, before_s, self._wait_before_s = sum(waits_s), self._wait_before_s, 0.0
+        if before_s and wait_s > _WORTHWHILE * before_s:
+            self.batches, self._may_grow = self.batches - 1, False
+        elif wait_s > _NOTICEABLE_SHARE * sum(steps_s):
+            if self._may_grow and self.batches < self.max_batches:
+                self.batches, self._wait_before_s = self.batches + 1, wait_s
+        elif all(spare):
+            self.batches = max(self.min_batches, self.batches - 1)
+        if self._num_batches % _REST_BATCHES == 0:  # things may have changed
+            self.batches, self._wait_before_s, self._may_grow = self.min_batches, 0.0, True
 
 
 class StalenessManager:

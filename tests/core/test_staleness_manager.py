@@ -45,50 +45,36 @@ def test_lost_or_doubled_episodes_are_noticed():
         staleness.counts.check()
 
 
-def test_the_lead_grows_when_the_trainer_waits_and_shrinks_when_it_never_does():
-    lead = Lead(max_staleness=4)
-    assert lead.batches == 1
-    for _ in range(2):  # the pipeline fills: waiting says nothing yet
-        lead.adapt(wait_s=5.0, step_s=6.0, has_spare_batch=False)
-    assert lead.batches == 1
-    for expected in (2, 3, 4, 4):
-        lead.adapt(wait_s=1.0, step_s=2.0, has_spare_batch=False)
-        assert lead.batches == expected
-    for _ in range(200):
-        lead.adapt(wait_s=0.0, step_s=2.0, has_spare_batch=True)
-    assert lead.batches == 1
-    synchronous = Lead(max_staleness=0)
-    for _ in range(9):
-        synchronous.adapt(wait_s=1.0, step_s=2.0, has_spare_batch=False)
-    assert synchronous.batches == 0
-
-
-def leads(*step_times):
-    """The lead after each of 250 batches, and then of 250 more, if a step takes `step_s(lead)`, one second of it for training."""
-    lead, seen = Lead(max_staleness=4), []
-    for step_s in step_times:
-        for _ in range(250):
-            taken_s = step_s(lead.batches)
-            lead.adapt(wait_s=taken_s - 1, step_s=taken_s, has_spare_batch=False)
-            seen.append(lead.batches)
+def leads(lead, wait_s, batches=100, has_spare_batch=False):
+    """The lead after each batch, if the trainer waits `wait_s(lead)` and then works for a second."""
+    seen = []
+    for _ in range(batches):
+        waited_s = wait_s(lead.batches)
+        lead.adapt(waited_s, waited_s + 1, has_spare_batch)
+        seen.append(lead.batches)
     return seen
 
 
+def test_the_lead_grows_while_that_shortens_the_waiting():
+    lead = Lead(max_staleness=4)
+    seen = leads(lead, lambda batches: 2 / batches**2)
+    assert seen[0] == 1 and sorted(seen) == seen and seen[-1] == 4
+    seen = leads(lead, lambda batches: 0.0, has_spare_batch=True)
+    assert sorted(seen, reverse=True) == seen and seen[-1] == 1
+    assert max(leads(Lead(max_staleness=0), lambda batches: 1.0)) == 0
+    assert max(leads(Lead(max_staleness=1), lambda batches: 1.0)) == 1
+
+
 def test_no_running_ahead_that_does_not_help():
-    seen = leads(lambda lead: 2.0)  # generation takes all the time there is
-    assert max(seen) == 4 and set(seen[60:]) == {1}
-    seen = leads(lambda lead: 6 / min(lead, 3))  # the fourth batch is of no use
-    assert set(seen[60:]) == {3}
-
-
-def test_running_ahead_that_helps_is_taken_up_again_after_a_trial():
-    seen = leads(lambda lead: 6 / lead)
-    assert 3 in seen[10:60] and set(seen[60:]) == {4}
-
-
-def test_what_was_of_no_use_is_tried_again_after_a_long_time():
-    seen = leads(lambda lead: 2.0, lambda lead: 6 / lead)
-    assert seen[249] == 1 and seen[-1] == 4
+    generation_takes_all_the_time = Lead(max_staleness=4)
+    seen = leads(generation_takes_all_the_time, lambda batches: 1.0)
+    assert set(seen) == {1, 2} and set(seen[40:]) == {1}
+    seen = leads(Lead(max_staleness=4), lambda batches: 1 / min(batches, 2))
+    assert max(seen) == 3 and set(seen[60:]) == {2}
+    # after a long time it is tried again
+    seen = leads(generation_takes_all_the_time, lambda batches: 2 / batches**2, batches=1100)
+    assert seen[800] == 1 and seen[-1] == 4
+    assert min(leads(Lead(max_staleness=99), lambda batches: 1e12 * 0.69**batches, 1100)) == 1
 
 
 def test_the_lead_only_ever_holds_back():
