@@ -53,9 +53,10 @@ class Client:
         async def work() -> None:
             while self.asked < count:
                 self.asked += 1
-                if self.asked % UPDATE_EVERY == 0:
+                number = self.asked
+                if number % UPDATE_EVERY == 0:
                     await self.update()
-                await self.ask(f"request-{self.asked}")
+                await self.ask(f"request-{number}")
 
         await asyncio.gather(*(work() for _ in range(self.concurrency)))
 

@@ -58,7 +58,9 @@ def read_tensors(folder: Path, stem: str) -> Weights:
             with safe_open(folder / name, framework="pt") as file:
                 weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise WeightUpdateError(f"cannot read the weights in {folder}: {error}") from error
+        raise WeightUpdateError(
+            f"cannot read the weights in {folder}: {error}. The old weights are still served"
+        ) from error
     return weights
 
 

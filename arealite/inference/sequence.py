@@ -19,6 +19,7 @@ import numpy as np
 
 from arealite.api.errors import RequestError
 
+MIN_TEMPERATURE = 1e-5  # below, logits would overflow
 MAX_SAMPLES = 4096
 MAX_STOP_IDS = 64
 MAX_BIAS = 1024  # entries of a logit_bias
@@ -81,6 +82,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not (math.isfinite(value) and low <= value <= high):
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}"
+            )
         if self.sampling_seed is not None and not -(2**63) <= self.sampling_seed < 2**64:
             raise RequestError(f"sampling_seed must fit in 64 bits, got {self.sampling_seed}")
         if len(self.stop_token_ids) > MAX_STOP_IDS:

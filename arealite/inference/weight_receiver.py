@@ -30,7 +30,8 @@ class WeightReceiver:
             name, backend = str(body["group_name"]), body.get("backend", "gloo")
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(
-                f"cannot join a group: {error!r} is missing or not a number"
+                "to join a group give master_address, master_port, rank_offset, world_size and group_name: "
+                f"{error!r}"
             ) from error
         if backend != "gloo":
             raise RequestError(

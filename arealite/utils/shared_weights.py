@@ -77,6 +77,8 @@ class SharedWeights:
         except OSError as error:
             what = f"cannot attach shared weights {path}"
             raise WeightUpdateError(f"{what}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise WeightUpdateError(f"{path} does not hold shared weights: {error!r}") from error
 
     def publish(self) -> None:
         """What was copied into the tensors is seen by others at once."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arealite.api.errors import RequestError, ServerError
+from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from tests.inference.conftest import (
@@ -210,6 +210,7 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
         ([1] * 256, {}),
         ([1], {"temperature": -1.0}),
         ([1], {"temperature": float("nan")}),
+        ([1], {"temperature": 1e-40}),  # logits over it would not be finite
         ([1], {"top_p": 0.0}),
         ([1], {"n": 0}),
         ([1], {"n": 10**6}),
@@ -227,6 +228,17 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
         submit(engine, [1], rid="same").result(10)
     future.result(10)
     assert len(run(engine, [1] * 255, max_new_tokens=50)[0].token_ids) == 1  # cut at the context
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"root:x:0:0:root:/root:/bin/bash\n" * 9, b"\2" + b"\0" * 7 + b"[]"]
+)
+def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tmp_path):
+    engine = make_engine(make_model())
+    (tmp_path / "segment").write_bytes(content)
+    with pytest.raises(WeightUpdateError, match="does not hold shared weights"):
+        engine.update_weights_from_shm(str(tmp_path / "segment"), 1)
+    assert run(engine, [1], max_new_tokens=2)[0].version_spans == [(0, 0, 2)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
