@@ -1,7 +1,8 @@
 """The embedded engine beside SGLang and vLLM: one machine, the same weights, prompts, lengths and client, log-probs returned.
 
     python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite python3"
-    python benchmark/head_to_head.py device=cpu cases=135m/mixed groups=4 vllm=~/vllm/bin/python
+    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu cases=135m/mixed \\
+        groups=8 median=32 max_output=64 concurrency=32 input_len=32 vllm=$(scripts/servers/install-vllm-cpu)/bin/python
 
 All servers are started side by side (starting takes minutes), and those not being measured are stopped by signal; each is
 ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server
@@ -50,6 +51,7 @@ class Duel:
     device: str = field(default="cuda", metadata={"help": "cuda or cpu."})
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens of the fixed cases."})
+    median: int = field(default=256, metadata={"help": "Median output of mixed cases."})
     max_output: int = field(default=2048, metadata={"help": "Longest output of mixed cases."})
     waves: int = field(default=2, metadata={"help": "Requests per concurrent slot (fixed cases)."})
     groups: int = field(default=250, metadata={"help": "Prompts of mixed cases, 8 samples each."})
@@ -156,14 +158,14 @@ def main() -> None:
         for system in [*present, *([] if shape == "7b" else [OURS])]:
             servers.append(start(duel, system, shape, cases, folder))
     try:
-        servers = [s for s in servers if is_ready(s, begin + duel.start_s)]
+        servers = [s for s in servers if is_ready(duel, s, begin + duel.start_s)]
         for shape in shapes:
             mine = [case for case in cases if case.shape == shape]
             for server in [s for s in servers if s.shape == shape]:
                 compete(duel, server, mine, results)
             if not any(s.shape == shape and s.system == OURS for s in servers):
                 servers.append(start(duel, OURS, shape, cases, folder))
-                if is_ready(servers[-1], time.monotonic() + duel.start_s):
+                if is_ready(duel, servers[-1], time.monotonic() + duel.start_s):
                     compete(duel, servers[-1], mine, results)
         report(duel, results)
         for case in cases if duel.in_process else []:
@@ -180,7 +182,7 @@ def main() -> None:
 
 
 def options(duel: Duel, shape: str, workload: str, concurrency: int) -> Options:
-    names = ("input_len", "output_len", "max_output", "waves", "groups", "device")
+    names = ("input_len", "output_len", "median", "max_output", "waves", "groups", "device")
     common = {name: getattr(duel, name) for name in names}
     return Options(shape=shape, workload=workload, concurrency=concurrency, **common)
 
@@ -269,10 +271,10 @@ def vllm_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
 COMMANDS = {OURS: our_command, "sglang": sglang_command, "vllm": vllm_command}
 
 
-def is_ready(server: Server, deadline: float) -> bool:
+def is_ready(duel: Duel, server: Server, deadline: float) -> bool:
     try:
         server.wait_until_ready(deadline)
-        choose_dialect(server)
+        choose_dialect(duel, server)
     except RuntimeError as error:
         print(error, flush=True)
         server.end()
@@ -283,11 +285,12 @@ def is_ready(server: Server, deadline: float) -> bool:
     return True
 
 
-def choose_dialect(server: Server) -> None:
+def choose_dialect(duel: Duel, server: Server) -> None:
     """vLLM can be asked in two ways: take the faster one that it has."""
     if server.system != "vllm":
         return
-    jobs, rates = [([i + 1] * 16, 32) for i in range(128)], {}
+    count, length = (128, 32) if duel.device == "cuda" else (16, 8)
+    jobs, rates = [([i + 1] * 16, length) for i in range(count)], {}
     for dialect in ("vllm", "completions", "vllm", "completions"):
         try:
             rates[dialect] = load.measure(server.url, dialect, jobs, 64, 60, processes=2)

@@ -18,8 +18,9 @@ from arealite.api.errors import ConfigError
 from arealite.inference import cuda_ops
 from arealite.inference.cuda_ops import DeviceBatch
 from arealite.inference.extras import SamplingExtras
-from arealite.inference.fused_model import FusedDecoder, PlainDecoder, can_fuse
+from arealite.inference.fused_model import FusedDecoder, PlainDecoder
 from arealite.inference.graphs import GraphSet
+from arealite.inference.lean_model import is_llama_like
 from arealite.inference.loading import ModelShape
 from arealite.inference.model_runner import StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, Plan
@@ -61,7 +62,7 @@ class CudaRunner:
         )  # Triton's interpreter runs the same code on the CPU
         self.block_size = config.block_size
         max_len = shape.context_length
-        self.decoder = FusedDecoder(model, max_len) if can_fuse(model) else PlainDecoder(model)
+        self.decoder = FusedDecoder(model, max_len) if is_llama_like(model) else PlainDecoder(model)
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
         slots = config.max_running_requests

@@ -17,28 +17,7 @@ from transformers.activations import ACT2FN
 
 from arealite.inference import cuda_ops
 from arealite.inference.cuda_ops import DeviceBatch
-
-# Same layer up to biases and head norms; their RMSNorm, rotary embedding and gate are what the kernels compute.
-FUSED_LAYERS = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-)
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-
-
-def can_fuse(model: PreTrainedModel) -> bool:
-    body = model.base_model
-    layers = getattr(body, "layers", None)
-    if layers is None or type(layers[0]).__name__ not in FUSED_LAYERS:
-        return False
-    rope = (body.config.rope_parameters or {}).get("rope_type", "default")
-    return (
-        rope in _STATIC_ROPE
-        and body.config.hidden_act == "silu"
-        and not any(getattr(layer.mlp.gate_proj, "bias", None) is not None for layer in layers)
-    )
+from arealite.inference.lean_model import attention_window
 
 
 class FusedDecoder:
@@ -101,10 +80,7 @@ class PlainDecoder:
 
     def _run(self, module: nn.Module, ids: torch.Tensor, batch: DeviceBatch) -> Any:
         return module(
-            input_ids=ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            paged=batch,
+            input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, paged=batch
         )
 
 
@@ -122,9 +98,7 @@ class _FusedLayer:
         self.out, self.down = attention.o_proj, mlp.down_proj
         self.gate_up_weight = _join([mlp.gate_proj.weight, mlp.up_proj.weight])
         self.scale = attention.scaling
-        # Some families keep the window on the layer (it differs from layer to layer), others in the config.
-        in_config = getattr(attention.config, "sliding_window", None)
-        self.window = getattr(attention, "sliding_window", in_config)
+        self.window = attention_window(attention)
         self.head_norms = None
         if hasattr(attention, "q_norm"):
             q_norm, k_norm = attention.q_norm, attention.k_norm
