@@ -91,7 +91,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         states, weight, bias, labels, lse, entropy, kept = ctx.saved_tensors
         grad_logp = torch.zeros_like(lse) if grads[0] is None else grads[0]
         settings, chunk = ctx.settings, ctx.chunk
-        differentiate = _compiled(_differentiate) if settings.fused else _differentiate
+        differentiate = _compiled(logits_grad) if settings.fused else logits_grad
         grad_states, grad_weight = torch.zeros_like(states), None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         several = len(states) > chunk
@@ -128,7 +128,7 @@ def _head(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return raw if bias is None else raw.add_(bias)
 
 
-def _scaled(raw: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
+def scaled_logits(raw: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
     """The logits that are sampled from, fp32."""
     logits = raw.float()
     if softcap is not None:
@@ -138,7 +138,7 @@ def _scaled(raw: torch.Tensor, temperature: float, softcap: float | None) -> tor
 
 def _measure(raw, labels, temperature, softcap, with_entropy):
     """Log-prob of `labels [C]`, log-sum-exp and entropy (0 unless asked for) of logits `[C, V]`."""
-    logits = _scaled(raw, temperature, softcap)
+    logits = scaled_logits(raw, temperature, softcap)
     lse = logits.logsumexp(dim=-1)
     logp = logits.gather(1, labels[:, None]).squeeze(1) - lse
     if not with_entropy:
@@ -147,14 +147,20 @@ def _measure(raw, labels, temperature, softcap, with_entropy):
     return logp, lse, lse - expected
 
 
-def _differentiate(raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap, dtype):
-    """Gradient of the raw logits `[C, V]`, as `dtype`: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy)."""
-    logits = _scaled(raw, temperature, softcap)
+def logits_grad(
+    raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap, dtype, here=None
+):
+    """Gradient of the raw logits `[C, V]`, as `dtype`: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy).
+
+    `here [C]`: whose labels are among these columns, where they are a part of the vocabulary.
+    """
+    logits = scaled_logits(raw, temperature, softcap)
     factor = grad_logp[:, None]
     if grad_entropy is not None:
         factor = factor + grad_entropy[:, None] * (logits - (lse - entropy)[:, None])
     grad = -(logits - lse[:, None]).exp() * factor
-    grad = grad.scatter_add(1, labels[:, None], grad_logp[:, None])
+    one_hot = grad_logp if here is None else grad_logp * here
+    grad = grad.scatter_add(1, labels[:, None], one_hot[:, None])
     if softcap is not None:
         grad = grad * (1.0 - (logits * (temperature / softcap)).square())
     return (grad if temperature == 1.0 else grad / temperature).to(dtype)

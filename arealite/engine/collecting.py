@@ -47,11 +47,8 @@ class CollectingEngine(InferenceEngine, metaclass=Placed):
     @property
     def executor(self) -> WorkflowExecutor:
         if self._executor is None:
-            what = (
-                f"{type(self).__name__}.initialize() first"
-                if distributed.rank() == 0
-                else "this on rank 0"
-            )
+            first = f"{type(self).__name__}.initialize() first"
+            what = first if distributed.rank() == 0 else "this on rank 0"
             raise ConfigError(f"there is no executor here: call {what}")
         return self._executor
 
@@ -62,16 +59,14 @@ class CollectingEngine(InferenceEngine, metaclass=Placed):
         return self.executor.wait(count, timeout_s)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
-        if distributed.rank() == 0:
-            return self._share(self.executor.rollout_batch(data, workflow))
-        return distributed.scatter_batches(None)
+        is_first = distributed.rank() == 0
+        return self._share(self.executor.rollout_batch(data, workflow) if is_first else None)
 
     def prepare_batch(
         self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
     ) -> Batch:
-        if distributed.rank() == 0:
-            return self._share(self.executor.prepare_batch(dataloader, workflow))
-        return distributed.scatter_batches(None)
+        is_first = distributed.rank() == 0
+        return self._share(self.executor.prepare_batch(dataloader, workflow) if is_first else None)
 
     def pause(self) -> None:
         if distributed.rank() == 0:
@@ -103,7 +98,10 @@ class CollectingEngine(InferenceEngine, metaclass=Placed):
             self._executor.load_state_dict(state)
         self._version = state["version"]
 
-    def _share(self, batch: Batch) -> Batch:
+    def _share(self, batch: Batch | None) -> Batch:
+        """This rank's part of the batch that rank 0 has."""
+        if batch is None:
+            return distributed.scatter_batches(None)
         if distributed.world_size() == 1:
             return batch
         return distributed.scatter_batches(split_groups(batch, distributed.data_size()))

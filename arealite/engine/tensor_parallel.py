@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
+from arealite.algo.logprobs import logits_grad, scaled_logits
 from arealite.engine.parallel import Layout, local, sum_pieces, tensor_plan
 
 # Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
@@ -158,21 +159,23 @@ class _ShardedLogprobs(torch.autograd.Function):
         mine = parts[dist.get_rank(group)]
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(states[part], weight, temperature, softcap)
+            raw = linear(states[part].to(weight.dtype), weight)
+            logits = scaled_logits(raw, temperature, softcap)
             mine[0, part] = lse = logits.logsumexp(dim=-1)
             mine[1, part] = logits.gather(1, index[part, None]).squeeze(1) * here[part]
             mine[2, part] = ((logits - lse[:, None]).exp() * logits).sum(dim=-1)
         dist.all_reduce(parts, group=group)
         lse = parts[:, 0].logsumexp(dim=0)
         expected = ((parts[:, 0] - lse).exp() * parts[:, 2]).sum(dim=0)
-        ctx.save_for_backward(states, weight, index, here, lse, expected)
+        entropy = lse - expected
+        ctx.save_for_backward(states, weight, index, here, lse, entropy)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return parts[:, 1].sum(dim=0) - lse, lse - expected
+        return parts[:, 1].sum(dim=0) - lse, entropy
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy):
-        states, weight, index, here, lse, expected = ctx.saved_tensors
+        states, weight, index, here, lse, entropy = ctx.saved_tensors
         temperature, softcap, chunk, group = ctx.settings
         grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp
         grad_states = torch.zeros_like(states)
@@ -180,24 +183,13 @@ class _ShardedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(states[part], weight, temperature, softcap)
-            factor = grad_logp[part, None]
-            if grad_entropy is not None:
-                factor = factor + grad_entropy[part, None] * (logits - expected[part, None])
-            grad = -(logits - lse[part, None]).exp() * factor
-            grad.scatter_add_(1, index[part, None], (grad_logp[part] * here[part])[:, None])
-            if softcap is not None:
-                grad = grad * (1.0 - (logits * (temperature / softcap)).square())
-            grad = (grad / temperature).to(weight.dtype)
+            inputs = states[part].to(weight.dtype)
+            grad = logits_grad(
+                linear(inputs, weight), index[part], lse[part], entropy[part], grad_logp[part],
+                None if grad_entropy is None else grad_entropy[part], temperature, softcap, weight.dtype, here[part],
+            )  # fmt: skip
             grad_states[part] = (grad @ weight).to(states.dtype)
             if grad_weight is not None:
-                grad_weight += grad.T @ states[part].to(weight.dtype)
+                grad_weight += grad.T @ inputs
         dist.all_reduce(grad_states, group=group)
         return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None  # fmt: skip
-
-
-def _logits(states, weight, temperature, softcap) -> torch.Tensor:
-    logits = linear(states.to(weight.dtype), weight).float()
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits / temperature

@@ -21,7 +21,7 @@ from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.api.io_struct import Batch, WeightUpdateMeta
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
+from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor, cut
 from arealite.engine.controller.rank import Given, Head, Request, load, store
 from arealite.utils.data import select_rows
 
@@ -41,16 +41,18 @@ class Call:
         self.on_batch = False
         self.ended: dict[int, Head] = {}
         self.owners: list[Any] = []  # of each share, the actor that has it
-        self.refs: list[Any] = []
+        self.refs: list[Any] = []  # of each share, the columns that it leaves
 
     def head(self, rank: int = 0) -> Head:
         self.driver.wait([self.heads[rank]] if self.heads else [])
         return self.ended[rank]
 
     def value(self) -> Any:
+        """Its plain result; waits for the end of the call, as all that follow."""
         return self.head().value
 
     def columns(self) -> tuple[str, ...]:
+        """Names of the columns that it leaves."""
         return self.head().columns
 
     def shapes(self) -> list[torch.Size]:
@@ -58,6 +60,7 @@ class Call:
         return [shape for rank in leaders for shape in self.head(rank).shapes]
 
     def fetch(self, column: str) -> list[torch.Tensor]:
+        """One of its columns, of each share."""
         self.columns()  # an error of the call is told as its own
         ray = self.driver.ray
         if self.engine is None:
@@ -69,14 +72,9 @@ class Call:
         return parts
 
     def put(self, column: torch.Tensor) -> Call:
-        parts, first, width = [], 0, max(shape[1] for shape in self.shapes())
-        for rows, length in self.shapes():
-            part = column[first : first + rows]
-            parts.append(
-                part[:, :length] if column.dim() > 1 and column.shape[1] == width else part
-            )
-            first += rows
-        return put(self.driver, [{"": part} for part in parts], self.shapes())
+        """A column that the driver has (named ""), cut into the same shares."""
+        shapes = self.shapes()
+        return put(self.driver, [{"": part} for part in cut(column, shapes)], shapes)
 
 
 def put(driver: Driver, shares: list[Batch], shapes: list[torch.Size]) -> Call:
@@ -125,9 +123,8 @@ class Controller:
             return
         # Ranks whose neighbour died may wait for it for long: what does not end by itself is ended.
         ray, heads = self.driver.ray, self._call_all(Request("destroy")).heads
-        ray.wait(
-            heads, num_returns=len(heads), timeout=self.driver.job.config.launcher.stop_timeout_s
-        )
+        grace_s = self.driver.job.config.launcher.stop_timeout_s
+        ray.wait(heads, num_returns=len(heads), timeout=grace_s)
         self.driver.forget(heads)
         for rank in self.ranks:
             ray.kill(rank)
@@ -237,9 +234,8 @@ class Controller:
             raise ConfigError(
                 f"a batch of {len(place)} rows cannot be shared by {parts} ranks: raise train_dataset.batch_size"
             )
-        lazy = LazyBatch(
-            [Layer(put(self.driver, shares, [s["attention_mask"].shape for s in shares]))]
-        )
+        shapes = [share["attention_mask"].shape for share in shares]
+        lazy = LazyBatch([Layer(put(self.driver, shares, shapes))])
         lazy.update({k: v for k, v in batch.items() if isinstance(v, LazyTensor)})
         return lazy
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arealite.utils.data import concat_padded
+
+if TYPE_CHECKING:
+    from arealite.engine.controller.engines import Call
 
 ADDED = "+"
 # Which stored columns go into a batch and under which names: listed, or all that begin with ADDED (without it), or ("") all others.
@@ -23,33 +26,16 @@ def select(stored: Iterable[str], selection: Selection) -> dict[str, str]:
     """Name in the store → name in the batch."""
     if isinstance(selection, dict):
         return {name: selection[name] for name in stored if name in selection}
-    return {
-        name: name.removeprefix(ADDED)
-        for name in stored
-        if name.startswith(ADDED) == bool(selection)
-    }
+    chosen = [name for name in stored if name.startswith(ADDED) == bool(selection)]
+    return {name: name.removeprefix(ADDED) for name in chosen}
 
 
-class Pending(Protocol):
-    """A call that has ended or will: `refs` are the columns it leaves, one reference for each share of the rows."""
-
-    refs: list[Any]
-
-    def columns(self) -> tuple[str, ...]:
-        """Their names; waits for the end of the call."""
-        ...
-
-    def fetch(self, column: str) -> list[torch.Tensor]:
-        """One of them, of each share."""
-        ...
-
-    def put(self, column: torch.Tensor) -> Pending:
-        """A column that the driver has (named ""), cut into the same shares."""
-        ...
-
-    def value(self) -> Any:
-        """Its plain result; waits for the end of the call."""
-        ...
+def cut(column: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """A column of joined shares as that of each (of these shapes), without the padding that joining added."""
+    width = max(length for _, length in shapes)
+    is_padded = column.dim() > 1 and column.shape[1] == width
+    parts = zip(column.split([rows for rows, _ in shapes]), shapes, strict=True)
+    return [part[:, :length] if is_padded else part for part, (_, length) in parts]
 
 
 @dataclass(eq=False)
@@ -57,7 +43,7 @@ class Layer:
     """Columns of one call. `names`: those that are taken over, and what they are called in the batch; None: all of its result, or with
     `added` all that it put into the batch that it was given (`ADDED` stands before their names in the store)."""
 
-    call: Pending
+    call: Call
     names: dict[str, str] | None = None
     added: bool = False
 
@@ -74,7 +60,7 @@ class Layer:
 class LazyTensor:
     """A column that some engine computed, or will have. Any use but handing it on fetches it."""
 
-    def __init__(self, call: Pending, column: str):
+    def __init__(self, call: Call, column: str):
         self._call, self._column = call, column
         self._tensor: torch.Tensor | None = None
 
@@ -166,7 +152,7 @@ class LazyBatch(MutableMapping[str, Any]):
 class LazyList(Sequence[Any]):
     """A list that an engine is still computing, such as the statistics of its minibatches."""
 
-    def __init__(self, call: Pending):
+    def __init__(self, call: Call):
         self._call = call
 
     def __getitem__(self, index: Any) -> Any:

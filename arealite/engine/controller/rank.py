@@ -21,9 +21,9 @@ import torch
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.core.waits import NamedWait
-from arealite.engine.controller.lazy import ADDED, Selection, select
+from arealite.engine.controller.lazy import ADDED, Selection, cut, select
 from arealite.utils.config import LOG_FILE_ENV, log_to_file
-from arealite.utils.data import concat_padded, num_rows, split_groups
+from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.distributed import from_bytes, to_bytes
 from arealite.utils.network import free_port, host_address
 from arealite.utils.weight_group import get_outbox, put_outbox
@@ -126,8 +126,15 @@ class RankActor:
             return Head(began, time.time(), _plain(request.method, value))
         columns = {"": value} if isinstance(value, torch.Tensor) else dict(value or {})
         columns |= {ADDED + k: v for k, v in batch.items() if before.get(k) is not v}
-        parts = _cut(columns, shares) if shares else split_groups(columns, request.num_parts)
-        shapes = tuple(share["attention_mask"].shape for share in shares or parts)
+        shapes = tuple(share["attention_mask"].shape for share in shares)
+        if len(shares) > 1:
+            cuts = {name: cut(column, shapes) for name, column in columns.items()}
+            parts = [{name: each[i] for name, each in cuts.items()} for i in range(len(shares))]
+        elif shares:
+            parts = [columns]
+        else:
+            parts = split_groups(columns, request.num_parts)
+            shapes = tuple(part["attention_mask"].shape for part in parts)
         return Head(began, time.time(), None, tuple(columns), shapes), *map(store, parts)
 
 
@@ -160,20 +167,3 @@ def _plain(method: str, value: Any) -> Any:
             f"{method} is tensors, which stay in the actors: read them in a method annotated with `-> torch.Tensor` or `-> Batch`"
         )
     return value
-
-
-def _cut(columns: Batch, shares: list[Batch]) -> list[Batch]:
-    """Columns of a joined batch as those of its shares, without the padding that joining added."""
-    if len(shares) == 1:
-        return [columns]
-    width = max(share["attention_mask"].shape[1] for share in shares)
-    parts, first = [], 0
-    for share in shares:
-        rows = slice(first, first + num_rows(share))
-        cut = {k: v[rows] for k, v in columns.items()}
-        own = share["attention_mask"].shape[1]
-        parts.append(
-            {k: v[:, :own] if v.dim() > 1 and v.shape[1] == width else v for k, v in cut.items()}
-        )
-        first = rows.stop
-    return parts
