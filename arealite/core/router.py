@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from arealite.api.errors import ServerError
 from arealite.core.waits import NamedWait
 
 MAX_AFFINITIES = 65536
@@ -39,6 +41,22 @@ class Server:
     is_lost: bool = False
     requests: set[asyncio.Task] = field(default_factory=set)
     order: int = field(default_factory=itertools.count().__next__)
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Around whatever waits for an answer: if the server is given up meanwhile, that ends with a `ServerError`."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.requests.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.is_lost:
+                raise
+            task.uncancel()
+            raise ServerError(f"{self.address} was given up") from None
+        finally:
+            self.requests.discard(task)
 
     @property
     def url(self) -> str:

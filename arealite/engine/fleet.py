@@ -145,13 +145,18 @@ class Fleet:
         return await asyncio.gather(*(self._load(s, meta) for s in servers), return_exceptions=True)
 
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
-        if self.wire.can_swap(server) and server.is_open:
-            # it reads while it generates and swaps between two steps: nothing has to stop
-            await self.wire.load_weights(server, meta)
-            await self._verify(server, meta)
-            server.version = meta.version
-            return
-        self.router.close(server)
+        with server.asked():
+            if self.wire.can_swap(server) and server.is_open:
+                # it reads while it generates and swaps between two steps: nothing has to stop
+                await self.wire.load_weights(server, meta)
+                await self._verify(server, meta)
+            else:
+                self.router.close(server)
+                await self._load_paused(server, meta)
+                self.router.open(server)
+        server.version = meta.version
+
+    async def _load_paused(self, server: Server, meta: WeightUpdateMeta) -> None:
         # a request is bound to its adapter: to go on under another one it has to be sent again
         mode = "abort" if meta.is_adapter else self.config.pause_mode
         await self.wire.pause_server(server, mode)
@@ -161,11 +166,9 @@ class Fleet:
         except (ServerError, WeightUpdateError):
             with suppress(ServerError):  # nothing may go on with half of the weights
                 await self.wire.pause_server(server, "abort")
+                await self.wire.continue_server(server)
             raise
-        finally:
-            await self.wire.continue_server(server)
-        server.version = meta.version
-        self.router.open(server)
+        await self.wire.continue_server(server)
 
     async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
         # others tell nothing of an adapter's tensors

@@ -286,20 +286,10 @@ class RemoteEngine(CollectingEngine, Wire):
         )
 
     async def _send(self, server: Server, progress: Progress, count: int) -> list[Piece]:
-        """As `send`; if the server is given up meanwhile, that is a `ServerError`."""
-        task = asyncio.current_task()
-        assert task is not None
-        server.requests.add(task)
+        """As `send`; an answer by older weights than the server held is a `ServerError`."""
         held = server.version
-        try:
+        with server.asked():
             pieces = await self.send(server, progress, count)
-        except asyncio.CancelledError:
-            if not server.is_lost:
-                raise
-            task.uncancel()
-            raise ServerError(f"{server.address} was given up") from None
-        finally:
-            server.requests.discard(task)
         oldest = min((version for piece in pieces for version in piece.versions), default=held)
         if oldest < held:  # restarted so quickly that no request failed
             raise ServerError(f"{server.address} held version {held}, and answers with {oldest}")

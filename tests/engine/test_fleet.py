@@ -140,6 +140,18 @@ def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_pat
         assert len(run(engine, engine.agenerate(request(9))).output_tokens) == TOKENS
 
 
+@pytest.mark.timeout(120)
+def test_an_update_does_not_wait_for_a_server_that_hangs(model_path, connect, steady):
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady, health_timeout_s=1.5, setup_timeout_s=600.0)
+        one.signal(signal.SIGSTOP)
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+        assert not is_open(engine, one) and is_open(engine, steady)
+        one.signal(signal.SIGCONT)
+        until(lambda: is_open(engine, one))
+        assert one.get("model_info")["weight_version"] == "1"
+
+
 def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady):
     whole = connect(steady)
     pieces = connect(steady, segment_tokens=16)
