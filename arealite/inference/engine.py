@@ -309,6 +309,7 @@ class Engine(StepLoop):
             self.ranks.send("release")
         self.model.to("cpu")
         if self._home.type == "cuda":
+            gc.unfreeze()  # the server froze what was there at the start: some of it is garbage now
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -332,7 +333,9 @@ class Engine(StepLoop):
         self.weights.accept(staged)
         self.adapter_name = adapter_name
         num_met = self.scheduler.num_running
-        if flush_cache:  # what is under way keeps its tokens, and has its keys and values computed anew
+        if (
+            flush_cache
+        ):  # what is under way keeps its tokens, and has its keys and values computed anew
             self._retract()
             self.scheduler.pool.flush()
         self._set_version(version)
@@ -361,11 +364,7 @@ class Engine(StepLoop):
         return self.runner
 
     def _update(
-        self,
-        stage: Callable[[], Staged],
-        version: int,
-        flush_cache: bool,
-        adapter_name: str = "",
+        self, stage: Callable[[], Staged], version: int, flush_cache: bool, adapter_name: str = ""
     ) -> Future[int]:
         """Read, check and bring new weights to the device on this thread; swap them in between two steps.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -122,9 +123,11 @@ def test_memory_is_given_back_and_the_weights_return(make_engine):
     engine = make_engine(copy.deepcopy(model))
     asked = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
     before, digest = run(engine, [1, 2, 3], **asked), engine.fingerprint().result(60)
-    held = torch.cuda.memory_allocated()
+    gc.freeze()  # as the server does
+    held, cache = torch.cuda.memory_allocated(), engine.runner.cache.nbytes
     engine.release_memory().result(60)
-    assert torch.cuda.memory_allocated() < held / 4
+    weights = sum(p.nbytes for p in model.parameters())
+    assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its own
     with pytest.raises(WeightUpdateError, match="released"):
         engine.update_weights_from_tensors({}, 1)
     engine.resume_memory().result(60)
