@@ -278,17 +278,9 @@ def sample(
 
 
 def advance(
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    position: torch.Tensor,
+    rows: torch.Tensor, tokens: torch.Tensor, last_token: torch.Tensor, position: torch.Tensor
 ) -> None:
     """Make sampled tokens the next inputs. The last slot is padding and does not move."""
     sample_kernels.advance_kernel[(rows.shape[0],)](
-        rows,
-        tokens,
-        last_token,
-        position,
-        last_token.shape[0] - 1,
-        num_warps=1,
+        rows, tokens, last_token, position, last_token.shape[0] - 1, num_warps=1
     )

@@ -15,14 +15,7 @@ from aiohttp import web
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.http import (
-    ENGINE,
-    event_stream,
-    finish,
-    progress,
-    read_object,
-    token_ids,
-)
+from arealite.inference.http import ENGINE, event_stream, finish, progress, read_object, token_ids
 from arealite.inference.json_arrays import encode_tokens
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 

@@ -55,11 +55,7 @@ def error_response(status: int, message: str) -> web.Response:
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        body=dumps(body),
-        status=status,
-        content_type="application/json",
-    )
+    return web.Response(body=dumps(body), status=status, content_type="application/json")
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
