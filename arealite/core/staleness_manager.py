@@ -79,8 +79,8 @@ class Lead:
                 self.batches, self._wait_before_s = self.batches + 1, wait_s
         elif all(spare):
             self.batches = max(self.min_batches, self.batches - 1)
-        if self._num_batches % _REST_BATCHES == 0:  # things may have changed
-            self.batches, self._wait_before_s, self._may_grow = self.min_batches, 0.0, True
+        if self._num_batches % _REST_BATCHES == 0:
+            self._may_grow = True  # things may have changed
 
 
 class StalenessManager:
