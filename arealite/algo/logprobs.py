@@ -81,6 +81,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 raw, labels[part], settings.temperature, settings.softcap, settings.with_entropy
             )
             kept = raw if keep else None
+            del raw  # before the next chunk's are made
         ctx.save_for_backward(states, weight, bias, labels, lse, entropy, kept)
         ctx.settings, ctx.chunk = settings, chunk
         ctx.set_materialize_grads(False)  # an entropy that is only reported needs no gradient
@@ -109,11 +110,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 weight.dtype,
             )  # fmt: skip
             grad_states[part] = (grad @ weight).to(states.dtype)
-            if grad_weight is not None:
-                own = grad.T @ inputs
-                grad_weight = grad_weight.add_(own) if several else own
+            if grad_weight is not None and several:
+                grad_weight += grad.T @ inputs
+            elif grad_weight is not None:
+                grad_weight = grad.T @ inputs
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0, dtype=torch.float32)
+            del raw, grad  # before the next chunk's are made
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_states, grad_weight, grad_bias, None, None
