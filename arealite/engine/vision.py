@@ -43,37 +43,31 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in language]
 
 
-def vision_inputs(model: PreTrainedModel, rows: Batch) -> Batch:
+def vision_inputs(rows: Batch) -> Batch:
     """Keyword inputs of the model for the images of padded `rows`; empty where there are none."""
     if "pixel_values" not in rows:
         return {}
-    pixels = rows["pixel_values"]
-    if "image_grid_thw" not in rows:
-        counts = rows["num_images"].tolist()
-        real = torch.cat([pixels[i, :count] for i, count in enumerate(counts)])
-        return {"pixel_values": real} if len(real) else {}
-    sizes = rows["image_grid_thw"].prod(dim=-1)  # [B, K], 0 where there is no image
-    patches = sizes.sum(dim=1).tolist()
-    if not sum(patches):
+    grids = rows.get("image_grid_thw")
+    sizes = None if grids is None else grids.prod(dim=-1)  # [B, K], 0 where there is no image
+    counts = rows["num_images"] if sizes is None else sizes.sum(dim=1)
+    if not counts.any():
         return {}
-    real = torch.cat([pixels[i, :count] for i, count in enumerate(patches)])
-    return {"pixel_values": real, "image_grid_thw": rows["image_grid_thw"][sizes > 0]}
+    pairs = zip(rows["pixel_values"], counts.tolist(), strict=True)
+    inputs = {"pixel_values": torch.cat([pixels[:count] for pixels, count in pairs])}
+    return inputs if grids is None else inputs | {"image_grid_thw": grids[sizes > 0]}
 
 
 def rope_positions(model: PreTrainedModel, rows: Batch) -> torch.Tensor | None:
     """Packed `[3, N]` positions (time, height, width) of models that place images so; None for others."""
     find = getattr(model.base_model, "get_rope_index", None)
-    images = vision_inputs(model, rows)
+    images = vision_inputs(rows)
     if find is None or "image_grid_thw" not in images:
         return None
     ids, mask = rows["input_ids"], rows["attention_mask"]
-    extra = {}
+    inputs = {"input_ids": ids, "attention_mask": mask, "image_grid_thw": images["image_grid_thw"]}
     if "mm_token_type_ids" in inspect.signature(find).parameters:
-        extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    positions, _ = find(
-        input_ids=ids, image_grid_thw=images["image_grid_thw"], attention_mask=mask, **extra
-    )
-    return positions[:, mask.bool()]
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    return find(**inputs)[0][:, mask.bool()]
 
 
 def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
@@ -82,4 +76,4 @@ def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
     positions = rope_positions(model, rows)
     if positions is not None:
         packed["rope_positions"] = positions
-    return packed | vision_inputs(model, rows)
+    return packed | vision_inputs(rows)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 
 import torch
+from torch.nn.functional import pad
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
@@ -77,18 +78,10 @@ def concat_padded(batches: list[Batch]) -> Batch:
         parts = [b[key] for b in batches]
         if is_per_token(batches[0], key) or (key in VISION_KEYS and first.dim() >= 2):
             longest = max(part.shape[1] for part in parts)
-            fill = -1 if key == "versions" else 0
-            parts = [_pad_to(part, longest, fill) for part in parts]
+            fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
+            parts = [pad(part, (*rest, 0, longest - part.shape[1]), value=fill) for part in parts]
         joined[key] = torch.cat(parts)
     return joined
-
-
-def _pad_to(value: torch.Tensor, length: int, fill: int) -> torch.Tensor:
-    if value.shape[1] == length:
-        return value
-    padded = value.new_full((value.shape[0], length, *value.shape[2:]), fill)
-    padded[:, : value.shape[1]] = value
-    return padded
 
 
 def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:

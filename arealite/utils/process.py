@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,11 @@ def process_table() -> dict[int, ProcessInfo]:
     return {info.pid: info for info in infos if info is not None}
 
 
-def family(pid: int, mark: str | None = None) -> list[ProcessInfo]:
-    """Living processes that came from `pid`: itself, its descendants, its session, and whoever carries `mark`."""
+def family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessInfo]:
+    """Living processes that came from `pids`: themselves, their descendants and sessions, and whoever carries a mark."""
     table = process_table()
-    members = {p for p, info in table.items() if p == pid or info.session == pid}
-    members |= {p for p in table if mark is not None and _has_mark(p, mark)}
+    members = {p for p, info in table.items() if p in pids or info.session in pids}
+    members |= {p for p in table if marks and _has_mark(p, marks)}
     grew = True
     while grew:
         children = {p for p, info in table.items() if info.parent in members}
@@ -60,17 +60,16 @@ def family(pid: int, mark: str | None = None) -> list[ProcessInfo]:
     return [table[p] for p in members if p in table and not table[p].zombie]
 
 
-def end_families(pids: Iterable[int], grace_s: float, marks: Iterable[str] = ()) -> int:
+def end_families(pids: Collection[int], grace_s: float, marks: Collection[str] = ()) -> int:
     """Ask the families of `pids` (and who carries a mark) to end, kill what still lives after the grace. Returns how many."""
-    pids, marks = list(pids), list(marks)
-    asked = _members(pids, marks)
+    asked = family(pids, marks)
     _signal(asked, signal.SIGTERM)
     _wait_gone(asked, grace_s)
     # Looked up again: a dying process may have started another one, and those that ignored the request may have lost
     # the parent by which they were found.
     known = asked
     for _ in range(10):
-        found = {info.pid: info for info in [*known, *_members(pids, marks)] if _is_same(info)}
+        found = {info.pid: info for info in [*known, *family(pids, marks)] if _is_same(info)}
         known = list(found.values())
         if not known:
             break
@@ -98,15 +97,6 @@ def is_computing(pid: int | None) -> bool:
     except OSError:
         return False
     return text[text.rindex(")") + 2] == "R" or any(is_computing(int(child)) for child in children)
-
-
-def _members(pids: list[int], marks: list[str]) -> list[ProcessInfo]:
-    found: dict[int, ProcessInfo] = {}
-    for pid in pids:
-        found |= {info.pid: info for info in family(pid)}
-    for mark in marks:
-        found |= {info.pid: info for info in family(-1, mark)}
-    return list(found.values())
 
 
 def _signal(members: list[ProcessInfo], number: signal.Signals) -> None:
@@ -140,11 +130,12 @@ def _is_same(info: ProcessInfo) -> bool:
     return now is not None and now.started == info.started and not now.zombie
 
 
-def _has_mark(pid: int, mark: str) -> bool:
+def _has_mark(pid: int, marks: Collection[str]) -> bool:
     try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
+    return any(mark.encode() in environment for mark in marks)
 
 
 def _read_stat(pid: int) -> ProcessInfo | None:

@@ -33,7 +33,7 @@ def alive(pid: int) -> bool:
 
 def test_a_family_includes_children_that_made_their_own_session():
     process, daemon = start("stay")
-    assert {info.pid for info in family(process.pid)} == {process.pid, daemon}
+    assert {info.pid for info in family([process.pid])} == {process.pid, daemon}
     assert end_families([process.pid], grace_s=0.5) == 2
     assert process.wait() == -signal.SIGTERM and not alive(daemon)
 
