@@ -9,17 +9,18 @@ B sequences, T padded length.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def shape_rewards(
-    rewards: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
-) -> torch.Tensor:
+    rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
+) -> Tensor:
     """`clip((r + bias)·scaling, ±clip)`, `[B]`."""
     shaped = (rewards.float() + bias) * scaling
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
-def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """Soft punishment of long answers, `min(0, −(len − (L − O)) / O)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
     if not 0 < buffer <= max_length:
         raise ValueError(f"the buffer must be in (0, max_length={max_length}], got {buffer}")
@@ -27,13 +28,13 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> tor
 
 
 def normalize(
-    values: torch.Tensor,
-    group_ids: torch.Tensor,
+    values: Tensor,
+    group_ids: Tensor,
     mean_level: str = "group",
     std_level: str = "group",
     leave_one_out: bool = False,
     eps: float = 1e-6,
-) -> torch.Tensor:
+) -> Tensor:
     """`(r − mean) / (std + eps)`, mean and std each over the group, the batch, or not at all; `[B]`.
 
     GRPO (arXiv 2402.03300): group, group. Dr.GRPO (2503.20783): group, none. LitePPO (2508.08221): group, batch.
@@ -58,27 +59,27 @@ def normalize(
     return centred.float()
 
 
-def _sums(values: torch.Tensor, owner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(values: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
     num = int(owner.max()) + 1 if len(owner) else 0
     total = values.new_zeros(num).index_add(0, owner, values)
     count = values.new_zeros(num).index_add(0, owner, torch.ones_like(values))
     return total, count
 
 
-def _mean(values: torch.Tensor, owner: torch.Tensor, leave_one_out: bool) -> torch.Tensor:
+def _mean(values: Tensor, owner: Tensor, leave_one_out: bool) -> Tensor:
     total, count = _sums(values, owner)
     if leave_one_out:
         return (total[owner] - values) / (count[owner] - 1).clamp(min=1)
     return (total / count)[owner]
 
 
-def _std(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+def _std(values: Tensor, owner: Tensor) -> Tensor:
     centred = values - _mean(values, owner, leave_one_out=False)
     total, count = _sums(centred.square(), owner)
     return (total / (count - 1).clamp(min=1)).sqrt()[owner]
 
 
-def _spread(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+def _spread(values: Tensor, owner: Tensor) -> Tensor:
     """Largest minus smallest value of each entry's group."""
     num = int(owner.max()) + 1 if len(owner) else 0
     high = values.new_full((num,), -torch.inf).scatter_reduce(0, owner, values, "amax")
@@ -86,7 +87,7 @@ def _spread(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     return (high - low)[owner]
 
 
-def kl_estimate(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str = "k1") -> torch.Tensor:
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     """Per-token estimate of KL(π‖ref) from samples of π (Schulman 2020), `Δ = logp − ref_logp`.
 
     k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative).
@@ -102,11 +103,8 @@ def kl_estimate(logp: torch.Tensor, ref_logp: torch.Tensor, kind: str = "k1") ->
 
 
 def token_rewards(
-    rewards: torch.Tensor,
-    loss_mask: torch.Tensor,
-    kl: torch.Tensor | None = None,
-    kl_ctl: float = 0.0,
-) -> torch.Tensor:
+    rewards: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_ctl: float = 0.0
+) -> Tensor:
     """`[B, T]`: the sequence's reward on its last trained token, minus `kl_ctl·kl` on every trained token."""
     mask = loss_mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
@@ -117,14 +115,14 @@ def token_rewards(
 
 
 def gae(
-    token_rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
-    truncated: torch.Tensor,
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    truncated: Tensor,
     discount: float = 1.0,
     gae_lambda: float = 1.0,
-    final_values: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    final_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns `[B, T]` over trained tokens only (arXiv 1506.02438).
 
     `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens are
@@ -149,16 +147,14 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def rewards_to_go(token_rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def rewards_to_go(token_rewards: Tensor, loss_mask: Tensor) -> Tensor:
     """`Σ_{t' ≥ t} r_{t'}` over trained tokens, `[B, T]`: what `gae` gives without a critic and with γ = λ = 1."""
     mask = loss_mask.bool()
     kept = torch.where(mask, token_rewards, 0.0)
     return torch.where(mask, kept.flip(1).cumsum(1).flip(1), 0.0)
 
 
-def whiten(
-    values: torch.Tensor, mask: torch.Tensor, count: float, total: float, square_total: float
-) -> torch.Tensor:
+def whiten(values: Tensor, mask: Tensor, count: float, total: float, square_total: float) -> Tensor:
     """`(A − mean) / (std + 1e-8)` on masked entries, with the sums of the whole batch given (other ranks' too).
 
     Of PPO and REINFORCE++ (arXiv 2501.03262): advantages over all tokens of the batch have mean 0 and deviation 1.
@@ -180,8 +176,8 @@ def adapted_kl_ctl(
 
 
 def distillation_advantages(
-    logp: torch.Tensor, teacher_logp: torch.Tensor, mask: torch.Tensor, coef: float
-) -> torch.Tensor:
+    logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float
+) -> Tensor:
     """On-policy distillation: each token's `coef·(teacher_logp − logp)`, `[B, T]`.
 
     Its expected gradient is that of −coef·KL(π‖teacher) at that token (reverse KL, arXiv 2306.13649). Added to other

@@ -13,12 +13,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 # Below this many logits (16 MiB in fp32) recomputing costs more than keeping them.
 _KEEP_LOGITS = 1 << 22
 
 
-def target_positions(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
+def target_positions(cu_seqlens: Tensor, loss_mask: Tensor | None) -> Tensor:
     """Which tokens `[M]` have a log-prob: all but the first of each sequence, and only those with a `loss_mask`."""
     num_tokens = int(cu_seqlens[-1])
     wanted = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
@@ -30,7 +31,7 @@ def target_positions(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor | None) -
     return wanted.nonzero(as_tuple=True)[0]
 
 
-def previous_token(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def previous_token(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """`values [N]` made at each token, moved to the token that follows it in its sequence; 0 on first tokens."""
     positions = target_positions(cu_seqlens, None)
     return torch.zeros_like(values).index_copy(0, positions, values[positions - 1])
@@ -45,12 +46,8 @@ class _Settings(NamedTuple):
 
 
 def token_logprobs(
-    states: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    **settings: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **settings: Any
+) -> tuple[Tensor, Tensor]:
     """`logp [M]` of `labels [M]` predicted from `states [M, H]`, and `entropy [M]` of those predictions.
 
     `logp = log softmax(z)[label]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`; `entropy = −Σ_v p_v log p_v` of the same
@@ -122,16 +119,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_states, grad_weight, grad_bias, None, None
 
 
-def _head(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _head(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Raw logits `[C, V]`, on CUDA as the float32 sums they are: bf16 would round a logit of 20 to eighths, and the server does not."""
-    plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(weight) in (Tensor, torch.nn.Parameter)
     if not (plain and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
         return torch.nn.functional.linear(states, weight, bias)
     raw = torch.mm(states, weight.t(), out_dtype=torch.float32)
     return raw if bias is None else raw.add_(bias)
 
 
-def scaled_logits(raw: torch.Tensor, temperature: float, softcap: float | None) -> torch.Tensor:
+def scaled_logits(raw: Tensor, temperature: float, softcap: float | None) -> Tensor:
     """The logits that are sampled from, fp32."""
     logits = raw.float()
     if softcap is not None:

@@ -7,14 +7,15 @@ Pure functions on packed (`[N]`) or padded (`[B, T]`) tensors. `logprobs` is wha
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from arealite.algo.policy_losses import sequence_mean
 from arealite.api.io_struct import Stat
 
 
 def interpolated_prox(
-    logp: torch.Tensor, logprobs: torch.Tensor, versions: torch.Tensor, current_version: int
-) -> torch.Tensor:
+    logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int
+) -> Tensor:
     """Proximal log-probs without a forward pass: log-linear between behaviour and current policy by version distance.
 
     A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`: the proximal policy is one step before the one
@@ -26,14 +27,14 @@ def interpolated_prox(
 
 
 def behaviour_weights(
-    prox_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    owner: torch.Tensor,
+    prox_logp: Tensor,
+    logprobs: Tensor,
+    mask: Tensor,
+    owner: Tensor,
     cap: float | None,
     floor: float = 0.0,
     mode: str = "token_mask",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`w = exp(prox − behav) [N]` within bounds, and which tokens are kept.
 
     `token_mask`: tokens outside `[floor, cap]` are dropped (decoupled PPO, arXiv 2505.24298). `token_clamp`: clamped
@@ -57,7 +58,7 @@ def behaviour_weights(
     return torch.where(kept, weight, 0.0), kept
 
 
-def _prefix_sum(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+def _prefix_sum(values: Tensor, owner: Tensor) -> Tensor:
     """Sums over each sequence up to and with each token, `[N]`."""
     running = values.double().cumsum(0)
     totals = running.new_zeros(int(owner[-1]) + 1 if len(owner) else 0)
@@ -66,11 +67,7 @@ def _prefix_sum(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
 
 
 def behaviour_stats(
-    prox_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    weight: torch.Tensor,
-    kept: torch.Tensor,
-    mask: torch.Tensor,
+    prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: Tensor, mask: Tensor
 ) -> dict[str, Stat]:
     """Distance of sampling from proximal policy: KL(behaviour‖prox) by k1 and k3, weights, share of tokens dropped.
 
@@ -89,9 +86,7 @@ def behaviour_stats(
     }
 
 
-def m2po_mask(
-    prox_logp: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor, threshold: float = 0.04
-) -> torch.Tensor:
+def m2po_mask(prox_logp: Tensor, logprobs: Tensor, mask: Tensor, threshold: float = 0.04) -> Tensor:
     """M2PO (arXiv 2510.01161): drop tokens with the largest `(prox − behav)²` until the mean of the rest is below `threshold`.
 
     Takes all trained tokens of the batch at once, in any shape, and returns a mask of the same shape.

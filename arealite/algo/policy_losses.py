@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from arealite.api.io_struct import Stat
 
@@ -19,17 +20,17 @@ from arealite.api.io_struct import Stat
 class Tokens(NamedTuple):
     """What every objective sees, `[N]` each. `weights` is 0 on tokens that are not trained."""
 
-    logp: torch.Tensor
-    prox_logp: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    owner: torch.Tensor  # sequence of each token
+    logp: Tensor
+    prox_logp: Tensor
+    advantages: Tensor
+    weights: Tensor
+    owner: Tensor  # sequence of each token
 
     @property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         return self.weights > 0
 
-    def log_ratio(self) -> torch.Tensor:
+    def log_ratio(self) -> Tensor:
         """`log u = logp − prox`, 0 where not trained (there the log-probs may hold anything)."""
         return torch.where(self.mask, self.logp - self.prox_logp, 0.0)
 
@@ -40,16 +41,16 @@ class Clip(NamedTuple):
     low: float = 0.2
     high: float = 0.2
 
-    def __call__(self, ratio: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(1.0 - self.low, 1.0 + self.high)
 
 
-LossAndStats = tuple[torch.Tensor, dict[str, Stat]]
+LossAndStats = tuple[Tensor, dict[str, Stat]]
 
 
 def aggregation_weights(
-    loss_mask: torch.Tensor, mode: str, max_length: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    loss_mask: Tensor, mode: str, max_length: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Token weights `[B, T]` and each sequence's share of the normaliser `[B]`, for a padded `loss_mask [B, T]`.
 
     `token`: Σ m·ℓ / Σ m (DAPO). `sequence`: mean over each sequence, then over sequences (GRPO as published).
@@ -130,17 +131,17 @@ def sapo_loss(tokens: Tokens) -> LossAndStats:
     return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)
 
 
-def kl_loss(kl: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def kl_loss(kl: Tensor, weights: Tensor) -> Tensor:
     """`Σ weights·kl` of a per-token estimate (`advantages.kl_estimate` with the policy's gradient)."""
     return (weights * torch.where(weights > 0, kl, 0.0)).sum()
 
 
-def entropy_bonus(entropy: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
     """`−Σ weights·H`: added with a positive coefficient, it keeps the policy from collapsing."""
     return -(weights * torch.where(weights > 0, entropy, 0.0)).sum()
 
 
-def sequence_mean(values: torch.Tensor, mask: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+def sequence_mean(values: Tensor, mask: Tensor, owner: Tensor) -> Tensor:
     """Mean over the trained tokens of each sequence, on each of its tokens `[N]`; differentiable."""
     num = int(owner[-1]) + 1 if len(owner) else 0
     kept = mask.to(values.dtype)
@@ -149,7 +150,7 @@ def sequence_mean(values: torch.Tensor, mask: torch.Tensor, owner: torch.Tensor)
     return (total / count.clamp(min=1))[owner]
 
 
-def _ratio_stats(ratio: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) -> dict[str, Stat]:
+def _ratio_stats(ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Stat]:
     kept = torch.where(mask, ratio.detach(), 0.0)
     return {
         "ratio/mean": Stat(kept.sum(), mask.sum()),

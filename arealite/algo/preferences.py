@@ -6,16 +6,13 @@ Sequence-level inputs are `[P]` (pairs) or `[B]` (answers); the engines gather t
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
 def value_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    mask: torch.Tensor,
-    eps_clip: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
     """PPO's critic: `Σ m·½·max((V − R)², (V_clip − R)²)`, `V_clip = V_old + clip(V − V_old, ±ε)`; and the clipped tokens.
 
     Shapes `[N]`. (arXiv 1707.06347; value clipping as in the authors' code.)
@@ -30,24 +27,22 @@ def value_loss(
     return 0.5 * torch.where(mask.bool(), loss, 0.0).sum(), clipped
 
 
-def reward_model_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+def reward_model_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Bradley–Terry: `−Σ log σ(s_chosen − s_rejected)`, scores `[P]` at each answer's last token."""
     return -logsigmoid(chosen - rejected).sum()
 
 
-def dpo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """DPO (arXiv 2305.18290): `−Σ log σ(β(Δ_chosen − Δ_rejected))`, `Δ = Σ_t logp − ref_logp` `[P]`."""
     return -logsigmoid(beta * (chosen - rejected)).sum()
 
 
-def ipo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """IPO (arXiv 2310.12036): `Σ (Δ_chosen − Δ_rejected − 1/(2β))²`, `Δ` averaged over the answer's tokens."""
     return (chosen - rejected - 1.0 / (2.0 * beta)).square().sum()
 
 
-def kto_loss(
-    delta: torch.Tensor, is_chosen: torch.Tensor, baseline: torch.Tensor | float, beta: float
-) -> torch.Tensor:
+def kto_loss(delta: Tensor, is_chosen: Tensor, baseline: Tensor | float, beta: float) -> Tensor:
     """KTO (arXiv 2402.01306): answers need no partner, `[B]`.
 
     `Σ 1 − σ(β(Δ − z))` where chosen, `Σ 1 − σ(β(z − Δ))` where rejected; `z ≥ 0` is the policy's distance from the
@@ -57,9 +52,7 @@ def kto_loss(
     return (1.0 - torch.sigmoid(beta * sign * (delta - baseline))).sum()
 
 
-def orpo_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, nll: torch.Tensor, beta: float
-) -> torch.Tensor:
+def orpo_loss(chosen: Tensor, rejected: Tensor, nll: Tensor, beta: float) -> Tensor:
     """ORPO (arXiv 2403.07691): `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`, no reference.
 
     `chosen`, `rejected` are mean log-probs per token `[P]`, `odds = p / (1 − p)`; `nll [P]` is the chosen one's mean NLL.
@@ -68,14 +61,12 @@ def orpo_loss(
     return (nll - beta * logsigmoid(log_odds)).sum()
 
 
-def simpo_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, beta: float, margin: float = 0.0
-) -> torch.Tensor:
+def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin: float = 0.0) -> Tensor:
     """SimPO (arXiv 2405.14734): `−Σ log σ(β(mean logp_chosen − mean logp_rejected) − γ)`, no reference."""
     return -logsigmoid(beta * (chosen - rejected) - margin).sum()
 
 
-def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+def _log1mexp(x: Tensor) -> Tensor:
     """`log(1 − e^x)` for x < 0, exact near 0 too."""
     x = x.clamp(max=-1e-6)
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -80,9 +80,8 @@ def _json_lines(text: Any, file: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise DatasetError(
-                    f"{file}, line {number} is not valid JSON: {error.msg}"
-                ) from error
+                told = f"{file}, line {number} is not valid JSON: {error.msg}"
+                raise DatasetError(told) from error
 
 
 def _as_rows(values: Any, file: Path) -> Iterator[Row]:
@@ -90,9 +89,8 @@ def _as_rows(values: Any, file: Path) -> Iterator[Row]:
         raise DatasetError(f"{file} holds one object; a list of rows is needed")
     for number, row in enumerate(values, 1):
         if not isinstance(row, dict):
-            raise DatasetError(
-                f"{file}: row {number} is {type(row).__name__}, not an object with columns"
-            )
+            kind = type(row).__name__
+            raise DatasetError(f"{file}: row {number} is {kind}, not an object with columns")
         yield row
 
 

@@ -433,13 +433,11 @@ def _check_rows(batch: Batch) -> None:
 
 def _blank_row(batch: Batch) -> Batch:
     """One row of one token that takes part in nothing: every key is zero, so is its loss mask."""
-    blank = {
-        k: v.new_zeros(1, 1, *v.shape[2:])
-        if is_per_token(batch, k)
-        else v.new_zeros(1, *v.shape[1:])
-        for k, v in batch.items()
-    }
-    blank["attention_mask"][:, 0] = 1
+    blank = {}
+    for key, value in batch.items():
+        shape = (1, 1, *value.shape[2:]) if is_per_token(batch, key) else (1, *value.shape[1:])
+        blank[key] = value.new_zeros(shape)
+    blank["attention_mask"][:] = 1
     return blank
 
 

@@ -132,11 +132,8 @@ class PackedModel(nn.Module):
         """Log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
         head = self.model.get_output_embeddings()
         shard = VocabularyShard.of(head.weight, self.tensor_group)
-        settings = {
-            "temperature": temperature,
-            "softcap": self.softcap,
-            "chunk_size": self.chunk_size,
-        }
+        settings = {"softcap": self.softcap, "chunk_size": self.chunk_size}
+        settings |= {"temperature": temperature}
         if shard is not None:
             return sharded_logprobs(states, shard, labels, **settings)
         settings |= {"with_entropy": with_entropy, "fused": self.fused}
@@ -156,9 +153,7 @@ def resolve_path(path: str) -> Path:
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         return folder
     if folder.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") > 1:
-        raise ConfigError(
-            f"model path {path!r} does not exist: give an existing folder or a hub name"
-        )
+        raise ConfigError(f"model path {path!r} does not exist: give a folder or a hub name")
     try:
         return Path(snapshot_download(path))
     except (OSError, ValueError, RuntimeError) as error:
@@ -226,11 +221,8 @@ def shard(
     module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig
 ) -> None:
     """Shard an empty (meta) `module` layer by layer, then fill it from `full`, which only rank 0 has."""
-    dtype = getattr(torch, config.dtype)
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-    }
+    types = {"param_dtype": getattr(torch, config.dtype), "reduce_dtype": torch.float32}
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**types)}
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in decoder_layers(module.model):

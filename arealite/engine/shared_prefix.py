@@ -89,10 +89,8 @@ def plan_prefixes(
     prefix = torch.tensor([length for _, length in shared])
     own = torch.tensor(lengths) - prefix
     own_start = own.cumsum(0) - own
-    firsts = torch.tensor(
-        [row if first is None else first for row, (first, _) in enumerate(shared)]
-    )
-    prefix_start = own_start[firsts]
+    firsts = [row if first is None else first for row, (first, _) in enumerate(shared)]
+    prefix_start = own_start[torch.tensor(firsts)]
     table = torch.stack([own_start, own, prefix_start, prefix], dim=1)
     return PrefixPlan(
         unique=_ranges(torch.tensor(starts[:-1]) + prefix, own),

@@ -57,9 +57,8 @@ class WeightLoading:
             return None
         model = self.model_runner.get_model()
         # On CPU, matrices are packed for the kernels and emptied: norms, biases and embeddings can be compared.
-        tensors = {
-            n: p for n, p in model.named_parameters() if p.is_cuda or (p.dim() == 1 and p.numel())
-        }
+        named = model.named_parameters()
+        tensors = {n: p for n, p in named if p.is_cuda or (p.dim() == 1 and p.numel())}
         for name, module in model.named_modules():
             if hasattr(module, "org_vocab_size") and hasattr(module, "weight"):
                 # without the rows that pad the vocabulary

@@ -64,9 +64,7 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
     raise AssertionError("unreachable")
 
 
-def command_line(
-    name: str, launch: Callable[..., int], doc: str | None
-) -> Callable[[list[str]], int]:
+def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Callable[..., int]:
     """The `main` of a launcher's module: SCRIPT, its arguments, and --dry-run."""
 
     def main(argv: list[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -13,7 +12,7 @@ from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.trainer.sft import SFTTrainer
+from arealite.trainer.sft import Row, SFTTrainer
 from arealite.utils.config import load_config, run_main
 
 
@@ -22,16 +21,14 @@ class DPOTrainer(SFTTrainer):
 
     engine_class = FSDPDPOEngine
 
-    def __init__(
-        self, config: DPOConfig, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-    ):
+    def __init__(self, config: DPOConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase):
         super().__init__(config, rows, tokenizer)
         self.ref = None
         if config.ref is not None:
             self.ref = FSDPEngine(replace(config.ref, optimizer=None), self.parallel)
             self.ref.initialize()
 
-    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+    def collate(self, rows: list[Row]) -> Batch:
         return collate_pairs(rows, self.tokenizer)
 
     def update(self, batch: Batch) -> dict[str, float]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import AutoTokenizer
 
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
-from arealite.trainer.sft import SFTTrainer
+from arealite.trainer.sft import Row, SFTTrainer
 from arealite.utils.config import load_config, run_main
 
 
@@ -19,7 +17,7 @@ class RWTrainer(SFTTrainer):
 
     engine_class = FSDPRWEngine
 
-    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+    def collate(self, rows: list[Row]) -> Batch:
         return collate_pairs(rows, self.tokenizer)
 
     def update(self, batch: Batch) -> dict[str, float]:

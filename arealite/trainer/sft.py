@@ -19,6 +19,8 @@ from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
 
+Row = dict[str, Any]
+
 
 class SFTTrainer:
     """Model and data loader of one run; rows have `input_ids` and `loss_mask`."""
@@ -28,7 +30,7 @@ class SFTTrainer:
     def __init__(
         self,
         config: SFTConfig | RWConfig | DPOConfig,
-        rows: list[dict[str, Any]],
+        rows: list[Row],
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.config, self.tokenizer = config, tokenizer
@@ -41,7 +43,7 @@ class SFTTrainer:
         self.engine: Any = self.engine_class(config.model, self.parallel)
         self.engine.initialize(self.spec)
 
-    def collate(self, rows: list[dict[str, Any]]) -> Batch:
+    def collate(self, rows: list[Row]) -> Batch:
         return collate_sft(rows, self.tokenizer)
 
     def update(self, batch: Batch) -> dict[str, float]:

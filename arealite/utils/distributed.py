@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import Batch, Stat
+from arealite.api.io_struct import Batch, Stat, Stats
 
 _ALIGN = 8
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -156,9 +156,7 @@ def all_gather_rows(
     return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]), start
 
 
-def all_reduce_stats(
-    stats: dict[str, Stat], group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
+def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = None) -> Stats:
     """Σtotal / Σweight of each statistic over ranks; `/max` and `/min` keys by maximum and minimum.
 
     Every rank must bring the same keys. A statistic whose weights sum to zero is left out: nothing was measured.

@@ -135,9 +135,7 @@ def elastic_names(run_dir: RunDir) -> FileNames:
     return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
 
 
-def wait_for_names(
-    names: FileNames, prefix: str, count: int, timeout_s: float, who: str
-) -> dict[str, str]:
+def wait_for_names(names: FileNames, prefix: str, count: int, timeout_s: float, who: str) -> dict:
     """Wait until `count` names with this prefix live; raises `WaitTimeout` that says which are there."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
