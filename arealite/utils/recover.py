@@ -25,7 +25,7 @@ from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
 from arealite.utils.console import tell
 from arealite.utils.distributed import all_reduce_stats, barrier, broadcast_json, rank, world_size
 from arealite.utils.rundir import RunDir
-from arealite.utils.saver import Frequency
+from arealite.utils.saver import Frequency, on_all_ranks
 
 _STATE = "state.json"
 _SUMS = "sums-"
@@ -103,27 +103,23 @@ class Recover:
     def save(self, info: StepInfo) -> None:
         """Save now. The newest checkpoint stays beside this one; those before it make room first."""
         writing = self.folder / "writing"
-        try:
+        what = f"the recover checkpoint {writing}"
+        with on_all_ranks(what):
             if rank() == 0:
                 for old in (writing, *complete(self.folder)[1:]):
                     shutil.rmtree(old, ignore_errors=True)
                 writing.mkdir(parents=True)
-            barrier()
+        with on_all_ranks(what):
             for name, engine in self.engines.items():
                 engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
-            barrier()
-            files = sorted(p for p in writing.rglob("*") if p.is_file())[rank() :: world_size()]
-            barrier()  # nobody lists what the next line makes
+        files = sorted(p for p in writing.rglob("*") if p.is_file())[rank() :: world_size()]
+        barrier()  # nobody lists what the next lines make
+        with on_all_ranks(what):
             sums = {str(file.relative_to(writing)): _checksum(file) for file in files}
             (writing / f"{_SUMS}{rank()}.json").write_text(json.dumps(sums))
-            barrier()
+        with on_all_ranks(what):
             if rank() == 0:
                 self._finish(writing, info)
-        except OSError as error:
-            raise CheckpointError(
-                f"could not write the recover checkpoint {writing}: {error.strerror or error}; the previous one is untouched"
-            ) from error
-        barrier()
 
     def _finish(self, writing: Path, info: StepInfo) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items()}

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from arealite.api.cli_args import FreqConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import SaveLoadMeta, StepInfo
-from arealite.utils.distributed import barrier, broadcast_json, rank
+from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
+from arealite.utils.distributed import all_reduce_stats, broadcast_json, rank
 from arealite.utils.rundir import RunDir
 
 
@@ -55,14 +59,25 @@ class Saver:
     def save(self, info: StepInfo) -> Path:
         """Save now. Called by all ranks."""
         path = self.folder / f"step{info.global_step + 1:06d}"
-        try:
+        with on_all_ranks(f"the checkpoint {path}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+        with on_all_ranks(f"the checkpoint {path}"):
             self.engine.save(SaveLoadMeta(str(path), "hf"))
+        with on_all_ranks(f"the checkpoint {path}"):
             if self.tokenizer is not None and rank() == 0:
                 self.tokenizer.save_pretrained(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"could not write the checkpoint {path}: {error.strerror or error}; earlier ones are untouched"
-            ) from error
-        barrier()
         return path
+
+
+@contextmanager
+def on_all_ranks(what: str) -> Iterator[None]:
+    """A part of writing `what`. An OSError on one rank is a CheckpointError on all: none goes on to wait for one that gave up."""
+    failure = ""
+    try:
+        yield
+    except OSError as error:
+        failure = str(error.strerror or error)
+    share = all_reduce_stats({"failed": Stat(torch.tensor(float(bool(failure))))})
+    if share["failed"]:
+        reason = failure or "another rank failed, see its log"
+        raise CheckpointError(f"could not write {what}: {reason}; earlier ones are untouched")

@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from engine_testing import SPEC, engine_config, random_batch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from arealite.api.cli_args import RecoverConfig
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.api.io_struct import SaveLoadMeta, StepInfo, WeightUpdateMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils import distributed
 from arealite.utils.data import select_rows
+from arealite.utils.recover import Recover
+from arealite.utils.rundir import RunDir
 from arealite.utils.shared_weights import SharedWeights
 
 BATCH = random_batch([5, 12, 7, 9])
@@ -161,3 +166,21 @@ def test_weights_through_shared_memory(model_dirs, tmp_path):
     assert "lm_head.weight" not in reader.tensors
     engine.destroy()
     assert not (tmp_path / "segment").exists()
+
+
+def _save_where_rank_1_cannot_write(rank, folder):
+    """Rank 1 finds a folder where its list of checksums should be."""
+    taken = Path(folder) / "recover/writing/sums-1.json"
+    engine = SimpleNamespace(save=lambda meta: taken.mkdir(exist_ok=True))
+    distributed.init_process_group("cpu")
+    recover = Recover(RecoverConfig(mode="auto"), RunDir(folder), {"actor": engine})
+    with pytest.raises(CheckpointError) as caught:
+        recover.save(StepInfo(0, 0, 0, 1))
+    distributed.barrier()  # nobody is left behind in another collective
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_fails_the_recover_checkpoint_on_all(two_ranks, tmp_path):
+    first, second = two_ranks.run(_save_where_rank_1_cannot_write, str(tmp_path))
+    assert "another rank failed" in first and "Is a directory" in second
+    assert not list((tmp_path / "recover").glob("step*"))
