@@ -264,7 +264,7 @@ def vllm_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
         command += ["--kv-cache-memory-bytes", tokens * size, "--gpu-memory-utilization", "0.15"]
         command += ["--max-cudagraph-capture-size", most, "--max-num-batched-tokens", "8192"]
     else:
-        command += ["--dtype", "float32", "--enforce-eager"]
+        command += ["--dtype", "float32", "--enforce-eager", "--enable-scale-out"]
     return [str(part) for part in command]
 
 
