@@ -70,19 +70,17 @@ class Objective:
 
 def resolve_objective(config: PPOActorConfig) -> Objective:
     """What `config` trains, or a ConfigError that names the contradiction."""
-    name = config.algorithm
-    if name not in RECIPES:
-        raise ConfigError(f"actor.algorithm is {name!r}; use one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
+    recipe = RECIPES.get(config.algorithm)
+    if recipe is None:
+        known = ", ".join(RECIPES)
+        raise ConfigError(f"actor.algorithm is {config.algorithm!r}; use one of {known}")
     higher = config.eps_clip_higher
     higher = recipe.eps_clip_higher if higher is None else higher
     objective = Objective(
         norm=_norm(config, recipe),
-        loss=_pick(name, "loss", config.loss, recipe.loss, _LOSSES),
-        loss_mean=_pick(name, "loss_mean", config.loss_mean, recipe.mean, _MEANS),
-        norm_advantages=_pick(
-            name, "norm_advantages", config.norm_advantages, recipe.norm_advantages, (True, False)
-        ),
+        loss=_pick(config, "loss", recipe.loss, _LOSSES),
+        loss_mean=_pick(config, "loss_mean", recipe.mean, _MEANS),
+        norm_advantages=_pick(config, "norm_advantages", recipe.norm_advantages, (True, False)),
         eps_clip_higher=higher,
         m2_mask=recipe.m2_mask,
         needs_critic=recipe.needs_critic,
@@ -110,14 +108,15 @@ def _told(norm: NormConfig) -> str:
     return f"mean {norm.mean_level}, std {norm.std_level}{extra}"
 
 
-def _pick(name: str, key: str, value, allowed: tuple, known: tuple):
+def _pick(config: PPOActorConfig, key: str, allowed: tuple, known: tuple):
+    value = getattr(config, key)
     if value is None:
         return allowed[0]
     if value not in known:
         raise ConfigError(f"actor.{key} is {value!r}; use one of {known}")
     if value not in allowed:
         raise ConfigError(
-            f"actor.{key}={value} contradicts actor.algorithm={name}, which is {' or '.join(map(str, allowed))}: leave "
+            f"actor.{key}={value} contradicts actor.algorithm={config.algorithm}, which is {' or '.join(map(str, allowed))}: leave "
             f"{key} out, or set actor.algorithm=custom"
         )
     return value

@@ -54,13 +54,9 @@ def _own_fields(config_class: type, **defaults: Callable[[], Any]) -> Any:
     """A dataclass of what `config_class` has beyond every run's fields, for `trainer.<type>`."""
     common = {f.name for f in dataclasses.fields(BaseExperimentConfig)}
     types = typing.get_type_hints(config_class)
-    own = [f for f in dataclasses.fields(config_class) if f.name not in common]
-    fields = [
-        (f.name, types[f.name], help_field(f.metadata["help"], defaults[f.name]))
-        if f.name in defaults
-        else (f.name, types[f.name], f)
-        for f in own
-    ]
+    own = {f.name: f for f in dataclasses.fields(config_class) if f.name not in common}
+    own |= {k: help_field(own[k].metadata["help"], default) for k, default in defaults.items()}
+    fields = [(name, types[name], each) for name, each in own.items()]
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from arealite.algo.preferences import dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from arealite.api.cli_args import PreferenceConfig
+from arealite.api.engine_api import LossFn, LossWeightFn
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.dpo.pairs import check_pairs, num_pairs, split_pairs
@@ -25,27 +26,25 @@ class FSDPDPOEngine(FSDPEngine):
     config: PreferenceConfig
 
     def train_dpo(self, batch: Batch) -> dict[str, float]:
-        loss_fn = self._loss_fn(batch)
-        return self.train_batch(_real_rows(batch), loss_fn, self._weight())
+        return self.train_batch(*self._task(batch))
 
     def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
-        loss_fn = self._loss_fn(batch)
-        return self.eval_batch(_real_rows(batch), loss_fn, self._weight())
+        return self.eval_batch(*self._task(batch))
 
-    def _weight(self):
-        """KTO averages over answers, the others over pairs."""
-        return num_answers if self.config.loss == "kto" else num_pairs
-
-    def _loss_fn(self, batch: Batch):
-        if self.config.loss != "kto":
+    def _task(self, batch: Batch) -> tuple[Batch, LossFn, LossWeightFn]:
+        """Real rows, their loss, and what it is averaged over: answers (KTO) or pairs."""
+        is_kto = self.config.loss == "kto"
+        if not is_kto:
             check_pairs(batch)
         if self.config.needs_reference and "ref_logp" not in batch:
             raise TrainingError(
                 f"model.loss={self.config.loss} needs `ref_logp` in the batch: "
                 "batch['ref_logp'] = ref.forward(batch)['logp']"
             )
-        baseline = self._kto_baseline(batch) if self.config.loss == "kto" else 0.0
-        return partial(preference_loss, config=self.config, baseline=baseline)
+        baseline = self._kto_baseline(batch) if is_kto else 0.0
+        loss_fn = partial(preference_loss, config=self.config, baseline=baseline)
+        rows = select_rows(batch, (batch["pair_ids"] >= 0).nonzero().flatten())
+        return rows, loss_fn, num_answers if is_kto else num_pairs
 
     def _kto_baseline(self, batch: Batch) -> float:
         """How far the policy is from the reference: the mean log-ratio of mismatched rows of all ranks, at least 0 (arXiv 2402.01306 §4)."""
@@ -59,10 +58,6 @@ class FSDPDPOEngine(FSDPEngine):
                 "batch = with_mismatched(batch) before ref.forward(batch), and train_dataset.batch_size of at least 2 a rank"
             )
         return max(stats["delta"], 0.0)
-
-
-def _real_rows(batch: Batch) -> Batch:
-    return select_rows(batch, (batch["pair_ids"] >= 0).nonzero().flatten())
 
 
 def num_answers(mb: Batch) -> torch.Tensor:
