@@ -35,6 +35,7 @@ class WeightSender:
         self.name = ""
         self._members: tuple[str, ...] = ()
         self._group: WeightGroup | None = None
+        self._sending: asyncio.Future[None] | None = None
 
     async def open(self, servers: list[Server], meta: WeightUpdateMeta, join: Join) -> None:
         """Have a group with these servers and send them what `meta` published."""
@@ -43,16 +44,18 @@ class WeightSender:
                 "nothing was published for a broadcast: call the actor's update_weights first"
             )
         members = tuple(sorted(s.address for s in servers))
-        if self._group is None or members != self._members:
+        # two transfers at once would mix: one that nobody waits for any more keeps its group for itself
+        is_busy = self._sending is not None and not self._sending.done()
+        if self._group is None or members != self._members or is_busy:
             await self._meet(servers, join)
             self._members = members
         assert self._group is not None
         loop = asyncio.get_running_loop()
-        sending = loop.run_in_executor(None, self._group.send, get_outbox(meta.path))
-        sending.add_done_callback(self._sent)
+        self._sending = loop.run_in_executor(None, self._group.send, get_outbox(meta.path))
+        self._sending.add_done_callback(partial(self._sent, self._group))
 
-    def _sent(self, done: asyncio.Future[None]) -> None:
-        if not done.cancelled() and done.exception() is not None:
+    def _sent(self, group: WeightGroup, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and done.exception() is not None and self._group is group:
             self.give_up()  # closes the connections: who still waits for data learns of it at once
 
     def portions(self, meta: WeightUpdateMeta) -> Iterator[list[Spec]]:
@@ -60,8 +63,8 @@ class WeightSender:
         return buckets(specs_of(get_outbox(meta.path)))
 
     def give_up(self) -> None:
-        """A member failed: the group is of no use any more."""
-        self._group, self._members = None, ()
+        """A member failed: the group is of no use any more. Nothing may hold it, so that its connections close."""
+        self._group, self._members, self._sending = None, (), None
 
     async def _meet(self, servers: list[Server], join: Join) -> None:
         self.give_up()

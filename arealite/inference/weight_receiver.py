@@ -48,7 +48,8 @@ class WeightReceiver:
         self._name = name
 
     def receive(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self._group is None or body.get("group_name") != self._name:
+        group = self._group
+        if group is None or body.get("group_name") != self._name:
             raise RequestError(f"this server is not in the group {body.get('group_name')!r}")
         try:
             specs = parse_specs(body.get("names"), body.get("dtypes"), body.get("shapes"))
@@ -57,9 +58,10 @@ class WeightReceiver:
                 f"names, dtypes and shapes must list name, type and shape of each tensor: {error}"
             ) from error
         try:
-            return self._group.receive(specs)
+            return group.receive(specs)
         except RuntimeError as error:
-            self._group = None
+            if self._group is group:  # and no other was joined meanwhile
+                self._group = None
             raise WeightUpdateError(
                 f"the broadcast broke off: {error}. The old weights are still served"
             ) from error

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from arealite.api.errors import ServerError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.weight_sync import sync_weights
 from arealite.utils import weight_group
@@ -112,7 +113,7 @@ def test_buckets_travel_while_others_are_gathered_and_generation_goes_on(
     monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)  # every tensor is a bucket of its own
     sent, broadcast = [], WeightGroup._broadcast
     monkeypatch.setattr(WeightGroup, "_broadcast", lambda *a: (broadcast(*a), sent.append(1)))
-    engine = connect(steady, pause_mode="in_place")
+    engine = connect(steady, pause_mode="in_place", health_timeout_s=60.0)
     actor = Gathering(other_weights(model_path))
     meta = WeightUpdateMeta("broadcast", "beside", 1)
     actor.may_go_on.set()
@@ -153,3 +154,25 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
         assert two.process.poll() is None, "".join(two.lines)
         until(lambda: is_open(engine, two))
         assert two.get("model_info")["weight_version"] == "3"
+
+
+def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(model_path, connect, steady):  # noqa: F811
+    engine = connect(steady, pause_mode="in_place", health_timeout_s=60.0)
+    actor = Gathering(other_weights(model_path))
+    meta = WeightUpdateMeta("broadcast", "twice", 1)
+    actor.may_go_on.set()
+    sync_weights(actor, engine, meta)
+    actor.has_begun.clear(), actor.may_go_on.clear()
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(sync_weights, actor, engine, meta.with_version(2))
+        assert actor.has_begun.wait(60)
+        (server,) = engine.router.servers.values()
+        until(lambda: server.requests)  # it is told to receive
+        given_up = ServerError("as if it had been silent")
+        engine.executor.runner.loop.call_soon_threadsafe(engine.fleet.lose, server, given_up)
+        until(lambda: steady.get("server_info")["paused"])  # and is now sent the weights alone
+        actor.may_go_on.set()
+        update.result(60)
+    until(lambda: is_open(engine, steady))
+    assert steady.process.poll() is None, "".join(steady.lines)
+    assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
