@@ -156,7 +156,13 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
         assert two.get("model_info")["weight_version"] == "3"
 
 
-def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(model_path, connect, steady):  # noqa: F811
+def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(
+    model_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)
     engine = connect(steady, pause_mode="in_place", health_timeout_s=60.0)
     actor = Gathering(other_weights(model_path))
     meta = WeightUpdateMeta("broadcast", "twice", 1)
