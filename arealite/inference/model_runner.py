@@ -214,8 +214,8 @@ class ModelRunner:
 
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Two thirds of it are for the rows of decoding sequences (`DenseCache`).
-        return int(min(self.config.mem_fraction * free, _CPU_CACHE_BYTES)) // 3
+        # Two thirds are left to the rows of decoding sequences (`DenseCache`).
+        return min(int(self.config.mem_fraction * free) // 3, _CPU_CACHE_BYTES)
 
 
 def _own(
