@@ -105,7 +105,7 @@ def test_recover_round_trip_keeps_the_newest_and_the_one_before(tmp_path):
 
 def test_a_failed_save_leaves_the_previous_one(tmp_path):
     make(tmp_path, value=1).save(info(0))
-    with pytest.raises(CheckpointError, match="No space left on device; earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="No space left on device; earlier ones"):
         make(tmp_path, fail=OSError(28, "No space left on device")).save(info(1))
     (tmp_path / "recover" / "writing" / "actor").mkdir(parents=True)  # and a crash in the middle
     again = make(tmp_path)
