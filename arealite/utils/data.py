@@ -79,7 +79,12 @@ def concat_padded(batches: list[Batch]) -> Batch:
         if is_per_token(batches[0], key) or (key in VISION_KEYS and first.dim() >= 2):
             longest = max(part.shape[1] for part in parts)
             fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
-            parts = [pad(part, (*rest, 0, longest - part.shape[1]), value=fill) for part in parts]
+            lacking = [longest - part.shape[1] for part in parts]
+            # this runs for every episode: most need no padding
+            parts = [
+                pad(part, (*rest, 0, missing), value=fill) if missing else part
+                for part, missing in zip(parts, lacking, strict=True)
+            ]
         joined[key] = torch.cat(parts)
     return joined
 
