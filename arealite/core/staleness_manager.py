@@ -48,8 +48,8 @@ class Counts:
 class Lead:
     """How many batches generation runs ahead: no more than keep the trainer busy, so that data is no older than it must be.
 
-    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. One more batch when the trainer
-    had to wait, on trial: where generation is what takes the time the trainer waits all the same, and the batch is left out again, for a long time.
+    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. Twice as many when the trainer
+    had to wait, on trial: where generation is what takes the time the trainer waits all the same, and the lead goes back, for a long time.
     One fewer when a whole batch was always left over.
     """
 
@@ -58,7 +58,10 @@ class Lead:
         self.batches = self.min_batches
         self._num_batches = -_FILLING_BATCHES
         self._window: list[tuple[float, float, bool]] = []
-        self._wait_before_s = 0.0  # in a window with one batch less; 0 when none is on trial
+        self._before = (
+            self.batches,
+            0.0,
+        )  # the lead, and the wait in its window, when a longer one went on trial
         self._may_grow = True
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
@@ -71,12 +74,14 @@ class Lead:
             self._window = []
 
     def _review(self, waits_s: Sequence[float], steps_s: Sequence[float], spare: Sequence[bool]):
-        wait_s, before_s, self._wait_before_s = sum(waits_s), self._wait_before_s, 0.0
+        wait_s, (shorter, before_s) = sum(waits_s), self._before
+        self._before = (self.batches, 0.0)
         if before_s and wait_s > _WORTHWHILE * before_s:
-            self.batches, self._may_grow = self.batches - 1, False
+            self.batches, self._may_grow = shorter, False
         elif wait_s > _NOTICEABLE_SHARE * sum(steps_s):
             if self._may_grow and self.batches < self.max_batches:
-                self.batches, self._wait_before_s = self.batches + 1, wait_s
+                self._before = (self.batches, wait_s)
+                self.batches = min(2 * self.batches, self.max_batches)
         elif all(spare):
             self.batches = max(self.min_batches, self.batches - 1)
         if self._num_batches % _REST_BATCHES == 0:
