@@ -207,7 +207,8 @@ def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, m
             # Prefilled anew under the new weights: exact. In place, the old tokens' keys and values stay.
             after = forward(models[1], response)
             assert torch.allclose(measured[cut:], after[cut:], atol=TOLERANCE)
-            assert response.num_interruptions >= 1
+            # the embedded server does that by itself; others give up the request, and the client sends it again
+            assert bool(response.num_interruptions) == (servers.backend != "embedded")
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
