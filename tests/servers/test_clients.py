@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -186,14 +187,23 @@ def test_vllm_by_completions(engine, models, servers):
 
 @pytest.mark.parametrize("engine", ["abort", "in_place"], indirect=True)
 def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, models, servers):
-    async def generate() -> list[ModelResponse]:
-        return list(await asyncio.gather(*(engine.agenerate(request(250)) for _ in range(4))))
+    updated, responses = threading.Event(), list[ModelResponse]()
+
+    async def ask_on() -> None:
+        while not updated.is_set():
+            responses.append(await engine.agenerate(request(250)))
+
+    async def generate() -> None:
+        await asyncio.gather(*(ask_on() for _ in range(4)))
 
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(run, engine, generate(), 120)
         time.sleep(0.3)  # not to wait for anything: so that some tokens are of the old weights
-        engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
-        responses = pending.result()
+        try:
+            engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
+        finally:
+            updated.set()
+        pending.result()
     crossed = [r for r in responses if set(r.output_versions) == {1, 2}]
     assert crossed, f"no request was in flight: {[set(r.output_versions) for r in responses]}"
     for response in crossed:
