@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         die_with_parent()
     sock = bind(config)
     engine = Engine(config).start()
-    gc.freeze()  # torch's million objects: going through them again and again took a third of the HTTP side's time
+    gc.freeze()  # torch's objects: the collector would go through them again and again while requests wait
     if engine.runner.device.type == "cuda":
         # Every call into torch lets the HTTP side have a turn: the engine must get the interpreter back at once.
         sys.setswitchinterval(5e-5)

@@ -88,7 +88,7 @@ class WorkflowExecutor:
 
     def start(self) -> None:
         if not gc.get_freeze_count():
-            # Torch's objects, some hundred thousand: to go through them again and again took a quarter of an episode's time.
+            # Torch's objects, very many: the collector would go through them again and again between episodes.
             gc.collect()
             gc.freeze()
         self.runner.start()

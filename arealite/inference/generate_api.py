@@ -102,7 +102,7 @@ def describe(engine: Engine, request: Request, index: int, output: SampleOutput)
 
 
 def encode_output(engine: Engine, request: Request, index: int, output: SampleOutput) -> str:
-    """One output as JSON. Tokens and log-probs are most of it: the encoder would take eight times as long."""
+    """One output as JSON. Tokens and log-probs are most of it, and are not left to the encoder."""
     ids, logprobs = encode_tokens(output.token_ids, output.logprobs, engine.shape.vocab_size)
     meta = json.dumps(describe(engine, request, index, output), separators=(",", ":"))
     return (
