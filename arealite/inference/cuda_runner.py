@@ -213,11 +213,13 @@ class CudaRunner:
         return self.extras if (asked | (table.length[slots] < table.min_len[slots])).any() else None
 
     def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
-        """Compute prompts with the very graph that decodes, one token of each sequence at a time."""
-        for step in range(max(chunk.end - chunk.start for chunk in chunks)):
-            live = [chunk for chunk in chunks if chunk.start + step < chunk.end]
-            slots = np.array([chunk.slot for chunk in live])
-            self._set_inputs(slots, np.array([chunk.start + step for chunk in live]))
+        """Compute prompts with the very graph that decodes, one token of each sequence at a time.
+
+        Position by position: a prompt may start behind blocks that another one computes in this very step.
+        """
+        for at in sorted({at for chunk in chunks for at in range(chunk.start, chunk.end)}):
+            slots = np.array([chunk.slot for chunk in chunks if chunk.start <= at < chunk.end])
+            self._set_inputs(slots, np.full(len(slots), at))
             self.graphs.run(("layers", self._send_rows(slots)))
         slots = np.array([chunk.slot for chunk in chunks])
         self._set_inputs(slots, self.slots.length[slots] - 1)

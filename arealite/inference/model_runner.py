@@ -7,7 +7,7 @@ when `launch` returns. Deterministic mode computes every token alone, so that it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -114,7 +114,7 @@ class ModelRunner:
             return
         group: list[Chunk] = []
         total = 0
-        for chunk in sorted(chunks, key=lambda c: c.end - c.start):
+        for chunk in sorted(chunks, key=self._turn(chunks)):
             size = chunk.end - chunk.start
             # Padding every chunk of the group to this one's size may waste a quarter at most.
             if group and (len(group) + 1) * size > 1.25 * (total + size) + 16:
@@ -123,6 +123,17 @@ class ModelRunner:
             group.append(chunk)
             total += size
         self._run_chunks(group)
+
+    def _turn(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
+        """Chunks of like size together, but one that starts behind blocks another computes in this very step after that one."""
+        table, size = self.slots.block_table, self.block_size
+        new = {b for c in chunks for b in table[c.slot, c.start // size : c.end // size].tolist()}
+
+        def turn(chunk: Chunk) -> tuple[int, int]:
+            waits = chunk.start > 0 and int(table[chunk.slot, chunk.start // size - 1]) in new
+            return chunk.start if waits else 0, chunk.end - chunk.start
+
+        return turn
 
     def _run_chunks(self, chunks: list[Chunk]) -> None:
         """Compute the KV of chunks of about the same length as one padded tile."""

@@ -152,6 +152,21 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
     torch.testing.assert_close(torch.tensor(results[0][1]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompts_that_begin_alike_may_be_computed_in_one_step(deterministic, make_engine):
+    model = make_model()
+    engine = make_engine(model, deterministic=deterministic, max_running_requests=4)
+    (prompt,) = prompts(1, low=14, high=15)
+    asked = [prompt, [*prompt[:12], 5, 6], [*prompt[:8], 1]]
+    engine.pause("in_place").result(10)
+    futures = [submit_request(engine, p, max_new_tokens=3, ignore_eos=True) for p in asked]
+    engine.resume().result(10)
+    for prompt, future in zip(asked, futures, strict=True):
+        (output,) = future.result(100)
+        expected = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
 def test_released_memory_comes_back_and_requests_go_on(make_engine):
     model = make_model()
     engine = make_engine(model)

@@ -88,6 +88,21 @@ def test_a_next_turn_reuses_the_blocks_of_the_turn_before(make_engine):
     assert second.token_ids == generate(model, longer, 5, None)
 
 
+def test_prompts_that_begin_alike_may_be_computed_in_one_step(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    (prompt,) = prompts(1, low=70, high=71)
+    asked = [prompt, [*prompt[:60], 5, 6], [*prompt[:62], 1, 2, 3], [*prompt[:60], 7]]
+    engine.pause("in_place").result(10)
+    futures = [submit(engine, p, temperature=0.0, max_new_tokens=8, ignore_eos=True) for p in asked]
+    engine.resume().result(10)
+    outputs = [future.result(30)[0] for future in futures]
+    assert [output.cached_tokens for output in outputs] == [0, 60, 60, 60]
+    for prompt, output in zip(asked, outputs, strict=True):
+        expected = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
 def test_preemption_changes_nothing_but_time(make_engine):
     model = make_model()
     asked = prompts(10, low=4, high=12)
