@@ -51,7 +51,7 @@ ON_CPU = ("server.context_length=512", "server.max_total_tokens=131072")
 ON_GPU = (
     "server.device=cuda", "server.dtype=bfloat16", "server.context_length=2304", "server.max_total_tokens=700000",
     "server.max_running_requests=512", "actor.device=cuda", "actor.dtype=bfloat16", "actor.max_tokens_per_mb=32768",
-    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=3e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
+    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=2e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
 )  # fmt: skip
 HALVES = {"BENCH_TASK": "halves", "BENCH_SIGMA": "1.2"}
 CASES = {

@@ -155,7 +155,7 @@ def main() -> None:
         mine = [case.name for case in cases if case.shape == shape]
         # The largest of ours would not fit beside all others: it starts when its rivals have ended.
         present = [name for name in rivals if not left_out >= {f"{name}:{case}" for case in mine}]
-        for system in [*present, *([] if shape == "7b" else [OURS])]:
+        for system in [*([] if shape == "7b" else [OURS]), *present]:
             servers.append(start(duel, system, shape, cases, folder))
     try:
         servers = [s for s in servers if is_ready(duel, s, begin + duel.start_s)]
@@ -167,15 +167,14 @@ def main() -> None:
                 servers.append(start(duel, OURS, shape, cases, folder))
                 if is_ready(duel, servers[-1], time.monotonic() + duel.start_s):
                     compete(duel, servers[-1], mine, results)
-        report(duel, results)
         for case in cases if duel.in_process else []:
             run_in_process(duel, case, results[case.name])
     finally:
+        report(duel, results)  # also of a run that was cut short
         for server in servers:
             server.end()
         for shape in shapes:
             shutil.rmtree(folder / shape, ignore_errors=True)
-    report(duel, results)
 
 
 # ---------------------------------------------------------------------------------------------- preparation

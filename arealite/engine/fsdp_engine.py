@@ -185,8 +185,10 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self.module.train()
         micro_batches = self._micro_batches(batch)
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
-        norm = self._step()
+        norm = self._clip_gradients()
         result = self.reduce_stats(stats | self._work(micro_batches))
+        # Last, for nothing here waits for it: on a GPU it goes on while weights already travel to the servers.
+        self._step(norm)
         seconds = time.perf_counter() - start
         flops = result.pop("flops")
         result |= {
@@ -310,23 +312,26 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
     def _forward(self, mb: MicroBatch) -> Batch:
         return self.module(mb.data, mb.lengths, self.temperature, self.with_entropy, mb.prefixes)
 
-    def _step(self) -> float:
-        """Clip, step and clear gradients. A non-finite norm skips the step on all ranks alike."""
+    def _clip_gradients(self) -> float:
+        """Their norm before clipping."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         for parameter in self._partial:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad.to_local(), group=self.layout.tp_group)
         norm = grad_norm(parameters)
         limit = self.config.optimizer.gradient_clipping
+        if limit and limit < norm < math.inf:
+            scale_grads(parameters, limit / (norm + 1e-6))
+        return norm
+
+    def _step(self, norm: float) -> None:
+        """Step and clear gradients. A non-finite norm skips the step on all ranks alike."""
         if math.isfinite(norm):
-            if limit and norm > limit:
-                scale_grads(parameters, limit / (norm + 1e-6))
             self.optimizer.step()
             self._bad_in_a_row = 0
         else:
             self._count_bad_step(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _count_bad_step(self, norm: float) -> None:
         self.bad_steps += 1

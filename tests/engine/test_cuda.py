@@ -54,3 +54,15 @@ def test_training_lowers_the_loss_alike(tmp_path, settings):
     losses = [engine.train_lm(batch)["loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(4.20, abs=0.03)
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_step_returns_before_the_optimizer_is_done(tmp_path):
+    """So that the servers are told of new weights, and the first are gathered, beside its end."""
+    engine = cuda_engine(make_model(tmp_path, "qwen2"))
+    batch = random_batch(LENGTHS)
+    engine.train_lm(batch)
+    step = engine.optimizer.step
+    engine.optimizer.step = lambda: (torch.cuda._sleep(2_000_000_000), step())  # about a second
+    engine.train_lm(batch)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
