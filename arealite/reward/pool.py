@@ -12,7 +12,6 @@ import asyncio
 import atexit
 import inspect
 import math
-import multiprocessing
 import os
 import pickle
 import time
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.api.errors import RewardError
-from arealite.utils.child import die_with_owner
+from arealite.utils.child import die_with_owner, fork_context
 from arealite.utils.process import is_computing
 
 _START_TIMEOUT_S = 120.0
@@ -129,19 +128,32 @@ class RewardPool:
     async def _start(self, fn: Callable[..., float]) -> _Worker:
         worker = _Worker(fn.__module__)
         self._workers.add(worker)
+        starting = asyncio.ensure_future(worker.start())
         try:
-            await worker.started()
-        except BaseException:
-            self._workers.discard(worker)
-            worker.kill()
-            self._wake(1)
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The deadline of an episode: a start that takes longer than that must not begin again and again.
+            starting.add_done_callback(lambda done: self._offer(worker, done))
+            raise
+        except RewardError:
+            self._remove(worker)
             raise
         return worker
 
+    def _offer(self, worker: _Worker, started: asyncio.Future[None]) -> None:
+        """A worker for whoever needs one; nobody waited for its start."""
+        if started.cancelled() or started.exception() or worker not in self._workers:
+            return self._remove(worker)
+        self._idle.append(worker)
+        self._wake(1)
+
     def _replace(self, worker: _Worker) -> None:
+        self.num_replaced += 1
+        self._remove(worker)
+
+    def _remove(self, worker: _Worker) -> None:
         worker.kill()
         self._workers.discard(worker)
-        self.num_replaced += 1
         self._wake(1)
 
     def _wake(self, count: int) -> None:
@@ -201,16 +213,16 @@ class _Worker:
     """One process and the pipe to it."""
 
     def __init__(self, module: str):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", __name__, module])
-        self.pipe, theirs = context.Pipe()
+        context = fork_context(module)
+        self.pipe, self._theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs,), name="arealite-reward", daemon=True
+            target=_serve, args=(self._theirs,), name="arealite-reward", daemon=True
         )
-        self.process.start()
-        theirs.close()
 
-    async def started(self) -> None:
+    async def start(self) -> None:
+        # On a thread: the first start lasts until the fork server has imported the script.
+        await asyncio.to_thread(self.process.start)
+        self._theirs.close()
         try:
             await self._receive(_START_TIMEOUT_S)
         except _WorkerLost as lost:
@@ -247,7 +259,7 @@ class _Worker:
             loop.remove_reader(descriptor)
 
     def kill(self) -> None:
-        if self.process.is_alive():
+        if self.process.pid is not None and self.process.is_alive():
             self.process.kill()
         self.pipe.close()
 
@@ -261,15 +273,20 @@ class _Worker:
 def _serve(pipe: Connection) -> None:
     """A worker's life: take a job, answer, until the other side is gone."""
     die_with_owner()
+    own_pid = os.getpid()
     pipe.send_bytes(pickle.dumps(("ready", None)))
     while True:
         try:
-            fn, rows = pickle.loads(pipe.recv_bytes())
-            answer = ("done", _values(pipe, fn, rows))
-        except (EOFError, BrokenPipeError):
+            job = pipe.recv_bytes()
+        except EOFError:
             return
-        except Exception:  # reward code may raise anything; the other side needs the traceback
+        try:
+            fn, rows = pickle.loads(job)
+            answer = ("done", _values(pipe, fn, rows))
+        except BaseException:  # reward code may raise anything; the other side needs the traceback
             answer = ("error", traceback.format_exc(limit=-6))
+        if os.getpid() != own_pid:
+            os._exit(0)  # the reward forked: the parent answers
         pipe.send_bytes(pickle.dumps(answer))
 
 

@@ -25,6 +25,22 @@ def exits(completion, **data):
     os._exit(7)
 
 
+class Odd(BaseException):
+    pass
+
+
+def raises_odd(completion, **data):
+    raise Odd("not even an Exception")
+
+
+def leaves(completion, **data):
+    raise SystemExit("enough")
+
+
+def forks(completion, **data):
+    return 1.0 if os.fork() else 2.0
+
+
 def returns_text(completion, **data):
     return "good"
 

@@ -41,6 +41,8 @@ def test_a_group_is_one_job(pool):
         (sample_rewards.raises, "no such column"),
         (sample_rewards.crashes, "killed its worker process .signal 6"),
         (sample_rewards.exits, "killed its worker process .exit code 7"),
+        (sample_rewards.raises_odd, "not even an Exception"),
+        (sample_rewards.leaves, "SystemExit: enough"),
         (sample_rewards.returns_text, "must return a number"),
         (sample_rewards.returns_nan, "must be finite"),
         (lambda completion: 1.0, "top level"),
@@ -53,6 +55,49 @@ def test_a_bad_reward_fails_with_its_reason_and_the_pool_goes_on(pool, fn, words
         return await pool.run(sample_rewards.length, rows("xyz"))
 
     assert asyncio.run(both()) == [3.0]
+
+
+def test_a_reward_that_forks_answers_once(pool):
+    async def main():
+        return [
+            await pool.run(fn, rows("xyz")) for fn in (sample_rewards.forks, sample_rewards.length)
+        ]
+
+    assert asyncio.run(main()) == [[1.0], [3.0]]
+
+
+NOTES_ITS_IMPORTS = """
+import asyncio, os, sys
+with open(sys.argv[1] if __name__ == "__main__" else os.environ["IMPORTS"], "a") as file:
+    print(os.getpid(), file=file)
+from arealite.reward.pool import RewardPool
+
+def crashes(**row):
+    os.abort()
+
+async def main():
+    pool = RewardPool(num_workers=1)
+    starting = asyncio.create_task(pool.run(crashes, [{}]))
+    done, _ = await asyncio.wait([starting], timeout=0)
+    starting.cancel()  # an episode whose deadline passes while its worker starts
+    outcomes = await asyncio.gather(*(pool.run(crashes, [{}]) for _ in range(3)), return_exceptions=True)
+    print(pool.num_replaced, {type(outcome).__name__ for outcome in outcomes})
+    pool.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_workers_are_forked_from_one_that_has_imported_the_script_once(tmp_path):
+    script, imports = tmp_path / "script.py", tmp_path / "imports"
+    script.write_text(NOTES_ITS_IMPORTS)
+    done = subprocess.run(
+        [sys.executable, script, imports], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "IMPORTS": str(imports)},
+    )  # fmt: skip
+    assert done.stdout.split(None, 1) == ["3", "{'RewardError'}\n"], done.stderr
+    assert len(imports.read_text().split()) == 2  # the script itself, and the fork server
 
 
 def test_a_reward_that_never_returns_is_killed_and_others_are_not_delayed():
