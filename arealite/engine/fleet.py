@@ -310,7 +310,8 @@ class Fleet:
             for address, server in list(self.router.servers.items()):
                 if address in living:
                     server.is_elastic = True
-                elif server.is_elastic:
+                elif server.is_elastic and server in self._reviving:
+                    # Not for the lease alone: it lapses too when its keeper stands still or the clock jumps.
                     self._leave(server)
             await asyncio.sleep(LOOK_EVERY_S)  # a shared folder cannot call back
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError
+from arealite.api.errors import ConfigError, RequestError, ServerError, WaitTimeout
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, WeightUpdateMeta
 from arealite.core.membership import Members
 from arealite.core.router import Router, Server
@@ -31,6 +32,8 @@ from arealite.engine.fleet import Fleet, Wire
 from arealite.utils import distributed
 from arealite.utils.http import HttpClient, HttpError
 from arealite.utils.weight_group import get_outbox
+
+logger = logging.getLogger("arealite.remote")
 
 ADDRESSES_ENV = "AREALITE_SERVER_ADDRS"
 NAMES_ENV = "AREALITE_NAMES"
@@ -209,7 +212,13 @@ class RemoteEngine(CollectingEngine, Wire):
         if self._http is not None and self._executor is not None:
             self._executor.abandon()
             wait = NamedWait("destroy", "connections to close", 10.0)
-            self._executor.run_coroutine(self._disconnect(self._http), wait)
+            try:
+                self._executor.run_coroutine(self._disconnect(self._http), wait)
+            except (
+                WaitTimeout,
+                RuntimeError,
+            ) as error:  # the loop is blocked by a workflow, or was ended by one
+                logger.error("connections were not closed: %s", error)
             self._http = None
         super().destroy()
 

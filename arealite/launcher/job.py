@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import uuid
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from arealite.launcher.plan import LaunchConfig, Plan, cluster_slots, make_plan
 from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir
 
+_ENDING_S = 5.0
 # Tells the driver of controller mode which job it is of: the path of job.json.
 CONTROLLER_ENV = "AREALITE_CONTROLLER"
 
@@ -128,13 +130,17 @@ class Job:
 
     def save(self) -> Path:
         """Write config.yaml and job.json; returns the latter."""
-        self.run_dir.create()
-        self.run_dir.config_path.write_text(self.config.resolved_yaml)
-        self.path.unlink(missing_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
+        with self.held():
+            self.run_dir.config_path.write_text(self.config.resolved_yaml)
+            self.path.unlink(missing_ok=True)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(dataclasses.asdict(self), file, indent=1)
         return self.path
+
+    def held(self) -> AbstractContextManager[int]:
+        """The run directory for this job alone; what a killed one left there has its time to end."""
+        return self.run_dir.held(self.config.launcher.stop_timeout_s + _ENDING_S)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

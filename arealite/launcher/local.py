@@ -15,9 +15,8 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.node import run_node
 from arealite.launcher.plan import local_slots, read_launch_config
+from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import run_main
-
-INTERRUPTED = (130, 143)
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:

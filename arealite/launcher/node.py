@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from arealite.launcher.servers import (
     server_port,
     sharing_gpus,
 )
-from arealite.launcher.supervisor import Child, ChildSpec, Interrupted, Supervisor
+from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
@@ -37,7 +38,10 @@ _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = None) -> int:
     """Run this node's part to its end; returns the exit code. Leaves no process behind."""
     names = FileNames(job.names_folder)
-    with Supervisor(job.config.launcher.stop_timeout_s) as supervisor:
+    with (
+        job.held() if node == 0 else nullcontext() as lock,
+        Supervisor(job.config.launcher.stop_timeout_s, lock) as supervisor,
+    ):
         supervisor.remove_at_end(job.run_dir.shared_weights)
         part = (make_part or NodePart)(job, node, names, supervisor)
         try:
@@ -117,7 +121,9 @@ class NodePart:
                 self.ranks.remove(child)
                 if child.code:
                     print(f"error: {child.describe_end()}", file=sys.stderr, flush=True)
-                    return child.code if child.code > 0 else 128 - child.code
+                    code = child.code if child.code > 0 else 128 - child.code
+                    # Nobody asked the launcher to end: a failure as any other.
+                    return 1 if code in INTERRUPTED else code
             elif child is self.mps:
                 print(f"warning: {child.describe_end()}; GPUs are used in turns", flush=True)
             else:

@@ -22,6 +22,8 @@ from arealite.api.errors import AReaLiteError
 from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Exit codes of a launcher that was asked to end; nothing is started again after them.
+INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
 
 class Interrupted(AReaLiteError):
@@ -80,8 +82,10 @@ class Child:
 class Supervisor:
     """Starts, watches and ends children. Use it in a `with` block, from one thread."""
 
-    def __init__(self, stop_timeout_s: float = 10.0):
+    def __init__(self, stop_timeout_s: float = 10.0, lock: int | None = None):
+        """`lock`: a descriptor that stays open until the last child is gone, also when this process is killed."""
         self.stop_timeout_s = stop_timeout_s
+        self._lock = lock
         self.children: list[Child] = []
         self._mark = f"arealite-{os.getpid()}-{time.time_ns()}"
         self._selector = selectors.DefaultSelector()
@@ -99,6 +103,7 @@ class Supervisor:
             text=True,
             bufsize=1,
             start_new_session=True,
+            pass_fds=[] if self._lock is None else [self._lock],
         )
         self._tell_warden(f"{self._mark} {self.stop_timeout_s}")
         os.set_blocking(self._wake_read, False)

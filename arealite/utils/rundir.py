@@ -6,14 +6,21 @@ Everybody who writes takes the path from here; `report` and `dashboard` read the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import to_yaml
 
+_LOOK_INTERVAL_S = 0.1  # a lock on a shared folder cannot call back
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -45,10 +52,42 @@ class RunDir:
             if config is not None:
                 self.config_path.write_text(to_yaml(config))
         except OSError as error:
-            raise ConfigError(
-                f"cannot write to the run directory {self.path}: {error.strerror}; set cluster.fileroot to a folder you can write"
-            ) from error
+            raise self._unwritable(error) from error
         return self
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"cannot write to the run directory {self.path}: {error.strerror}; set cluster.fileroot to a folder you can write"
+        )
+
+    @contextmanager
+    def held(self, wait_s: float = 0.0) -> Iterator[int]:
+        """Around a run: no other one may run here. Gives the lock's descriptor; the kernel lets go of it when all who have it are gone."""
+        try:
+            lock = os.open(self.create().path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._take(lock, time.monotonic() + wait_s)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _take(self, lock: int, deadline: float) -> None:
+        """What a killed run left may still be ending: that is waited for."""
+        pause = threading.Event()
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(lock, 200, 0).decode(errors="replace")
+                    raise ConfigError(
+                        f"a run is going on in {self.path} ({holder}): wait for its end, stop it, or give this one another trial_name"
+                    ) from None
+            pause.wait(_LOOK_INTERVAL_S)
 
 
 def _path_of(config: BaseExperimentConfig) -> Path:

@@ -14,7 +14,9 @@ from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.fingerprint import fingerprint, fingerprints, first_mismatch
+from arealite.utils.names import elastic_names
 from arealite.utils.network import free_port
+from arealite.utils.rundir import RunDir
 from tests.server_process import server_process
 
 TOKENS = 150
@@ -125,6 +127,21 @@ def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(
         until(lambda: guest.address not in engine.router.servers)
     engine.update_weights(WeightUpdateMeta("disk", weights, 2))
     assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
+
+
+def test_a_server_whose_lease_lapses_stays_while_it_answers(model_path, tmp_path, connect, steady):
+    """The keeper of a lease may stand still (Ctrl+Z), or a clock jump: nobody has left then."""
+    engine = connect(steady)
+    with server_process(model_path, deterministic="true") as guest:
+        leases = elastic_names(RunDir(tmp_path / "run"))
+        leases.publish(f"server/{guest.address}", guest.address)
+        until(lambda: is_open(engine, guest))
+        leases.close()
+        living, looks = engine.fleet.members.living, []
+        engine.fleet.members.living = lambda: looks.append(living()) or looks[-1]
+        until(lambda: len(looks) > 2)
+        assert looks[0] == set() and is_open(engine, guest)
+    until(lambda: guest.address not in engine.router.servers)
 
 
 def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_path, connect, steady):

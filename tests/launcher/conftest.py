@@ -42,8 +42,9 @@ def main(argv):
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')} mps {os.environ.get('CUDA_MPS_PIPE_DIRECTORY')}", flush=True)
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
-    if behaviour == "once" and os.environ["AREALITE_ATTEMPT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and os.environ["AREALITE_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.Signals[behaviour])
+        time.sleep(600)
     if behaviour in ("wait", "raise") or (behaviour == "requeue" and os.environ["AREALITE_ATTEMPT"] == "0"):
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         pathlib.Path(f"up{rank}").touch()

@@ -145,13 +145,33 @@ def is_server(entry: Path, work: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_end_everything(work, arguments, number, code):
-    process = start(arguments("tokenizer_path=wait"))
+    argv = arguments("tokenizer_path=wait", "recover.mode=auto", "recover.retries=1")
+    process = start(argv)
     wait_for(work / "up0", work / "up1")
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == code and f"ended by {number.name}: ending 4 processes" in out
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_one_left(
+    work, arguments
+):
+    first = start(arguments("tokenizer_path=wait"))
+    wait_for(work / "up0", work / "up1")
+    config = (RUN / "config.yaml").read_text()
+    second = start(arguments("launcher.stop_timeout_s=0", "seed=5"))
+    out, _ = second.communicate(timeout=60)
+    assert (
+        second.returncode == 2 and f"a run is going on in {work / RUN} (process {first.pid} " in out
+    )
+    assert (RUN / "config.yaml").read_text() == config
+    first.kill()
+    assert launch("script.py", arguments()) == 0
+    first.communicate()
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
@@ -169,11 +189,13 @@ def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
         time.sleep(0.05)
 
 
-def test_restart_after_a_crash(work, arguments, capfdbinary):
-    argv = arguments("tokenizer_path=once", "recover.mode=auto", "recover.retries=1")
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_restart_after_a_rank_was_killed(work, arguments, capfdbinary, number):
+    argv = arguments(f"tokenizer_path={number}", "recover.mode=auto", "recover.retries=1")
     assert launch("script.py", argv) == 0
     captured = capfdbinary.readouterr()
-    assert b"was ended by SIGKILL" in captured.err
+    end = "exited with code 130" if number == "SIGINT" else f"was ended by {number}"
+    assert end in captured.err.decode()
     assert b"starting again from the recover checkpoint (restart 1 of 1)" in captured.out
     assert "attempt 1" in (RUN / "logs" / "rank0.log").read_text()
 

@@ -145,7 +145,7 @@ def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
 
 @pytest.mark.slurm
 def test_a_failed_job_is_submitted_again(work, arguments, slurm_cluster):
-    argv = on_cpu(arguments, "tokenizer_path=once", "recover.mode=auto", "recover.retries=1", "cluster.n_gpus_per_node=2", mode="sglang.d1+d1")  # fmt: skip
+    argv = on_cpu(arguments, "tokenizer_path=SIGKILL", "recover.mode=auto", "recover.retries=1", "cluster.n_gpus_per_node=2", mode="sglang.d1+d1")  # fmt: skip
     process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
