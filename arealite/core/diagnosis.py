@@ -8,7 +8,7 @@ from typing import Any
 
 from arealite.api.errors import TrainingError
 from arealite.core.episode import Episode
-from arealite.core.staleness_manager import StalenessManager
+from arealite.core.staleness_manager import Counts, StalenessManager
 from arealite.utils.console import tell
 
 logger = logging.getLogger("arealite.executor")
@@ -42,6 +42,16 @@ class FailureStreak:
         )
         fatal.__cause__ = self.first
         return fatal
+
+
+def refuse_if_all_rejected(before: Counts, now: Counts, limit: int) -> None:
+    """A workflow that only ever returns None would be asked for ever."""
+    rejected = now.rejected - before.rejected
+    if rejected > limit and now.accepted == before.accepted:
+        raise TrainingError(
+            f"{rejected} episodes in a row were rejected (arun_episode returned None), every row of the data among them: the filter "
+            "of the workflow lets nothing pass, or with dynamic sampling no prompt has answers of different reward"
+        )
 
 
 def describe_wait(episode: Episode) -> str:

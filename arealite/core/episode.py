@@ -130,6 +130,8 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
     if not isinstance(first, torch.Tensor) or first.ndim != 2 or 0 in first.shape:
         given = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
         raise TrajectoryError(f"`input_ids` must be a tensor [n, T], got {given}")
+    if first.is_floating_point():
+        raise TrajectoryError(f"`input_ids` must be whole numbers, got {first.dtype}")
     for key in TOKEN_KEYS:
         value = result[key]
         if not isinstance(value, torch.Tensor) or value.shape != first.shape:

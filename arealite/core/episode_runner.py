@@ -100,10 +100,7 @@ class EpisodeRunner:
                 limit = f"rollout.episode_timeout_s={self.timeout_s:g}"
                 self._end(episode, TimeoutError(f"no result within {limit}"))
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a workflow may raise anything: it costs its episode
+        except BaseException as error:  # a workflow may raise anything: it costs its episode
             self._end(episode, error)
         else:
             self._end(episode, None)

@@ -42,6 +42,12 @@ class RowStream:
         assert self._first_batch is not None
         return self._first_batch
 
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of one epoch, as far as the dataloader tells."""
+        loader: Any = self.dataloader
+        return len(loader) * (self._first_batch or 0) if hasattr(loader, "__len__") else 0
+
     def require(self, count: int) -> None:
         """An epoch must hold at least `count` rows."""
         if self.position > self.first_id:

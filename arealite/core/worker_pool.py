@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import multiprocessing
 import pickle
 import socket
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.worker_process import read_message, serve, write_message
+from arealite.utils.child import fork_context
 
 START_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 3
@@ -121,8 +121,7 @@ class _Connection:
     """One worker process and the socket to it."""
 
     def __init__(self, engine_class: type, config: Any):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", engine_class.__module__])
+        context = fork_context(engine_class.__module__)
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self._knows: set[int] = set()
         self._sock, theirs = socket.socketpair()

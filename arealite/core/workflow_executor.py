@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -24,7 +24,7 @@ from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.book import Book
-from arealite.core.diagnosis import FailureStreak, diagnose, stuck
+from arealite.core.diagnosis import FailureStreak, diagnose, refuse_if_all_rejected, stuck
 from arealite.core.episode import (
     DirectCall,
     Episode,
@@ -138,8 +138,10 @@ class WorkflowExecutor:
             self.staleness.lead = Lead(self.staleness.max_staleness)
         count = self.staleness.batch_size
         stream.require(count)
+        before, patience = replace(self.staleness.counts), self.config.max_failed_episodes * count
 
         def top_up() -> None:
+            refuse_if_all_rejected(before, self.staleness.counts, max(patience, stream.epoch_rows))
             # rows beyond what may start now, so that generation never waits for the trainer's thread
             with self._lock:
                 wanted = max(0, self.staleness.capacity()) + 2 * count

@@ -302,9 +302,13 @@ class Fleet:
 
     async def _watch_members(self, members: Members) -> None:
         """Take in servers that hold a lease, let go of those that do not any more."""
-        loop = asyncio.get_running_loop()
         while True:
-            living = await loop.run_in_executor(None, members.living)
+            try:
+                living = await asyncio.to_thread(members.living)
+            except OSError as error:  # a shared folder that is away for a moment, a full disk
+                logger.warning("cannot see who joins or leaves: %s", error)
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
             for address in living - set(self.router.servers):
                 self._join(address)
             for address, server in list(self.router.servers.items()):

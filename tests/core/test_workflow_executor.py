@@ -165,6 +165,7 @@ def test_when_everything_fails_the_first_cause_is_told(executors):
     [
         (torch.ones(2), "expected a dict of tensors"),
         ({"input_ids": torch.ones(2, 3)}, "lacks"),
+        ({**make_batch(1), "input_ids": torch.ones(2, 4)}, "whole numbers, got torch.float32"),
         (
             {**make_batch(1), "logprobs": torch.zeros(2, 3)},
             r"`logprobs` is \[2, 3\], but `input_ids` is \[2, 4\]",
@@ -185,11 +186,20 @@ def test_wrong_results_are_named(executors, result, words):
         executor.wait(1)
 
 
-def test_system_exit_in_a_workflow_costs_its_episode_only(executors):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), BaseException("odd")])
+def test_whatever_a_workflow_raises_costs_its_episode_only(executors, error):
     executor = executors(batch_size=1)
-    executor.submit({"x": 0, "raises": SystemExit(3)}, Echo())
+    executor.submit({"x": 0, "raises": error}, Echo())
     executor.submit({"x": 1}, Echo())
     assert xs(executor.wait(1)) == [1]
+    assert executor.stats()["failed"] == 1 and executor.stats()["running"] == 0
+
+
+def test_a_workflow_that_rejects_every_row_stops_the_run(executors):
+    executor = executors(batch_size=2, max_failed_episodes=3)
+    data = [rows(30, reject=True)[i : i + 2] for i in range(0, 30, 2)]
+    with pytest.raises(TrainingError, match=r"3\d episodes in a row were rejected"):
+        executor.prepare_batch(data, Echo())
 
 
 def test_episode_past_its_deadline_fails(executors):
