@@ -131,11 +131,14 @@ class Job:
     def save(self) -> Path:
         """Write config.yaml and job.json; returns the latter."""
         with self.held():
-            self.run_dir.config_path.write_text(self.config.resolved_yaml)
-            self.path.unlink(missing_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(dataclasses.asdict(self), file, indent=1)
+            try:
+                self.run_dir.config_path.write_text(self.config.resolved_yaml)
+                self.path.unlink(missing_ok=True)
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(dataclasses.asdict(self), file, indent=1)
+            except OSError as error:
+                raise self.run_dir.unwritable(error) from error
         return self.path
 
     def held(self) -> AbstractContextManager[int]:

@@ -53,8 +53,10 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
             print(f"error: {error}", file=sys.stderr, flush=True)
             code = 1
         part.elastic.close()
-        # The other nodes learn of it, and end too.
-        names.publish(f"ended/{node}", str(code))
+        try:  # the other nodes learn of it, and end too
+            names.publish(f"ended/{node}", str(code))
+        except OSError as error:
+            print(f"warning: other nodes cannot be told: {error.strerror}", file=sys.stderr)
     return code
 
 

@@ -52,12 +52,12 @@ class RunDir:
             if config is not None:
                 self.config_path.write_text(to_yaml(config))
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.unwritable(error) from error
         return self
 
-    def _unwritable(self, error: OSError) -> ConfigError:
+    def unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"cannot write to the run directory {self.path}: {error.strerror}; set cluster.fileroot to a folder you can write"
+            f"cannot write to the run directory {self.path}: {error.strerror}; free space there, or set cluster.fileroot to a folder you can write"
         )
 
     @contextmanager
@@ -66,7 +66,7 @@ class RunDir:
         try:
             lock = os.open(self.create().path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.unwritable(error) from error
         try:
             self._take(lock, time.monotonic() + wait_s)
             os.ftruncate(lock, 0)

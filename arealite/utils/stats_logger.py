@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.utils.distributed import rank
 from arealite.utils.rundir import RunDir
 
@@ -48,8 +48,15 @@ class StatsLogger:
         if not self._writes:
             return
         values = {key: _finite(value) for key, value in stats.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(
+                    json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
+                )
+        except OSError as error:
+            raise AReaLiteError(
+                f"cannot write {self.path}: {error.strerror}. Free space or fix the folder's rights, then resume with recover.mode=auto"
+            ) from error
         if self._board is not None:
             for key, value in values.items():
                 if value is not None:

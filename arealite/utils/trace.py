@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger("arealite.trace")
 
 
 class Trace:
@@ -62,7 +65,7 @@ class Trace:
 
     def flush(self) -> None:
         if self._path is not None and self._events:
-            with self._path.open("a") as file:
+            with self._costs_the_trace_alone(), self._path.open("a") as file:
                 file.writelines(json.dumps(event) + ",\n" for event in self._events)
         self._events.clear()
 
@@ -70,8 +73,18 @@ class Trace:
         """Finish the file, so that it is strict JSON as well (viewers do not need it)."""
         self.flush()
         if self._path is not None:
-            text = self._path.read_text().rstrip().removesuffix(",")
-            self._path.write_text(text + "\n]\n")
+            with self._costs_the_trace_alone():
+                text = self._path.read_text().rstrip().removesuffix(",")
+                self._path.write_text(text + "\n]\n")
+            self._path = None
+
+    @contextlib.contextmanager
+    def _costs_the_trace_alone(self) -> Iterator[None]:
+        """A full disk ends the trace, not the run."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("no more is written to %s: %s", self._path, error.strerror)
             self._path = None
 
     def _add(self, event: dict) -> None:

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.utils.process import process_table
@@ -20,7 +21,10 @@ BATCH, STEPS, ETA = 4, 12, 2
 class ChaosJob:
     """`python -m arealite.launcher.local tests/chaos/task.py …` in a folder of its own."""
 
-    def __init__(self, folder: Path, model_path: Path, **overrides: object):
+    def __init__(
+        self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), **overrides: object
+    ):
+        """`wrap`: what the launcher is started through."""
         self.folder = folder
         self.run_dir = folder / "runs" / "chaos" / "job"
         options: dict[str, object] = {
@@ -56,6 +60,7 @@ class ChaosJob:
             **overrides,
         }
         self.command = [
+            *wrap,
             sys.executable,
             "-m",
             "arealite.launcher.local",

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -104,6 +105,23 @@ def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_kille
         weights.append(load_file(path))
     calm, killed = weights
     assert all(torch.equal(calm[key], killed[key]) for key in calm)
+
+
+SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2500k tmpfs "$0" && exec "$@"']
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_full_disk_ends_the_run_with_one_message(tmp_path, job):
+    (tmp_path / "runs").mkdir()
+    wrap = [*SMALL_DISK, str(tmp_path / "runs")]
+    if subprocess.run([*wrap, "true"], capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    run = job(wrap=wrap, **{"total_train_steps": 200, "recover.retries": 1})
+    assert run.finish() == 2
+    said = (tmp_path / "launcher.log").read_text()
+    assert "cannot be written" in said and "Free space" in said and "Traceback" not in said, said
+    run.until_gone()
 
 
 @pytest.mark.slow
