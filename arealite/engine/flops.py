@@ -36,11 +36,19 @@ class FlopCounter:
         self.body = total - embedding.weight.numel() - (0 if tied else self.head)
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         if experts:
-            active = text.num_experts_per_tok / experts
+            taken = getattr(text, "num_experts_per_tok", None) or getattr(
+                text, "top_k_experts", None
+            )
+            active = (taken or experts) / experts
             routed = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
             self.body -= int(routed * (1.0 - active))
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self.attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
+        # Some families have layers of several widths.
+        layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+        self.attention = 2 * sum(
+            layer.num_attention_heads
+            * (getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads)
+            for layer in layers
+        )
 
     def forward(self, lengths: Sequence[int], num_predicted: int) -> float:
         """`lengths` of the sequences, and for how many tokens the vocabulary projection is computed."""

@@ -39,6 +39,7 @@ from arealite.engine.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.shared_prefix import PrefixPlan
 from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.engine.vision import has_vision, language_model, vision_parameters
+from arealite.utils.decoders import TRIAL_TOKENS, check_interface, check_trial, original_length
 
 
 class PackedModel(nn.Module):
@@ -57,7 +58,11 @@ class PackedModel(nn.Module):
         self.context_group = layout.cp_group if layout is not None else None
         self.tensor_group = layout.tp_group if layout is not None else None
         self.ring = layout is not None and not trades_heads(model.config, layout.strategy)
-        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        text = model.config.get_text_config()
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        # Cohere multiplies logits, Granite divides them.
+        self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
+        self.longest = original_length(model.config)
         self.has_lm_head = model.get_output_embeddings() is not None
         self.trains_vision = has_vision(model.config) and not config.freeze_vision
 
@@ -81,6 +86,8 @@ class PackedModel(nn.Module):
         labels = mb["input_ids"][targets]
         # A row that is used more than once (a shared prompt's last one) adds its gradients up here.
         states = hidden.index_select(0, rows)
+        if self.logit_scale != 1.0:
+            states = states * self.logit_scale
         logp, entropy = self._logprobs(states, labels, temperature, with_entropy)
         outputs = {"logp": self._whole(logp, targets, num_tokens)}
         if with_entropy:
@@ -89,6 +96,11 @@ class PackedModel(nn.Module):
 
     def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None):
         """Last states of the tokens that this rank computes, and which of all computed ones is its first."""
+        if self.longest is not None and max(lengths) > self.longest:
+            raise ConfigError(
+                f"a sequence has {max(lengths)} tokens; beyond {self.longest} this model's rotary angles depend on the other "
+                "sequences of a batch: make prompts and answers shorter"
+            )
         ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
         if prefixes is not None:
             ids, positions = ids[prefixes.unique], positions[prefixes.unique]
@@ -184,6 +196,7 @@ def load_model(
         attention = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
     else:
         cls = AutoModelForCausalLM
+    check_interface(cls._model_mapping[type(hf_config)])
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
         # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
@@ -199,6 +212,8 @@ def load_model(
             raise ConfigError(
                 f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
             ) from error
+    if model.device.type == "cpu" and not scalar_head:  # not an empty one, on the meta device
+        _try(model, config)
     if has_vision(hf_config) and config.freeze_vision:
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)
@@ -206,6 +221,21 @@ def load_model(
         add_adapters(model, config)
     model.train()
     return model
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Compare the packed log-probs of a few tokens with the model's own forward pass."""
+    ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % model.get_output_embeddings().weight.shape[0]
+    lengths = [TRIAL_TOKENS // 3, TRIAL_TOKENS]
+    mb = {
+        "input_ids": torch.cat([ids[: lengths[0]], ids]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+        "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+        "target_positions": lengths[0] + torch.arange(1, TRIAL_TOKENS),
+    }
+    outputs = PackedModel(model.eval(), config)(mb, lengths, temperature=1.0, with_entropy=False)
+    check_trial(model, ids, outputs["logp"][mb["target_positions"]])
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from arealite.api.errors import ConfigError
 from arealite.engine.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
 from arealite.engine.shared_prefix import PrefixPlan, Segment, plan_piece, varlen_kwargs
+from arealite.utils.decoders import check_decoder
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -28,21 +29,15 @@ except ImportError:  # a build of torch without it can still train on CPU
 ATTENTION = "arealite_packed"
 # From torch 2.12 on, fewer key than query heads must be announced; before, the argument does not exist.
 _GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # fmt: skip
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_model(config: PreTrainedConfig) -> None:
-    """Refuse models whose layers mix tokens in a way that packing would get wrong."""
+    """Refuse models whose layers mix tokens in a way that packed attention does not."""
+    check_decoder(config)
     text = config.get_text_config()
-    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ConfigError(
-            f"model type {text.model_type!r} has layers of type {sorted(unknown)}, which cannot be trained on packed "
-            f"sequences; supported are {sorted(_LAYER_TYPES)}"
-        )
     if getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
-            f"model type {text.model_type!r} caps attention logits, which packed attention does not do"
+            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another model"
         )
 
 
@@ -89,6 +84,7 @@ def packed_attention(
     kv_index: torch.Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
     ring_hops: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out.
@@ -96,6 +92,11 @@ def packed_attention(
     With a context group, each rank brings its piece of the tokens and gets it back, and attends with its share of heads
     to all tokens in between; in a ring, with all heads to its own and the earlier ones of its first sequence.
     """
+    if s_aux is not None or (buckets is None and cu_seq_lens_q is None):
+        what = "has sinks" if s_aux is not None else "is not told which sequences are packed"
+        raise ConfigError(
+            f"{type(module).__name__} {what}: it cannot be trained on packed sequences"
+        )
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if ring_hops is not None:
         both = with_earlier_pieces(torch.stack([key, value], dim=1), ring_hops, context_group)

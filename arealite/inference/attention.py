@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-ATTENTION_NAME = "arealite_paged"
+from arealite.api.errors import ConfigError
+
+ATTENTION_NAME, SHAPES_NAME = "arealite_paged", "arealite_shapes"
 
 
 @dataclass
@@ -71,7 +74,7 @@ class PagedBatch:
     ) -> torch.Tensor:
         """Keep keys and values, then attend; returns [N, H, D]."""
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
-            cache.view(-1, *new.shape[1:]).index_copy_(0, self.write_to, new)
+            cache.flatten(0, 1).index_copy_(0, self.write_to, new)
         parts = []
         for tile in self.tiles:
             part = slice(tile.first, tile.first + tile.positions.numel())
@@ -94,7 +97,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    paged: Any,  # a PagedBatch, or on CUDA a DeviceBatch
+    paged: Any = None,  # a PagedBatch, or on CUDA a DeviceBatch
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -102,9 +105,19 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; returns [1, N, H, D]."""
+    if paged is None:
+        raise ConfigError(
+            f"{type(module).__name__} keeps what its model is called with from its attention, which the embedded engine "
+            "needs: serve it with sglang or vllm"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer, window = module.layer_idx, sliding_window
-    return paged.attention(layer, query, key, value, scale, window, softcap, s_aux), None
+    layer, window, own = module.layer_idx, sliding_window, value.shape[-1]
+    dim = paged.keys[layer].shape[-1]
+    narrow = not query.shape[-1] == own == dim  # latent attention, or layers of several widths
+    if narrow:
+        query, key, value = (F.pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
+    out = paged.attention(layer, query, key, value, scale, window, softcap, s_aux)
+    return out[..., :own] if narrow else out, None
 
 
 def _attend(
@@ -167,7 +180,18 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
     """The paged attention makes its own masks."""
 
 
-def register_paged_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers; harmless when repeated."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, no_mask)
+def note_shapes(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends to nothing, and leaves on the module how many KV heads of which size it has."""
+    module.kv_shape = key.shape[1], max(key.shape[-1], value.shape[-1])
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def use_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> None:
+    """Have the model attend by the function of this name."""
+    for known, function in ((ATTENTION_NAME, paged_attention), (SHAPES_NAME, note_shapes)):
+        ALL_ATTENTION_FUNCTIONS.register(known, function)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(known, no_mask)
+    model.config._attn_implementation = name
+    model.config.get_text_config()._attn_implementation = name

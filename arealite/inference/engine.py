@@ -26,10 +26,11 @@ from arealite.inference.model_runner import Step
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.ranks import ParallelRunner, ParallelWeights, Ranks, make_runner
 from arealite.inference.scheduler import Scheduler
-from arealite.inference.sequence import Request, SampleOutput, Sequence
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams, Sequence
 from arealite.inference.slots import SlotTable
 from arealite.inference.step_loop import StepLoop, resolve
 from arealite.inference.weights import ServedWeights, Staged
+from arealite.utils.decoders import TRIAL_TOKENS, check_trial
 from arealite.utils.fingerprint import Fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -94,6 +95,26 @@ class Engine(StepLoop):
         self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
         self.scheduler.settle = self._settle
         self.post = Postprocessor(slots, self.shape, self.tokenizer)
+        if self.ranks is None:  # a rank cannot run its modules alone
+            self._try()
+
+    def _try(self) -> None:
+        """Generate a little and compare it with the model's own forward pass; leaves no trace."""
+        count = min(TRIAL_TOKENS, self.max_len - 1)
+        prompt = torch.arange(1, count + 1) * 7919 % self.shape.vocab_size
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, sampling_seed=0)
+        request = Request(prompt.tolist(), params)
+        self._accept(request)
+        while not request.future.done():
+            self._step()
+        self._settle()
+        (output,) = request.future.result()
+        logprobs = torch.tensor(output.logprobs)
+        if logprobs.isfinite().all():  # broken weights are told to whoever asks for tokens
+            ids = torch.cat([prompt, torch.tensor(output.token_ids)])
+            check_trial(self.model, ids.to(self.model.device), logprobs)
+        self.scheduler.forget()
+        self.post.generated_tokens = 0
 
     # ------------------------------------------------------------------------------ calls from other threads
 

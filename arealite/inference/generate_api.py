@@ -72,11 +72,20 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
     )
 
 
+def check_text(text: str) -> None:
+    """JSON can write halves of characters, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is not valid Unicode: {error}") from error
+
+
 def encode(engine: Engine, text: Any) -> list[int]:
     if not isinstance(text, str):
         raise RequestError(f"text must be a string, got {type(text).__name__}")
     if engine.tokenizer is None:
         raise RequestError("the model has no tokenizer: send input_ids")
+    check_text(text)
     return engine.tokenizer.encode(text)
 
 

@@ -22,8 +22,15 @@ from transformers import (
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.attention import ATTENTION_NAME, register_paged_attention
-from arealite.inference.tensor_parallel import Shards, TensorGroup, check_parallel, shard_model
+from arealite.inference.attention import SHAPES_NAME, use_attention
+from arealite.inference.tensor_parallel import (
+    RowLinear,
+    Shards,
+    TensorGroup,
+    check_parallel,
+    shard_model,
+)
+from arealite.utils.decoders import check_decoder, check_interface, original_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -79,6 +86,7 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
         model_config = AutoConfig.from_pretrained(config.model_path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
+    check_decoder(model_config)
     if config.tensor_parallel > 1:
         check_parallel(model_config, config.tensor_parallel)
     return model_config
@@ -107,33 +115,50 @@ def load_model(
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Route a model's attention through the paged KV cache."""
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"{type(model).__name__} does not use transformers' attention interface, which the embedded engine needs: "
-            "serve it with sglang or vllm"
-        )
-    register_paged_attention()
-    model.config._attn_implementation = ATTENTION_NAME
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    check_decoder(model.config)
+    check_interface(type(model))
+    use_attention(model)
     return model.eval().requires_grad_(False)
 
 
 def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    own = int(text.max_position_embeddings)
+    own = int(model.config.get_text_config().max_position_embeddings)
+    own = min(own, original_length(model.config) or own)
     if context_length is not None and not 2 <= context_length <= own:
         raise ConfigError(
             f"context_length={context_length} must be between 2 and the model's {own}"
         )
+    num_layers, num_kv_heads, head_dim = _cache_shape(model)
     return ModelShape(
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         context_length=context_length or own,
         eos_ids=_eos_ids(model),
     )
+
+
+def _cache_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Layers, heads and head size of the keys and values: families name them in many ways, one token through the model shows them."""
+    if any(isinstance(module, RowLinear) for module in model.modules()):
+        # One rank cannot run alone; its plan says that it is an ordinary decoder.
+        text = model.config.get_text_config()
+        return text.num_hidden_layers, text.num_key_value_heads, text.head_dim
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    use_attention(model, SHAPES_NAME)
+    with torch.inference_mode():
+        model.base_model(input_ids=token, position_ids=token, use_cache=False)
+    use_attention(model)
+    modules: Any = [module for module in model.modules() if hasattr(module, "kv_shape")]
+    seen = {module.layer_idx: module.kv_shape for module in modules}
+    heads = {heads for heads, _ in seen.values()}
+    if len(heads) != 1 or sorted(seen) != list(range(len(seen))):
+        raise ConfigError(
+            f"{type(model).__name__} attends in layers {sorted(seen)} with {sorted(heads)} KV heads; the embedded engine "
+            "needs the same number in every layer: serve it with sglang or vllm"
+        )
+    return len(seen), heads.pop(), max(dim for _, dim in seen.values())
 
 
 def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:

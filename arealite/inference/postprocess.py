@@ -53,7 +53,7 @@ class Postprocessor:
             if slots.watched[rows[i]]:
                 self._watch(seq, token, float(logprobs[i]), is_stop=bool(stopped[i]))
             if broken[i]:
-                message = "the model's output is not finite: its weights are broken"
+                message = "no finite log-prob: the weights are broken, or every token is forbidden"
                 seq.finish_reason = {"type": "abort", "message": message, "status_code": 500}
             elif stopped[i]:
                 seq.finish_reason = {"type": "stop", "matched": token}

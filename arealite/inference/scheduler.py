@@ -53,11 +53,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # requests with samples that were never admitted
         self.preempted: deque[Sequence] = deque()  # they come before `waiting`
         self.prefilling: list[Sequence] = []
-        self.num_preemptions = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.forget()
         # Called before a sequence is preempted: results of steps in flight must be known first.
         self.settle: Callable[[], None] = lambda: None
+
+    def forget(self) -> None:
+        """Count, and look for prefixes, from here on."""
+        self.pool.flush()
+        self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
 
     @property
     def num_running(self) -> int:

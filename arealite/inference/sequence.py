@@ -23,6 +23,7 @@ MIN_TEMPERATURE = 1e-5  # below, logits would overflow
 MAX_SAMPLES = 4096
 MAX_STOP_IDS = 64
 MAX_BIAS = 1024  # entries of a logit_bias
+MAX_STOPS, MAX_STOP_LENGTH = 256, 1024  # stop strings are looked for on the engine's thread
 _PREFIX, _COUNTER = secrets.token_hex(6), itertools.count()  # ids of requests that bring none
 
 
@@ -103,10 +104,14 @@ class SamplingParams:
                         f"{name} holds token {token}, outside the vocabulary of {vocab_size}"
                     )
         for token, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise RequestError(f"logit_bias of token {token} is {bias}; use a finite number")
-        if any(not text for text in self.stop):
-            raise RequestError("stop strings must not be empty")
+            if not (abs(bias) <= 1e6 or bias == -math.inf):
+                raise RequestError(
+                    f"logit_bias of token {token} is {bias}; use -1e6 to 1e6, or -inf to forbid it"
+                )
+        if len(self.stop) > MAX_STOPS:
+            raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}")
+        if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in self.stop):
+            raise RequestError(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters")
 
     @property
     def truncates(self) -> bool:

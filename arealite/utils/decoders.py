@@ -1,0 +1,75 @@
+"""What the engines here ask of a decoder, to serve it and to train it alike.
+
+A token may see all earlier ones, or a window of them, and nothing else: states that run along the sequence, chunks, or a look ahead can be
+neither paged nor packed. A config says most of it; what it does not say, a trial shows (`check_trial`): no model gives wrong
+numbers without a sound.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from arealite.api.errors import ConfigError
+
+TRIAL_TOKENS = 24
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ELSEWHERE = "use another model, or serve it with sglang or vllm"
+
+
+def check_decoder(config: PreTrainedConfig) -> None:
+    """Refuse a model whose config says that its layers mix tokens in other ways."""
+    text = config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ConfigError(
+            f"model type {text.model_type!r} has layers of type {sorted(unknown)}; supported are {sorted(_LAYER_TYPES)}: "
+            + _ELSEWHERE
+        )
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise ConfigError(
+            f"model type {text.model_type!r} lets tokens see later ones: {_ELSEWHERE}"
+        )
+
+
+def check_interface(model: type[PreTrainedModel]) -> None:
+    """Refuse a model whose attention cannot be exchanged, or that remembers by other means."""
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(f"{model.__name__} carries a state along the sequence: {_ELSEWHERE}")
+    if not model._supports_attention_backend:
+        raise ConfigError(
+            f"{model.__name__} does not attend through transformers' attention interface: {_ELSEWHERE}"
+        )
+
+
+def original_length(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which a `longrope` model's angles depend on the position alone: one longer sequence changes those of its whole batch."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
+def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """Refuse a model that gives the last of `ids` other log-probs when it runs as Hugging Face wrote it."""
+    names = {
+        "": model.config,
+        **{key: getattr(model.config, key) for key in model.config.sub_configs},
+    }
+    before = {
+        key: config._attn_implementation for key, config in names.items() if config is not None
+    }
+    model.config._attn_implementation = "eager"
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    model.config._attn_implementation = before
+    own = logits.log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
+    # Rounding to 8 bits adds up over the layers; what is computed in another way is off by far more.
+    tolerance = 1e-2 if model.dtype == torch.float32 else 0.5
+    gap = (own.cpu() - logprobs).abs().mean().item()
+    if gap > tolerance:
+        raise ConfigError(
+            f"{type(model).__name__} computes something that is not known here: on a trial of {len(ids)} tokens, log-probs "
+            f"are off by {gap:.2g} from those of its own forward pass. {_ELSEWHERE.capitalize()}"
+        )

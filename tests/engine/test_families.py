@@ -1,0 +1,192 @@
+"""Families of decoders, tiny and random: served as `generate` generates, trained as their own forward pass computes, or refused by name.
+
+Each is served with prompts longer than its window, samples that share a prompt, chunks, and a cache too small for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from engine_testing import SPEC, engine_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SamplingParams
+
+VOCAB, NEW = 120, 12
+# Families name the same things differently: each takes those it knows.
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, n_embd=32, intermediate_size=48, ffn_dim=48, word_embed_proj_dim=32,
+    num_hidden_layers=3, n_layer=3, num_attention_heads=4, n_head=4, num_key_value_heads=2,
+    max_position_embeddings=128, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0, sliding_window=7,
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
+    initializer_range=0.3, attention_dropout=0.0, dropout=0.0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+WIDE = {"head_dim": 16}
+LATENT = dict(
+    q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4
+)  # fmt: skip
+SHARED = dict(
+    head_dim=8, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=4, num_kv_shared_layers=1,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+)  # fmt: skip
+
+
+def rope(kind: str, **given) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **given}}
+
+
+ORIGINAL = {"original_max_position_embeddings": 32}
+FAMILIES = {
+    "llama-llama3": rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL),
+    "llama-dynamic": rope("dynamic"),
+    "mistral": {},
+    "qwen2-window": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_moe": WIDE,
+    "mixtral": {},
+    "gemma": WIDE,
+    "gemma3_text": {**WIDE, "sliding_window_pattern": 2},
+    "gemma4_text": {**SHARED, "global_head_dim": 16},  # layers of two widths
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_bigcode": {},  # one KV head
+    "opt": {},
+    "olmo2": {},
+    "olmo3": {},
+    "cohere2": {"sliding_window_pattern": 2},  # logits are multiplied
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # and divided
+    "starcoder2": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm4": WIDE,
+    "exaone4": {"sliding_window_pattern": 2},
+    "deepseek_v3": LATENT,  # values narrower than keys
+}
+SERVED_ONLY = {
+    "gemma2": ({**WIDE, "attn_logit_softcapping": 2.0}, "caps attention logits"),
+    "gpt_oss": (WIDE, "has sinks"),
+}
+REFUSED = {
+    "bloom": ({}, "attention interface"),
+    "falcon": ({}, "attention interface"),
+    "gptj": ({"rotary_dim": 8}, "attention interface"),
+    "nemotron": (WIDE, "NemotronAttention"),
+    "roberta": ({"is_decoder": True}, "of its own forward pass"),  # counts positions from 2
+    "gemma3_text": ({**WIDE, "use_bidirectional_attention": True}, "see later ones"),
+    "llama4_text": (WIDE, "chunked_attention"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+    "qwen3_next": ({**WIDE, "linear_num_key_heads": 2, "linear_num_value_heads": 2}, "linear_attention"),
+    "mamba": ({"state_size": 4}, "linear_attention|carries a state"),
+}  # fmt: skip
+
+
+def make(name: str, given: dict, folder) -> PreTrainedModel:
+    kind = name.split("-")[0]
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    cls = CONFIG_MAPPING[kind]
+    known = set(inspect.signature(cls.__init__).parameters) | set(cls.attribute_map)
+    config = cls(**{key: value for key, value in SIZES.items() if key in known} | given)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases and norms begin as zeros and ones
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (2, 9, 21, 34)
+    return [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in sizes]
+
+
+def own_logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probs of `ids[1:]`."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def check_served(model: PreTrainedModel, folder) -> None:
+    settings = {"block_size": 4, "max_total_tokens": 72, "max_prefill_tokens": 16, "device": "cpu"}
+    engine = Engine(ServerConfig(model_path=str(folder), **settings)).start()
+    try:
+        params = SamplingParams(n=2, temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+        futures = [engine.submit(Request(prompt, params)) for prompt in prompts()]
+        for prompt, future in zip(prompts(), futures, strict=True):
+            ids = torch.tensor([prompt])
+            settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+            with torch.no_grad():
+                whole = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0]
+            expected = own_logprobs(model, whole.tolist())[len(prompt) - 1 :]
+            for output in future.result(60):
+                assert prompt + output.token_ids == whole.tolist()
+                torch.testing.assert_close(
+                    torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0
+                )
+        assert engine.stats()["preemptions"] > 0
+    finally:
+        engine.close()
+
+
+def make_trainer(folder) -> FSDPLMEngine:
+    engine = FSDPLMEngine(engine_config(str(folder), max_tokens_per_mb=50))
+    engine.initialize(SPEC)
+    return engine
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_served_and_trained_as_it_computes_itself(name, tmp_path):
+    model = make(name, FAMILIES[name], tmp_path)
+    check_served(model, tmp_path)
+    rows = [torch.tensor(prompt) for prompt in prompts()]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask.clone()}
+    batch["loss_mask"][:, 0] = 0
+    logp = make_trainer(tmp_path).forward(batch)["logp"]
+    for row, prompt in zip(logp, prompts(), strict=True):
+        expected = own_logprobs(model, prompt)
+        torch.testing.assert_close(row[1 : len(prompt)], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", SERVED_ONLY)
+def test_what_can_be_served_but_not_trained_says_so(name, tmp_path):
+    given, message = SERVED_ONLY[name]
+    check_served(make(name, given, tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused_at_the_start(name, tmp_path):
+    given, message = REFUSED[name]
+    make(name, given, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Engine(ServerConfig(model_path=str(tmp_path), device="cpu"))
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path)
+
+
+def test_angles_that_depend_on_the_batch_limit_the_length(tmp_path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    make("llama-longrope", rope("longrope", **ORIGINAL, **factors), tmp_path)
+    engine = Engine(ServerConfig(model_path=str(tmp_path), device="cpu"))
+    assert engine.max_len == 32
+    with pytest.raises(ConfigError, match="context_length=64"):
+        Engine(ServerConfig(model_path=str(tmp_path), device="cpu", context_length=64))
+    ids = torch.ones(1, 33, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": ids, "loss_mask": ids.clone()}
+    with pytest.raises(ConfigError, match="beyond 32"):
+        make_trainer(tmp_path).forward(batch)
