@@ -77,13 +77,13 @@ def check_trajectories(result: Any) -> Trajectories:
             f"arun_episode returned {type(result).__name__}; expected a dict of tensors, or None to reject"
         )
     rewards, shape = result.get("rewards"), _common_shape(result)
-    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != (shape[0],):
+    if not isinstance(rewards, torch.Tensor) or rewards.shape != shape[:1]:
         given = tuple(rewards.shape) if isinstance(rewards, torch.Tensor) else rewards
         raise TrajectoryError(f"`rewards` is {given}; expected a tensor of shape [{shape[0]}]")
-    total = _sum(rewards)
+    total = sum(rewards.tolist())
     if not math.isfinite(total):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
-    if not math.isfinite(_sum(result["logprobs"])):
+    if not math.isfinite(np.add.reduce(_array(result["logprobs"]), axis=None)):
         raise TrajectoryError(
             "`logprobs` are not finite: the server or the workflow made NaN or infinity"
         )
@@ -91,7 +91,7 @@ def check_trajectories(result: Any) -> Trajectories:
         value = result[key]
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
-    num_tokens = int(_sum(result["attention_mask"]))
+    num_tokens = int(np.count_nonzero(_array(result["attention_mask"])))
     if num_tokens == 0:
         raise TrajectoryError("`attention_mask` is zero everywhere: the trajectories are empty")
     return Trajectories(
@@ -111,15 +111,11 @@ def oldest_version(versions: torch.Tensor) -> int:
     return smallest if smallest < 1 << 63 else 1 << 30
 
 
-def _sum(tensor: torch.Tensor) -> float:
-    return float(np.add.reduce(_array(tensor), axis=None))
-
-
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """NumPy reduces small arrays several times faster than torch, and this runs for every episode."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.float().numpy(force=True)
-    return tensor.numpy(force=True) if tensor.requires_grad or tensor.is_cuda else tensor.numpy()
+    """NumPy reduces small arrays faster than torch and keeps the interpreter's lock; this runs for every episode."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):  # a sum of half precision overflows
+        tensor = tensor.float()
+    return tensor.numpy(force=True)
 
 
 def _common_shape(result: dict[str, Any]) -> torch.Size:
@@ -130,7 +126,7 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
     if not isinstance(first, torch.Tensor) or first.ndim != 2 or 0 in first.shape:
         given = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
         raise TrajectoryError(f"`input_ids` must be a tensor [n, T], got {given}")
-    if first.is_floating_point():
+    if first.dtype.is_floating_point:
         raise TrajectoryError(f"`input_ids` must be whole numbers, got {first.dtype}")
     for key in TOKEN_KEYS:
         value = result[key]
@@ -145,6 +141,6 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
 def join_trajectories(ids: list[int], results: list[Trajectories]) -> Batch:
     """Results of several episodes as one batch, each with its id as `group_ids`."""
     batch = concat_padded([result.batch for result in results])
-    sizes = torch.tensor([result.num_samples for result in results])
-    batch["group_ids"] = torch.tensor(ids).repeat_interleave(sizes)
+    pairs = zip(ids, results, strict=True)
+    batch["group_ids"] = torch.tensor([i for i, r in pairs for _ in range(r.num_samples)])
     return batch

@@ -1,7 +1,7 @@
 """The event-loop thread that plays episodes. It knows nothing of batches or staleness: it starts, times out, checks and reports.
 
-Used by `WorkflowExecutor`. Whatever a workflow does, each started episode is reported exactly once by `on_end`, on the loop's thread; if the
-loop itself dies, `on_crash` is told.
+Used by `WorkflowExecutor`. Whatever a workflow does, each started episode is reported exactly once by `on_end`, on the loop's thread, together
+with all that ended in the same turn of the loop; if the loop itself dies, `on_crash` is told.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from arealite.core.worker_pool import WorkerPool
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
+Ended = list[tuple[Episode, BaseException | None]]
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 
@@ -36,7 +37,7 @@ class EpisodeRunner:
         seed: int,
         timeout_s: float,
         check: Callable[[Episode, Trajectories], None],
-        on_end: Callable[[Episode, BaseException | None], None],
+        on_end: Callable[[Ended], None],
         on_crash: Callable[[BaseException], None],
     ):
         self.engine = engine
@@ -45,6 +46,7 @@ class EpisodeRunner:
         self.pool: WorkerPool | None = None  # set: episodes run in processes of their own
         self.running: dict[Episode, None] = {}  # in order of start; guarded by the executor's lock
         self._check, self._on_end, self._on_crash = check, on_end, on_crash
+        self._ended: Ended = []
         self._timer: asyncio.TimerHandle | None = None
         self.is_stopping = False
         self.loop = _new_event_loop()
@@ -107,8 +109,15 @@ class EpisodeRunner:
 
     def _end(self, episode: Episode, error: BaseException | None) -> None:
         episode.task = None
-        if not self.is_stopping:
-            self._on_end(episode, error)
+        if self.is_stopping:
+            return
+        if not self._ended:
+            self.loop.call_soon(self._report)
+        self._ended.append((episode, error))
+
+    def _report(self) -> None:
+        ended, self._ended = self._ended, []
+        self._on_end(ended)
 
     def _arm_deadline(self, oldest: Episode) -> None:
         """All episodes have the same time-out, so one timer for the oldest serves them all."""

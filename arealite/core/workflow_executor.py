@@ -32,7 +32,7 @@ from arealite.core.episode import (
     check_trajectories,
     join_trajectories,
 )
-from arealite.core.episode_runner import EpisodeRunner
+from arealite.core.episode_runner import Ended, EpisodeRunner
 from arealite.core.ledger import Ledger
 from arealite.core.row_stream import RowStream
 from arealite.core.staleness_manager import Lead, StalenessManager
@@ -374,27 +374,29 @@ class WorkflowExecutor:
                 f"{result.oldest_version}: a server missed a weight update, or the workflow fills in wrong versions"
             )
 
-    def _ended(self, episode: Episode, error: BaseException | None) -> None:
+    def _ended(self, ended: Ended) -> None:
+        """Book what ended in one turn of the loop: lock once, wake once, then start others in their place."""
         with self._lock:
-            self.runner.running.pop(episode, None)
-            if episode.call is not None:
-                self._ended_directly(episode, episode.call, error)
-                return
-            if error is not None:
-                self._failed(episode, error)
-            elif episode.result is None:
-                self.staleness.reject()
-                self.book.close(episode, "rejected", reason="the workflow returned None")
-            else:
-                self.staleness.accept()
-                heapq.heappush(self._finished, (episode.id, episode))
-                self.book.note(episode, "buffered")
-            if error is None:
-                self._failures.end()
+            for episode, error in ended:
+                self.runner.running.pop(episode, None)
+                if episode.call is not None:
+                    self._ended_directly(episode, episode.call, error)
+                elif error is not None:
+                    self._failed(episode, error)
+                else:
+                    self._failures.end()
+                    self._accept_or_reject(episode)
             self._notify_if_due()
-        if self._pending and not self._wake_pending:
-            self._wake_pending = True
-            self.runner.loop.call_soon(self._admit)
+        self._admit()
+
+    def _accept_or_reject(self, episode: Episode) -> None:
+        if episode.result is None:
+            self.staleness.reject()
+            self.book.close(episode, "rejected", reason="the workflow returned None")
+        else:
+            self.staleness.accept()
+            heapq.heappush(self._finished, (episode.id, episode))
+            self.book.note(episode, "buffered")
 
     def _ended_directly(self, episode: Episode, call: DirectCall, error: Any) -> None:
         if error is not None:

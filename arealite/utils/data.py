@@ -67,24 +67,26 @@ def concat_padded(batches: list[Batch]) -> Batch:
     """
     if not batches:
         raise ValueError("concat_padded needs at least one batch")
-    keys = set(batches[0])
+    keys = batches[0].keys()
     for other in batches[1:]:
-        if set(other) != keys:
+        if other.keys() != keys:
             raise ValueError(
-                f"batches to join differ in their keys: {sorted(keys ^ set(other))} are not in all of them"
+                f"batches to join differ in their keys: {sorted(keys ^ other.keys())} are not in all of them"
             )
     joined = {}
     for key, first in batches[0].items():
         parts = [b[key] for b in batches]
         if is_per_token(batches[0], key) or (key in VISION_KEYS and first.dim() >= 2):
-            longest = max(part.shape[1] for part in parts)
-            fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
-            lacking = [longest - part.shape[1] for part in parts]
-            # this runs for every episode: most need no padding
-            parts = [
-                pad(part, (*rest, 0, missing), value=fill) if missing else part
-                for part, missing in zip(parts, lacking, strict=True)
-            ]
+            lengths = [part.shape[1] for part in parts]
+            longest = max(lengths)
+            if min(lengths) < longest:
+                fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
+                parts = [
+                    pad(part, (*rest, 0, longest - length), value=fill)
+                    if length < longest
+                    else part
+                    for part, length in zip(parts, lengths, strict=True)
+                ]
         joined[key] = torch.cat(parts)
     return joined
 
