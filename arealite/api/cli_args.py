@@ -62,7 +62,10 @@ class InferenceEngineConfig(Section):
     adaptive_lead: bool = _help("Run ahead only as far as keeps the trainer busy.", True)
     num_workers: int = _help("Processes that run episodes; 0: in the trainer's, for light ones.", 0)
     pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
-    weight_update: str = _choice("How weights reach the servers.", "disk", "shm", "broadcast")
+    weight_update: str = _choice(
+        "How weights reach the servers; auto: shm where it works for all, else disk.",
+        *("auto", "disk", "shm", "broadcast"),
+    )
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)

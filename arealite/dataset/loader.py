@@ -74,6 +74,7 @@ class StatefulDataLoader:
         if changed:
             pairs = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
             raise DatasetError(
-                f"the data differs from the checkpoint's, its order cannot be resumed: {pairs}"
+                f"the data differs from the checkpoint's, its order cannot be resumed: {pairs}. Set it back, or start a run "
+                "of its own: another trial_name, with the trained weights (checkpoints/) as path"
             )
         self.epoch, self.position = state["epoch"], state["position"]

@@ -23,6 +23,7 @@ from arealite.core.membership import LOOK_EVERY_S, Members
 from arealite.core.router import Router, Server
 from arealite.core.waits import NamedWait
 from arealite.engine.published import read_published
+from arealite.utils.console import tell
 from arealite.utils.fingerprint import Fingerprints, first_mismatch
 
 logger = logging.getLogger("arealite.fleet")
@@ -240,6 +241,8 @@ class Fleet:
                 except (ServerError, WeightUpdateError) as error:
                     server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
+                    if isinstance(error, WeightUpdateError) and backoff_s == FIRST_BACKOFF_S:
+                        tell(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                     continue

@@ -209,7 +209,7 @@ class RemoteSGLangEngine(RemoteEngine):
         server.num_ranks = int(setup.get("tp_size", 1))
         server.device = str(setup.get("device", "cuda"))
         server.dtype = str(setup.get("dtype", "auto"))
-        if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update != "disk":
+        if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update not in ("auto", "disk"):
             raise ConfigError(
                 f"{server.address} runs in {setup['pp_size']} pipeline stages, which SGLang loads from disk only: "
                 "set rollout.weight_update=disk"

@@ -46,7 +46,7 @@ class LaunchConfig:
     model_path: str = ""
     train_device: str = "auto"
     setup_timeout_s: float = 300.0
-    weight_update: str = "disk"
+    weight_update: str = "auto"
     lora_rank: int = 0
     resolved_yaml: str = ""
     controller: bool = False
@@ -198,7 +198,7 @@ def _view(values: Any, text: str) -> LaunchConfig:
     config.models = [n for n in _MODELS if (values.get(n) or {}).get("path")] or ["model"]
     rollout = values.get("rollout") or {}
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
-    config.weight_update = rollout.get("weight_update", "disk")
+    config.weight_update = rollout.get("weight_update", "auto")
     config.lora_rank = model.get("lora_rank", 0)
     config.resolved_yaml = text or OmegaConf.to_yaml(values)
     check_section("recover", config.recover)

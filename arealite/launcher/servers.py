@@ -175,7 +175,7 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 def _sends_adapters(config: LaunchConfig) -> bool:
     """A trainer of adapters sends them alone by disk, merged into the weights otherwise."""
-    return config.lora_rank > 0 and config.weight_update == "disk"
+    return config.lora_rank > 0 and config.weight_update in ("auto", "disk")
 
 
 def _strategy(config: LaunchConfig) -> ParallelStrategy:

@@ -95,6 +95,11 @@ class Run:
             first_step=first,
         )
         self.table.__enter__()
+        if rank() == 0 and first >= self.spec.total_train_steps:
+            tell(
+                f"nothing to do: all {self.spec.total_train_steps} steps were done before. For more, raise total_train_epochs or "
+                "total_train_steps; to begin anew, give another trial_name"
+            )
         self._server_busy.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)

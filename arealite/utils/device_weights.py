@@ -39,9 +39,10 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
 
 
-def make_probe(path: str) -> tuple[DeviceWeights, str]:
-    """A small segment on the current GPU, and what whoever can map it reads there."""
-    made = DeviceWeights.create(path, {"probe": torch.empty(64, dtype=torch.int64)})
+def make_probe(path: str) -> tuple[DeviceWeights | SharedWeights, str]:
+    """A small segment in shared memory, or on the current GPU if the name says so, and what whoever can map it reads there."""
+    kind = DeviceWeights if path.endswith(SUFFIX) else SharedWeights
+    made = kind.create(path, {"probe": torch.empty(64, dtype=torch.int64)})
     made.tensors["probe"].random_()
     made.publish()
     return made, fingerprint(made.tensors["probe"])
@@ -50,11 +51,12 @@ def make_probe(path: str) -> tuple[DeviceWeights, str]:
 def read_probe(path: str) -> str:
     """What this process reads of another's probe; the reason if it cannot."""
     try:
-        return fingerprint(DeviceWeights.attach(path).tensors["probe"])
+        return fingerprint(attach(path)["probe"])
     except (WeightUpdateError, KeyError) as error:
         return str(error)
     finally:
         _mapped.pop(path, None)
+        SharedWeights.forget(path)
 
 
 class DeviceWeights:

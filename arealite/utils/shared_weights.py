@@ -76,9 +76,16 @@ class SharedWeights:
             return _mapped[path]
         except OSError as error:
             what = f"cannot attach shared weights {path}"
-            raise WeightUpdateError(f"{what}: {error.strerror}") from error
+            raise WeightUpdateError(
+                f"{what}: {error.strerror} (on another machine? then set rollout.weight_update=disk or broadcast)"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise WeightUpdateError(f"{path} does not hold shared weights: {error!r}") from error
+
+    @staticmethod
+    def forget(path: str | Path) -> None:
+        """Map the file anew when it is asked for again."""
+        _mapped.pop(Path(path), None)
 
     def publish(self) -> None:
         """What was copied into the tensors is seen by others at once."""
