@@ -56,7 +56,7 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
         try:  # the other nodes learn of it, and end too
             names.publish(f"ended/{node}", str(code))
         except OSError as error:
-            print(f"warning: other nodes cannot be told: {error.strerror}", file=sys.stderr)
+            print(f"warning: other nodes cannot be told: {error}", file=sys.stderr, flush=True)
     return code
 
 

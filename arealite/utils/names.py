@@ -11,6 +11,8 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, WaitTimeout
@@ -22,6 +24,10 @@ ELASTIC_PREFIX, _ELASTIC_TTL_S = "server/", 6.0
 _LOOK_INTERVAL_S = 0.2
 
 
+class NamesError(AReaLiteError, OSError):
+    """The folder of a name service is gone, full or not ours."""
+
+
 class FileNames:
     """Names like `servers/3` with short values such as an address, as files. Published ones live until withdrawn, or `ttl_s` after their owner last called `renew`."""
 
@@ -31,11 +37,8 @@ class FileNames:
         self._own: set[str] = set()
         self._renewed = 0.0
         self._probe = f".now-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        try:
+        with self._using_the_folder():
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            what = f"the name service needs the folder {self.folder}"
-            raise AReaLiteError(f"{what}: {error.strerror}") from error
 
     def publish(self, name: str, value: str) -> None:
         """Set or replace a name; seen whole or not at all."""
@@ -106,8 +109,9 @@ class FileNames:
 
     def _now(self) -> float:
         probe = self.folder / self._probe
-        probe.touch()
-        return probe.stat().st_mtime
+        with self._using_the_folder():
+            probe.touch()
+            return probe.stat().st_mtime
 
     def _read(self, path: Path, now: float) -> str | None:
         try:
@@ -119,8 +123,18 @@ class FileNames:
 
     def _write(self, path: Path, value: str) -> Path:
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        aside.write_text(json.dumps({"value": value, "ttl_s": self.ttl_s}))
-        return aside.replace(path)
+        with self._using_the_folder():
+            aside.write_text(json.dumps({"value": value, "ttl_s": self.ttl_s}))
+            return aside.replace(path)
+
+    @contextmanager
+    def _using_the_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise NamesError(
+                f"the folder {self.folder}, by which processes of this run find each other, cannot be used: {error.strerror}"
+            ) from error
 
     def _path(self, name: str) -> Path:
         return self.folder / _encode(name)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from arealite.api.errors import WaitTimeout
+from arealite.api.errors import AReaLiteError, WaitTimeout
 from arealite.core import membership
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.rundir import RunDir
@@ -72,3 +72,11 @@ def test_the_client_looks_where_launchers_publish(tmp_path):
     launcher = elastic_names(RunDir(tmp_path))
     launcher.publish(f"{ELASTIC_PREFIX}10.0.0.1:80", "10.0.0.1:80")
     assert membership.Members(tmp_path).living() == {"10.0.0.1:80"}
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path):
+    names = FileNames(tmp_path / "names")
+    (tmp_path / "names").rmdir()
+    for use in (lambda: names.publish("a", "1"), lambda: names.list("a"), lambda: names.get("a")):
+        with pytest.raises(AReaLiteError, match=r"find each other, cannot be used: No such file"):
+            use()
