@@ -84,10 +84,11 @@ class ChaosJob:
         )
 
     def pids(self, part: str) -> list[int]:
-        """Processes of this job: `server`, `trainer` or `launcher`."""
+        """Processes of this job: `server`, `trainer`, `worker` (of rollout) or `launcher`."""
         words = {
             "server": "arealite.cli.serve",
             "trainer": "chaos/task.py",
+            "worker": "multiprocessing.forkserver",
             "launcher": "launcher.local",
         }
         found = []

@@ -20,10 +20,21 @@ from tests.conftest import make_model
 CHOICES = {
     "allocation_mode": ["embedded.d1+d1", "embedded.d2+d1", "embedded.d1+d2"],
     "rollout.max_head_offpolicyness": [0, 1, 2, 4],
-    "rollout.weight_update": ["disk", "shm", "broadcast"],
+    "rollout.weight_update": ["auto", "disk", "shm", "broadcast"],
     "rollout.pause_mode": ["abort", "in_place"],
     "rollout.num_workers": [0, 0, 1],
 }
+
+FAULTS = [
+    "server",
+    "server",
+    "server SIGTERM",
+    "trainer",
+    "trainer SIGTERM",
+    "worker",
+    "launcher",
+    "hang",
+]
 
 
 def visit(job: ChaosJob, rng: random.Random) -> None:
@@ -32,8 +43,10 @@ def visit(job: ChaosJob, rng: random.Random) -> None:
         job.wait_for_step(min(job.steps - 1, job.step() + rng.randint(0, 3)))
         if job.launcher.poll() is not None:
             return
-        fault = rng.choice(["server", "server", "trainer", "launcher", "hang"])
+        fault = rng.choice(FAULTS)
         print(f"  step {job.step()}: {fault}", flush=True)
+        if fault == "worker" and not job.pids("worker"):
+            continue
         if fault == "hang":
             pid = job.hurt("server", signal.SIGSTOP)
             time.sleep(rng.uniform(0, 8))
@@ -44,13 +57,15 @@ def visit(job: ChaosJob, rng: random.Random) -> None:
             job.until_gone()
             job.start()
         else:
-            job.hurt(fault)
+            part, _, word = fault.partition(" ")
+            job.hurt(part, signal.Signals[word or "SIGKILL"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--way", help="only this rollout.weight_update")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     deadline = time.monotonic() + 60 * options.minutes
@@ -59,6 +74,8 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         make_model(folder / "model")
         overrides = {key: rng.choice(values) for key, values in CHOICES.items()}
+        if options.way:
+            overrides["rollout.weight_update"] = options.way
         chosen = " ".join(f"{key.split('.')[-1]}={value}" for key, value in overrides.items())
         print(f"job {number}: {chosen}, in {folder}", flush=True)
         overrides |= {"recover.retries": 20, "launcher.server_restarts": 20}
