@@ -19,6 +19,7 @@ from pathlib import Path
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import to_yaml
+from arealite.utils.process import process_table
 
 _LOOK_INTERVAL_S = 0.1  # a lock on a shared folder cannot call back
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -82,12 +83,21 @@ class RunDir:
             try:
                 return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(lock, 200, 0).decode(errors="replace")
+                holder = os.pread(lock, 200, 0).decode(errors="replace")
+                if _lives_here(holder) or time.monotonic() > deadline:
                     raise ConfigError(
                         f"a run is going on in {self.path} ({holder}): wait for its end, stop it, or give this one another trial_name"
                     ) from None
             pause.wait(_LOOK_INTERVAL_S)
+
+
+def _lives_here(holder: str) -> bool:
+    """Whether `process 123 on host` is running on this machine."""
+    words = holder.split()
+    if len(words) != 4 or words[3] != os.uname().nodename:
+        return False
+    info = process_table().get(int(words[1]))
+    return info is not None and not info.zombie
 
 
 def _path_of(config: BaseExperimentConfig) -> Path:

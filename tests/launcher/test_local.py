@@ -163,15 +163,15 @@ def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_
     first = start(arguments("tokenizer_path=wait"))
     wait_for(work / "up0", work / "up1")
     config = (RUN / "config.yaml").read_text()
-    second = start(arguments("launcher.stop_timeout_s=0", "seed=5"))
+    second = start(arguments("seed=5"))
     out, _ = second.communicate(timeout=60)
     assert (
         second.returncode == 2 and f"a run is going on in {work / RUN} (process {first.pid} " in out
     )
     assert (RUN / "config.yaml").read_text() == config
     first.kill()
-    assert launch("script.py", arguments()) == 0
     first.communicate()
+    assert launch("script.py", arguments()) == 0
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
