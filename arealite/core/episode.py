@@ -115,7 +115,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     """NumPy reduces small arrays faster than torch and keeps the interpreter's lock; this runs for every episode."""
     if tensor.dtype in (torch.bfloat16, torch.float16):  # a sum of half precision overflows
         tensor = tensor.float()
-    return tensor.numpy(force=True)
+    return tensor.numpy(force=tensor.requires_grad or tensor.is_cuda)
 
 
 def _common_shape(result: dict[str, Any]) -> torch.Size:

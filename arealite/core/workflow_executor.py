@@ -67,6 +67,9 @@ class WorkflowExecutor:
         self._pending: deque[Episode] = deque()
         self._direct: deque[Episode] = deque()
         self._finished: list[tuple[int, Episode]] = []  # heap, oldest first
+        # Joined already. Each tensor freed gives up the interpreter's lock, so the thread that made them frees them:
+        # the trainer would have to win it back from a busy loop hundreds of times per batch.
+        self._spent: list[list[Episode]] = []
         self._next_manual_id = MANUAL_IDS
         self._next_direct_id = 0
         self._stream: RowStream | None = None
@@ -293,6 +296,10 @@ class WorkflowExecutor:
                 self._wake()
         batch = self.book.hand_over(episodes, self.staleness.version, wait.waited_s)
         self._last_hand_over = time.monotonic()
+        self._spent.append(episodes)
+        del episodes
+        if not self.runner.is_stopping:
+            self._wake()
         return batch
 
     def _has_straggler(self) -> bool:
@@ -343,6 +350,7 @@ class WorkflowExecutor:
 
     def _admit(self) -> None:
         self._wake_pending = False
+        self._spent.clear()
         while self._direct and self._fatal is None:
             episode = self._direct.popleft()
             with self._lock:

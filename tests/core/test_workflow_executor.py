@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from arealite.api.errors import DatasetError, TrainingError, WaitTimeout
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import episode_seed
+from arealite.core.waits import NamedWait
 from arealite.utils.data import concat_padded
 from tests.core.conftest import Echo, StubEngine, make_batch
 
@@ -40,6 +43,24 @@ def test_results_come_oldest_first_with_their_own_group(executors):
     ids = batch["group_ids"] - batch["group_ids"][0]
     assert ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     check_conserved(executor)
+
+
+def test_joined_episodes_are_freed_at_once_by_the_thread_that_made_them(executors):
+    executor, freed_by = executors(batch_size=2), []
+
+    class Watched(Echo):
+        async def arun_episode(self, engine, data):
+            batch = await super().arun_episode(engine, data)
+            weakref.finalize(
+                batch["input_ids"], lambda: freed_by.append(threading.current_thread().name)
+            )
+            return batch
+
+    for row in rows(2):
+        executor.submit(row, Watched())
+    assert xs(executor.wait(2)) == [0, 1]
+    executor.run_coroutine(asyncio.sleep(0), NamedWait("the test", "the loop", 10.0))
+    assert freed_by == ["rollout", "rollout"]
 
 
 class Random(RolloutWorkflow):
