@@ -30,6 +30,7 @@ logger = logging.getLogger("arealite.fleet")
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
+TOLD_REFUSALS = 3
 
 
 class Wire(abc.ABC):
@@ -232,7 +233,7 @@ class Fleet:
 
     async def _revive(self, server: Server) -> None:
         """Probe until the server answers, bring its weights up to date, open it."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff_s, num_refusals = FIRST_BACKOFF_S, 0
         try:
             while self.router.servers.get(server.address) is server:
                 try:
@@ -241,7 +242,9 @@ class Fleet:
                 except (ServerError, WeightUpdateError) as error:
                     server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
-                    if isinstance(error, WeightUpdateError) and backoff_s == FIRST_BACKOFF_S:
+                    # Once may be chance: the trainer wrote the next weights while the server read.
+                    num_refusals += isinstance(error, WeightUpdateError)
+                    if num_refusals == TOLD_REFUSALS:
                         tell(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
@@ -294,8 +297,10 @@ class Fleet:
     async def _monitor(self, server: Server) -> None:
         """Ask for a sign of life now and then; without one the server is given up."""
         limit_s = self.config.health_timeout_s
-        while self.router.servers.get(server.address) is server:
+        while True:
             await asyncio.sleep(limit_s / 3)
+            if self.router.servers.get(server.address) is not server:
+                return
             if server in self._reviving:
                 continue
             try:

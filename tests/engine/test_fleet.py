@@ -1,12 +1,13 @@
 """Servers that fail, hang, come back, join, leave or hold wrong weights: real processes throughout."""
 
 import asyncio
+import re
 import signal
 import time
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import WeightUpdateError
@@ -127,6 +128,23 @@ def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(
         until(lambda: guest.address not in engine.router.servers)
     engine.update_weights(WeightUpdateMeta("disk", weights, 2))
     assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
+
+
+def test_a_server_with_another_model_is_refused_on_the_console_and_the_job_goes_on(
+    model_path, tmp_path, connect, steady, capfd
+):
+    other = Qwen2Config.from_pretrained(model_path)
+    other.vocab_size += 64
+    Qwen2ForCausalLM(other).save_pretrained(tmp_path / "larger")
+    engine = connect(steady)
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+    with server_process(tmp_path / "larger", join=tmp_path / "run") as guest:
+        said = []
+        until(lambda: said.append(capfd.readouterr().out) or "no requests" in "".join(said))
+        words = rf"warning: {guest.address} gets no requests.*model.embed_tokens.weight has shape"
+        assert re.search(words, "".join(said))
+        assert not is_open(engine, guest)
+        assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 
 def test_a_server_whose_lease_lapses_stays_while_it_answers(model_path, tmp_path, connect, steady):
