@@ -221,12 +221,16 @@ class _Worker:
 
     async def start(self) -> None:
         # On a thread: the first start lasts until the fork server has imported the script.
-        await asyncio.to_thread(self.process.start)
-        self._theirs.close()
         try:
+            await asyncio.to_thread(self.process.start)
+            self._theirs.close()
             await self._receive(_START_TIMEOUT_S)
         except _WorkerLost as lost:
             raise RewardError(f"a reward worker could not start: it {lost}") from None
+        except (EOFError, OSError) as error:
+            raise RewardError(
+                f"a reward worker could not start: the fork server ended ({error!r})"
+            ) from error
 
     async def ask(self, job: bytes, timeout_s: float) -> tuple[str, Any]:
         try:

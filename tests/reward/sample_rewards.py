@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 
 
@@ -39,6 +40,16 @@ def leaves(completion, **data):
 
 def forks(completion, **data):
     return 1.0 if os.fork() else 2.0
+
+
+def ends_the_fork_server(completion, **data):
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.abort()
+
+
+def closes_everything(completion, **data):
+    os.closerange(3, 1000)
+    return 1.0
 
 
 def returns_text(completion, **data):

@@ -1,6 +1,7 @@
 """The reward pool: whatever a reward does costs its own job, and no process is left behind."""
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -43,6 +44,7 @@ def test_a_group_is_one_job(pool):
         (sample_rewards.exits, "killed its worker process .exit code 7"),
         (sample_rewards.raises_odd, "not even an Exception"),
         (sample_rewards.leaves, "SystemExit: enough"),
+        (sample_rewards.closes_everything, "killed its worker process .exit code 1"),
         (sample_rewards.returns_text, "must return a number"),
         (sample_rewards.returns_nan, "must be finite"),
         (lambda completion: 1.0, "top level"),
@@ -176,6 +178,22 @@ def test_a_coroutine_is_awaited_on_the_loop(pool):
         assert not pool._workers
 
     asyncio.run(main())
+
+
+def test_a_fork_server_that_dies_is_replaced():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=20.0)
+        outcomes = []
+        for _ in range(3):  # whoever is the first to notice that it is gone may fail
+            with contextlib.suppress(RewardError):
+                await pool.run(sample_rewards.ends_the_fork_server, rows("x"))
+            with contextlib.suppress(RewardError):
+                outcomes += await pool.run(sample_rewards.length, rows("xyz"))
+        outcomes += await pool.run(sample_rewards.length, rows("xyz"))
+        pool.close()
+        return outcomes
+
+    assert 3.0 in asyncio.run(main())
 
 
 SCRIPT = """
