@@ -46,18 +46,18 @@ class Adapter:
 
 def read_tensors(folder: Path, stem: str) -> Weights:
     """All tensors of `stem`.safetensors, or of the several files that its index names."""
-    if not folder.is_dir():
-        raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
     index = folder / f"{stem}.safetensors.index.json"
     weights: Weights = {}
     try:
+        if not folder.is_dir():
+            raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
         names = [f"{stem}.safetensors"]
         if index.exists():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         for name in names:
             with safe_open(folder / name, framework="pt") as file:
                 weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise WeightUpdateError(
             f"cannot read the weights in {folder}: {error}. The old weights are still served"
         ) from error

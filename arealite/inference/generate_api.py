@@ -15,7 +15,15 @@ from aiohttp import web
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.http import ENGINE, event_stream, finish, progress, read_object, token_ids
+from arealite.inference.http import (
+    ENGINE,
+    event_stream,
+    finish,
+    flag,
+    progress,
+    read_object,
+    token_ids,
+)
 from arealite.inference.json_arrays import encode_tokens
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
@@ -37,7 +45,8 @@ _UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_ex
 async def generate(http_request: web.Request) -> web.StreamResponse:
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     request = parse(engine, body)
-    if body.get("stream"):
+    if flag(body, "stream"):
+        request.want_text = engine.tokenizer is not None
         return await event_stream(http_request, _stream(engine, request))
     outputs = await finish(http_request.app, request)
     for output in outputs:
@@ -55,7 +64,7 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
     unknown = sorted(set(body) - _KNOWN)
     if unknown:
         raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(_KNOWN))}")
-    text, ids = body.get("text"), body.get("input_ids")
+    text, ids, params = body.get("text"), body.get("input_ids"), body.get("sampling_params")
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids")
     if ids is None:
@@ -65,10 +74,10 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
         raise RequestError(f"rid must be a string, got {rid!r}")
     return Request(
         token_ids(ids, "input_ids"),
-        SamplingParams.from_json(body.get("sampling_params") or {}),
+        SamplingParams.from_json({} if params is None else params),
         rid,
-        want_text=text is not None or bool(body.get("return_text")),
-        want_raw_logprobs=bool(body.get("return_raw_logprob")),
+        want_text=text is not None or flag(body, "return_text"),
+        want_raw_logprobs=flag(body, "return_raw_logprob"),
     )
 
 
@@ -128,7 +137,6 @@ async def _stream(engine: Engine, request: Request) -> AsyncIterator[str]:
     async for event in progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
-                output.text = texts[i] if output.text is None else output.text
                 yield encode_output(engine, request, i, output)
             return
         index, token, logprob, text = event

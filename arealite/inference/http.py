@@ -60,16 +60,21 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body is an empty object."""
-    raw = await request.read()
-    if not raw:
-        return {}
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        raw = await request.read()
+        body = json.loads(raw) if raw else {}
+    except (web.RequestPayloadError, ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}")
+    return bool(value)
 
 
 def token_ids(value: Any, name: str) -> list[int]:

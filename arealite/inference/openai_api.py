@@ -1,26 +1,29 @@
 """OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools that speak them.
 
-Beyond OpenAI's fields: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids` (adds the prompt's and
+Only the sampled token's log-prob is known: alternatives (`top_logprobs`) are refused. Beyond OpenAI's fields: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids` (adds the prompt's and
 the output's token ids, so that a trainer need not tokenise again).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
+from jinja2 import TemplateError
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.generate_api import encode
+from arealite.inference.generate_api import check_text, encode
 from arealite.inference.http import (
     ENGINE,
     event_stream,
     finish,
+    flag,
     json_response,
     progress,
     read_object,
@@ -60,10 +63,21 @@ _OTHER = {
     "chat_template_kwargs",
     "stream",
     "logprobs",
-    "top_logprobs",
     "user",
+    "metadata",
     "return_token_ids",
     "stream_options",
+}
+# What clients send along and the engine does not do: accepted with the values that ask for nothing.
+_INERT: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
 }
 
 
@@ -78,7 +92,7 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     params = _sampling(body, default_max_tokens=16)
     prompts = _prompts(engine, body.get("prompt"))
     requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
-    if body.get("stream"):
+    if flag(body, "stream"):
         if len(requests) > 1:
             raise RequestError("stream takes one prompt")
         return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
@@ -91,16 +105,20 @@ async def chat_completions(http_request: web.Request) -> web.StreamResponse:
     ids = _chat_prompt(engine, body)
     params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
     request = Request(ids, params, want_text=True)
-    if body.get("stream"):
+    if flag(body, "stream"):
         return await event_stream(http_request, _stream(engine, request, body, chat=True))
     outputs = await finish(http_request.app, request)
     return json_response(_result(engine, [request], [outputs], body, chat=True))
 
 
 def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
-    unknown = sorted(set(body) - set(_SAMPLING) - _OTHER)
-    if unknown:
-        raise RequestError(f"unknown or unsupported field {unknown[0]!r}")
+    for name, value in body.items():
+        if value is None or name in _SAMPLING or name in _OTHER:
+            continue
+        if name not in _INERT:
+            raise RequestError(f"unknown or unsupported field {name!r}")
+        if value not in _INERT[name]:
+            raise RequestError(f"{name}={value!r} is not supported; leave it out")
     values = {"max_new_tokens": default_max_tokens}
     values |= {_SAMPLING[k]: v for k, v in body.items() if k in _SAMPLING and v is not None}
     return SamplingParams.from_json(values)
@@ -128,17 +146,19 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
         raise RequestError("every message must be an object with a role")
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages,
-            tools=body.get("tools"),
-            add_generation_prompt=True,
-            return_dict=False,
-            **(body.get("chat_template_kwargs") or {}),
+    variables = body.get("chat_template_kwargs") or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if not isinstance(variables, dict) or variables.keys() & own.keys():
+        raise RequestError(
+            f"chat_template_kwargs must map variables of the template to values, got {variables!r}"
         )
-    except (TypeError, ValueError, KeyError) as error:
+    settings = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(messages, **settings, **variables)
+    except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
-    return list(encoded)
+    check_text(text)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _result(
@@ -157,13 +177,14 @@ def _result(
                 choice["prompt_token_ids"] = request.prompt.tolist()
             choices.append(choice)
     prompt_tokens = sum(len(request.prompt) for request in requests)
-    completion_tokens = sum(len(output.token_ids) for outputs in groups for output in outputs)
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    usage = _usage(prompt_tokens, [output for outputs in groups for output in outputs])
     return {**_envelope(engine, requests[0], body, chat), "choices": choices, "usage": usage}
+
+
+def _usage(prompt_tokens: int, outputs: list[SampleOutput]) -> dict[str, int]:
+    sampled = sum(len(output.token_ids) for output in outputs)
+    total = prompt_tokens + sampled
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
 
 
 def _envelope(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -184,14 +205,17 @@ def _content(
 ) -> dict[str, Any]:
     text = output.text or ""
     content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    # `false` asks for none; OpenAI's completions endpoint counts alternatives, of which 0 still means the token itself.
-    if body.get("logprobs") is not None and body["logprobs"] is not False:
-        content["logprobs"] = _logprobs(engine, output, chat)
+    if _wants_logprobs(body):
+        content["logprobs"] = _logprobs(engine, output.token_ids, output.logprobs, chat)
     return {**content, "finish_reason": output.finish_reason["type"]}
 
 
-def _logprobs(engine: Engine, output: SampleOutput, chat: bool) -> dict[str, Any]:
-    ids, logprobs = output.token_ids, output.logprobs
+def _wants_logprobs(body: dict[str, Any]) -> bool:
+    """`false` asks for none; OpenAI's completions endpoint counts alternatives, of which 0 still means the token itself."""
+    return body.get("logprobs") is not None and body["logprobs"] is not False
+
+
+def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool) -> dict[str, Any]:
     names = (
         [f"token_id:{token}" for token in ids]
         if engine.tokenizer is None
@@ -206,17 +230,29 @@ def _logprobs(engine: Engine, output: SampleOutput, chat: bool) -> dict[str, Any
 async def _stream(
     engine: Engine, request: Request, body: dict[str, Any], chat: bool
 ) -> AsyncIterator[str]:
-    """One chunk per piece of text, and a last one per choice with its finish_reason."""
+    """One chunk per piece of text (or per token, with log-probs), and a last one per choice with its finish_reason."""
     envelope = _envelope(engine, request, body, chat)
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError(f"stream_options must be an object, got {options!r}")
+    num_sent = [0] * request.params.n  # characters
     async for event in progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
-                piece = _piece(i, "", output.finish_reason["type"], chat)
+                rest = (output.text or "")[num_sent[i] :]
+                piece = _piece(i, rest, output.finish_reason["type"], chat)
                 yield json.dumps({**envelope, "choices": [piece]})
+            if options.get("include_usage"):
+                usage = _usage(len(request.prompt), event)
+                yield json.dumps({**envelope, "choices": [], "usage": usage})
             return
-        index, _, _, text = event
-        if text:
-            yield json.dumps({**envelope, "choices": [_piece(index, text, None, chat)]})
+        index, token, logprob, text = event
+        num_sent[index] += len(text)
+        piece = _piece(index, text, None, chat)
+        if _wants_logprobs(body):
+            piece["logprobs"] = _logprobs(engine, [token], [logprob], chat)
+        if text or _wants_logprobs(body):
+            yield json.dumps({**envelope, "choices": [piece]})
 
 
 def _piece(index: int, text: str, reason: str | None, chat: bool) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Postprocessor:
             seq = slots.sequence[rows[i]]
             token = int(tokens[i])
             if slots.watched[rows[i]]:
-                self._watch(seq, token, float(logprobs[i]), is_stop=bool(stopped[i]))
+                count = int(at[i] + 1 - slots.prompt_len[rows[i]])
+                self._watch(seq, token, float(logprobs[i]), count, is_stop=bool(stopped[i]))
             if broken[i]:
                 message = "no finite log-prob: the weights are broken, or every token is forbidden"
                 seq.finish_reason = {"type": "abort", "message": message, "status_code": 500}
@@ -68,8 +69,8 @@ class Postprocessor:
             ended.append(seq)
         return ended
 
-    def _watch(self, seq: Sequence, token: int, logprob: float, is_stop: bool) -> None:
-        """Follow the text of a sequence token by token, and tell whoever streams it."""
+    def _watch(self, seq: Sequence, token: int, logprob: float, count: int, is_stop: bool) -> None:
+        """Follow the text of a sequence by its token number `count`, and tell whoever streams it."""
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params
@@ -78,9 +79,7 @@ class Postprocessor:
             )
         text = ""
         if seq.detokenizer is not None and not is_stop:
-            text = seq.detokenizer.add(token)
-            if self.num_sampled(seq) < request.params.min_new_tokens:
-                seq.detokenizer.matched = None
+            text = seq.detokenizer.add(token, may_stop=count >= request.params.min_new_tokens)
         if request.on_progress is not None:
             request.on_progress(seq.index, token, logprob, text)
 

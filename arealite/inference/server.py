@@ -293,7 +293,7 @@ def _version(engine: Engine, body: dict[str, Any]) -> int:
     given = body.get("weight_version")
     if given is None:
         return engine.version + 1
-    try:
-        return int(given)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"weight_version must be a whole number, got {given!r}") from error
+    digits = str(given) if type(given) in (int, str) else ""
+    if not (digits.isdecimal() and len(digits) < 19):
+        raise RequestError(f"weight_version must be a whole number from 0 on, got {given!r}")
+    return int(digits)

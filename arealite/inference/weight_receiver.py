@@ -33,6 +33,10 @@ class WeightReceiver:
                 "to join a group give master_address, master_port, rank_offset, world_size and group_name: "
                 f"{error!r}"
             ) from error
+        if not (0 < port < 2**16 and 0 < rank < size):
+            raise RequestError(
+                f"no group has port {port}, rank_offset {rank} of world_size {size}: the sender is rank 0"
+            )
         if backend != "gloo":
             raise RequestError(
                 f"backend is {backend!r}; the embedded engine receives weights over gloo"
@@ -42,8 +46,9 @@ class WeightReceiver:
         try:
             self._group = WeightGroup(address, port, rank, size, name, **limits)
         except RuntimeError as error:
+            cause = str(error).splitlines()[0]  # torch adds its stack
             raise WeightUpdateError(
-                f"cannot join the group at {address}:{port}: {error}"
+                f"cannot join the group at {address}:{port}: {cause}"
             ) from error
         self._name = name
 

@@ -70,6 +70,10 @@ class ServedWeights:
             )
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
+            if not weights[name].is_floating_point():
+                raise WeightUpdateError(
+                    f"{source}: {name} holds {weights[name].dtype}, weights are floating-point numbers. The old weights are still served"
+                )
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def accept(self, staged: Staged) -> None:

@@ -131,6 +131,25 @@ def test_openai_endpoints(server, tokenizer):
     assert status == 200 and raw.decode().rstrip().endswith("data: [DONE]")
 
 
+def test_an_openai_stream_is_the_whole_answer_in_pieces(server):
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 40}
+    body |= {"logprobs": True, "tool_choice": "auto", "ignore_eos": True, "temperature": 2.0}
+    text = server("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    body["stop"] = [text[20:23], text[30:36]]
+    whole = server("/v1/chat/completions", body)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    _, raw = server.request("/v1/chat/completions", body | options)
+    events = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line]
+    *chunks, last = [json.loads(event) for event in events[:-1]]
+    assert last["usage"] == whole["usage"] and last["choices"] == []
+    for choice in whole["choices"]:
+        pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["delta"]["content"] for p in pieces) == choice["message"]["content"]
+        logprobs = [entry for p in pieces if "logprobs" in p for entry in p["logprobs"]["content"]]
+        assert logprobs == choice["logprobs"]["content"]
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+
+
 BAD = [
     ("/generate", b"{not json", "valid JSON"),
     ("/generate", b"[1]", "object"),
@@ -167,6 +186,35 @@ BAD = [
     ("/update_weights_from_disk", b'{"model_path": "/nowhere"}', "not a folder"),
     ("/update_weights_from_shm", b'{"path": "/nowhere"}', "/nowhere"),
     ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": "x"}', "weight_version"),
+    ("/generate", b'{"text": "\\ud800"}', "Unicode"),
+    ("/generate", b'{"input_ids": [true]}', "token ids"),
+    ("/generate", b'{"input_ids": [1], "stream": "no"}', "stream must be"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": []}', "sampling_params"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1e300}}}', "1e+300"),
+    (
+        "/generate",
+        json.dumps({"text": "a", "sampling_params": {"stop": ["x"] * 9999}}).encode(),
+        "256",
+    ),
+    ("/update_weights_from_disk", json.dumps({"model_path": "x" * 9999}).encode(), "cannot read"),
+    ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": -1}', "weight_version"),
+    ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": 1.5}', "weight_version"),
+    (
+        "/init_weights_update_group",
+        b'{"master_address": "localhost", "master_port": 99999, "rank_offset": 1, "world_size": 2, "group_name": "g"}',
+        "port 99999",
+    ),
+    (
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user"}], "top_logprobs": 5}',
+        "top_logprobs",
+    ),
+    (
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"return_tensors": "pt"}}',
+        "chat_template_kwargs",
+    ),
+    ("/v1/completions", b'{"prompt": "a", "echo": true}', "echo"),
     ("/v1/completions", b'{"prompt": 3}', "prompt"),
     ("/v1/chat/completions", b'{"messages": []}', "messages"),
     ("/v1/chat/completions", b'{"messages": [3]}', "role"),
@@ -195,6 +243,7 @@ def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path
         ({k: v for k, v in changed.items() if "layers.1.mlp.up" not in k}, "lacks"),
         (changed | {"surplus": torch.zeros(1)}, "unknown"),
         (changed | {"model.norm.weight": torch.zeros(3)}, "shape"),
+        (changed | {"model.norm.weight": torch.zeros(32, dtype=torch.int64)}, "int64"),
     ):
         folder = tmp_path / message
         folder.mkdir()
