@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import pytest
 import torch
 
-from arealite.inference.sampler import SamplingBatch, gumbel_noise, sample, truncate
+from arealite.inference.sampler import SamplingBatch, gumbel_noise, make_batch, sample, truncate
+from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.slots import SlotTable
 
 
 def batch_of(count: int, **given) -> SamplingBatch:
@@ -83,3 +89,76 @@ def test_greedy_bias_ban_and_penalties():
         repetition=2 * column,
     )
     assert sample(logits, batch)[0].tolist() == [2, 1, 1, 1]
+
+
+PROMPT, OUTPUT, EOS = [1, 2, 2, 5], [3, 3, 7, 2], 11
+COMBINED = [
+    {"temperature": 0.6},
+    {"temperature": 1.7, "top_p": 0.8},
+    {"top_k": 4, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 0.8, "min_p": 0.2, "logit_bias": {4: 3.0, 0: -math.inf}},
+    {"repetition_penalty": 1.6, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "temperature": 1.3, "top_k": 6},
+    {
+        "min_new_tokens": 9,
+        "stop_token_ids": [6, 9],
+        "logit_bias": {EOS: 5.0, 6: 2.0},
+        "temperature": 1.2,
+        "top_p": 0.95,
+        "presence_penalty": 1.0,
+    },
+]
+
+
+def defined(logits: list[float], params: SamplingParams) -> tuple[dict[int, float], list[float]]:
+    """Token by token, as the parameters are defined: what may be drawn with which probability, and the reported log-probs."""
+    logits = list(logits)
+    for token in range(len(logits)):
+        if token in PROMPT + OUTPUT:
+            penalty = params.repetition_penalty
+            logits[token] *= 1 / penalty if logits[token] > 0 else penalty
+        count = OUTPUT.count(token)
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        logits[token] = (logits[token] + params.logit_bias.get(token, 0.0)) / params.temperature
+    total = sum(map(math.exp, logits))
+    reported = [x - math.log(total) for x in logits]
+    banned = {EOS, *params.stop_token_ids} if len(OUTPUT) < params.min_new_tokens else set()
+    order = sorted(set(range(len(logits))) - banned, key=lambda t: -logits[t])
+    order = order[: params.top_k] if params.top_k > 0 else order
+    total = sum(math.exp(logits[t]) for t in order)
+    kept, before = [], 0.0
+    for token in order:
+        if before < params.top_p:
+            kept.append(token)
+        before += math.exp(logits[token]) / total
+    kept = [t for t in kept if math.exp(logits[t] - logits[kept[0]]) >= params.min_p]
+    total = sum(math.exp(logits[t]) for t in kept)
+    return {t: math.exp(logits[t]) / total for t in kept}, reported
+
+
+@pytest.mark.parametrize("given", COMBINED)
+def test_draws_follow_the_definition_of_all_parameters_together(given):
+    count, params = 6000, SamplingParams(**given)
+    slots = SlotTable(count + 3, 16, 4)
+    for seed in range(count + 3):  # the last rows are others', who want nothing of it
+        request = Request(PROMPT, params if seed < count else SamplingParams())
+        request.sequences[0].seed = seed
+        request.sequences[0].saved_tokens = np.array(OUTPUT, np.int32)
+        request.sequences[0].saved_logprobs = request.sequences[0].saved_raw = np.zeros(4)
+        slots.take(request.sequences[0], 16)
+    rows = np.arange(count + 3)
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
+    batch = make_batch(slots, np.flip(rows).copy(), 12, [EOS])
+    tokens, logprobs, _ = sample(logits.expand(len(rows), -1), batch)
+    mine = [
+        i for i, row in enumerate(np.flip(rows)) if slots.sequence[row].request.params is params
+    ]
+    probs, reported = defined(logits.tolist(), params)
+    drawn = torch.bincount(tokens[mine], minlength=12)
+    assert set(drawn.nonzero()[:, 0].tolist()) <= set(probs)
+    chi2 = sum((drawn[t].item() - count * p) ** 2 / (count * p) for t, p in probs.items())
+    freedom = len(probs) - 1
+    assert chi2 < freedom + 4 * (2 * freedom) ** 0.5 + 4
+    torch.testing.assert_close(logprobs[mine], torch.tensor(reported)[tokens[mine]])
+    alone = sample(logits[None], make_batch(slots, np.array([5]), 12, [EOS]))
+    assert alone[0].item() == tokens[len(rows) - 1 - 5].item()
