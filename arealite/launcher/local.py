@@ -16,7 +16,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.node import run_node
 from arealite.launcher.plan import local_slots, read_launch_config
 from arealite.launcher.supervisor import INTERRUPTED
-from arealite.utils.config import run_main
+from arealite.utils.config import REFUSED, run_main
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
@@ -47,7 +47,7 @@ def _require_folder(model_path: str) -> None:
 
 
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
-    """Run a job, and again after a failure as often as `recover.retries` says. Used by all launchers that restart by themselves."""
+    """Run a job, and again after a failure that may pass, as often as `recover.retries` says. Used by all launchers that restart by themselves."""
     retries = job.config.recover.retries
     for number in range(retries + 1):
         attempt = replace(job, attempt=number)
@@ -56,7 +56,7 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
             code = run(attempt)
         finally:
             shutil.rmtree(attempt.names_folder, ignore_errors=True)
-        if code == 0 or code in INTERRUPTED or number == retries:
+        if code in (0, REFUSED, *INTERRUPTED) or number == retries:
             return code
         which = f"restart {number + 1} of {retries}"
         print(f"starting again from the recover checkpoint ({which})", flush=True)

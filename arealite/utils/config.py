@@ -22,7 +22,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
 
 T = TypeVar("T")
 # Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
@@ -30,6 +30,8 @@ T = TypeVar("T")
 CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
 # Set by a launcher: the log of this process.
 LOG_FILE_ENV = "AREALITE_LOG_FILE"
+REFUSED = 2
+_LASTING = (ConfigError, DatasetError, CheckpointError)
 USAGE = "usage: script.py [--config FILE.yaml]... [key=value]... [--help]"
 
 
@@ -72,13 +74,15 @@ def to_yaml(config: Any) -> str:
 
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
-    """Run a command line: errors meant for people are printed without a traceback and exit with 2, Ctrl+C with 130."""
+    """Run a command line: errors meant for people are printed without a traceback and exit with 2 if the same command would fail
+    again (launchers do not start it again), else with 1; Ctrl+C with 130.
+    """
     log_to_file()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(REFUSED if isinstance(error, _LASTING) else 1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -34,12 +34,15 @@ http.server.ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import DatasetError
 from arealite.utils.config import load_config, run_main
 
 def main(argv):
     config = load_config(argv, GRPOConfig)
     rank, behaviour = os.environ["RANK"], config.tokenizer_path
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')} mps {os.environ.get('CUDA_MPS_PIPE_DIRECTORY')}", flush=True)
+    if behaviour == "refuse":
+        raise DatasetError("no rows")
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
     if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and os.environ["AREALITE_ATTEMPT"] == "0":

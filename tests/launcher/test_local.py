@@ -200,6 +200,13 @@ def test_restart_after_a_rank_was_killed(work, arguments, capfdbinary, number):
     assert "attempt 1" in (RUN / "logs" / "rank0.log").read_text()
 
 
+def test_what_would_fail_again_is_not_started_again(work, arguments, capfdbinary):
+    argv = arguments("tokenizer_path=refuse", "recover.mode=auto", "recover.retries=3", mode="d2")
+    assert launch("script.py", argv) == 2
+    captured = capfdbinary.readouterr()
+    assert b"error: no rows" in captured.out and b"starting again" not in captured.out
+
+
 def test_retries_run_out(work, arguments):
     argv = arguments("tokenizer_path=raise", "recover.mode=auto", "recover.retries=1", mode="d2")
     assert launch("script.py", argv) == 1

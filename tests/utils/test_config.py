@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, WaitTimeout
 from arealite.utils.config import help_text, load_config, load_plain, run_main, to_yaml
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m", "gconfig.n_samples=4"]  # fmt: skip
@@ -141,12 +141,16 @@ def test_run_main_exit_codes(capsys):
     def fails(argv):
         raise ConfigError("no such thing")
 
-    for main, code in ((fails, 2), (lambda argv: 7, 7), (lambda argv: None, 0)):
+    def may_pass(argv):
+        raise WaitTimeout("too slow")
+
+    cases = ((fails, 2), (may_pass, 1), (lambda argv: 7, 7), (lambda argv: None, 0))
+    for main, code in cases:
         with pytest.raises(SystemExit) as caught:
             run_main(main, [])
         assert caught.value.code == code
     captured = capsys.readouterr()
-    assert captured.err == "error: no such thing\n"
+    assert captured.err == "error: no such thing\nerror: too slow\n"
 
 
 def test_a_launched_process_logs_to_its_file_and_not_to_the_console(tmp_path):
