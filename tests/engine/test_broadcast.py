@@ -156,6 +156,16 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
         assert two.get("model_info")["weight_version"] == "3"
 
 
+def test_a_server_that_dies_before_the_group_has_met_leaves_the_others(model_path, connect, steady):  # noqa: F811
+    with server_process(model_path) as one:
+        engine = connect(one, steady, health_timeout_s=60.0)
+        put_outbox("early", other_weights(model_path).named_parameters())
+        one.signal(signal.SIGKILL)
+        one.process.wait()
+        engine.update_weights(WeightUpdateMeta("broadcast", "early", 1))
+        assert is_open(engine, steady) and steady.get("model_info")["weight_version"] == "1"
+
+
 def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(
     model_path,
     connect,  # noqa: F811
