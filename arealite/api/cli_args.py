@@ -233,7 +233,8 @@ class BaseExperimentConfig(Section):
         )
         _require(
             self.valid_dataset is not None or not any(vars(self.evaluator).values()),
-            "evaluator says when to run the validation set, but there is none: set valid_dataset.path",
+            "evaluator says when to run the validation set, but there is none: set valid_dataset.path "
+            "(any word where the script makes its own rows)",
         )
         size, num_shares = self.train_dataset.batch_size, self.num_shares
         _require(

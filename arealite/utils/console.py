@@ -1,7 +1,7 @@
 """What a person sees of a run: one live table with a progress bar, what they must know at once, a summary at the end.
 
 On a terminal, `ProgressTable` draws the table and sends all other output of the process to its log meanwhile, except what is said by `tell`; elsewhere it
-prints a plain line every few steps. Ranks other than 0 show nothing.
+prints a plain line for the first step, every few steps, and at least every half minute. Ranks other than 0 show nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rich.table import Table
 
 from arealite.utils.distributed import rank
 
-_NUM_ROWS, _PLAIN_EVERY = 8, 10  # steps that the table shows; steps between two plain lines
+_NUM_ROWS = 8  # steps that the table shows
+_PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0  # between two plain lines: steps, and seconds of slow steps
 
 
 class Column(NamedTuple):
@@ -63,6 +64,7 @@ class ProgressTable:
         self._rows: deque[tuple[int, list[str]]] = deque(maxlen=_NUM_ROWS)
         self._started = time.monotonic()
         self._first_step = first_step
+        self._printed_at = -_PLAIN_EVERY_S  # the first step is worth a line
         self._log_path = os.environ.get("AREALITE_LOG_FILE") or log_path
         self._screen: _Screen | None = None
 
@@ -88,10 +90,15 @@ class ProgressTable:
         self._rows.append((step + 1, cells))
         if self._screen is not None:
             self._screen.live.update(self._render(step + 1))
-        elif (step + 1) % _PLAIN_EVERY == 0 or step + 1 == self.total_steps:
+        elif self._is_worth_a_line(step + 1):
+            self._printed_at = time.monotonic() - self._started
             pairs = "  ".join(f"{c.title} {v}" for c, v in zip(self.columns, cells, strict=True))
             left = clock(self._left_s(step + 1))
             print(f"step {step + 1}/{self.total_steps}  {pairs}  left {left}", flush=True)
+
+    def _is_worth_a_line(self, done: int) -> bool:
+        is_quiet = time.monotonic() - self._started - self._printed_at >= _PLAIN_EVERY_S
+        return is_quiet or done % _PLAIN_EVERY == 0 or done == self.total_steps
 
     def _left_s(self, done: int) -> float:
         per_step_s = (time.monotonic() - self._started) / max(1, done - self._first_step)

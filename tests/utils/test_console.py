@@ -32,13 +32,25 @@ def test_plain_lines_when_there_is_no_terminal(capsys):
         for step in range(25):
             table.update(step, STATS)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 10/25", "step 20/25", "step 25/25"]
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/25" for n in (1, 10, 20, 25)]
     assert (
         "reward 0.500" in lines[0]
         and "tokens/s 1,234" in lines[0]
         and "trainer idle 25%" in lines[0]
     )
     assert "server idle –" in lines[0] and lines[-1].endswith("left 0:00")
+
+
+def test_slow_steps_have_a_line_each(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("arealite.utils.console.time.monotonic", lambda: now[0])
+    with ProgressTable(9) as table:
+        for step in range(6):
+            now[0] += 12
+            table.update(step, STATS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/9", "step 4/9"]
+    assert lines[-1].endswith("left 1:00")
 
 
 def test_nothing_on_other_ranks_or_when_turned_off(capsys, monkeypatch):
