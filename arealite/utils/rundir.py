@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import threading
@@ -21,6 +22,7 @@ from arealite.api.errors import ConfigError
 from arealite.utils.config import to_yaml
 from arealite.utils.process import process_table
 
+logger = logging.getLogger("arealite.rundir")
 _LOOK_INTERVAL_S = 0.1  # a lock on a shared folder cannot call back
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -88,6 +90,12 @@ class RunDir:
                     raise ConfigError(
                         f"a run is going on in {self.path} ({holder}): wait for its end, stop it, or give this one another trial_name"
                     ) from None
+            except OSError as error:
+                return logger.warning(
+                    "%s has no locks (%s): mind that no other run is started there",
+                    self.path,
+                    error.strerror,
+                )
             pause.wait(_LOOK_INTERVAL_S)
 
 
