@@ -105,6 +105,8 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
+        if not self.scalar_head and self.parallel.tensor == self.parallel.context == 1:
+            hf_model.try_out(self.module, self.device)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
         if config.optimizer is not None:

@@ -17,7 +17,13 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -93,6 +99,23 @@ class PackedModel(nn.Module):
         if with_entropy:
             outputs["entropy"] = self._whole(entropy, targets, num_tokens)
         return outputs
+
+    @torch.no_grad()
+    def try_out(self, device: str) -> None:
+        """What the function of this name does; a method, for sharded parameters are gathered by methods."""
+        self.eval()
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % vocabulary
+        lengths = [TRIAL_TOKENS // 3, TRIAL_TOKENS]
+        mb = {
+            "input_ids": torch.cat([ids[: lengths[0]], ids]),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+            "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+            "target_positions": lengths[0] + torch.arange(1, TRIAL_TOKENS),
+        }
+        mb = {key: value.to(device) for key, value in mb.items()}
+        logp = self.forward(mb, lengths, temperature=1.0, with_entropy=False)["logp"]
+        check_trial(self.model, ids.to(device), logp[mb["target_positions"]].cpu())
 
     def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None):
         """Last states of the tokens that this rank computes, and which of all computed ones is its first."""
@@ -212,8 +235,6 @@ def load_model(
             raise ConfigError(
                 f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
             ) from error
-    if model.device.type == "cpu" and not scalar_head:  # not an empty one, on the meta device
-        _try(model, config)
     if has_vision(hf_config) and config.freeze_vision:
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)
@@ -221,21 +242,6 @@ def load_model(
         add_adapters(model, config)
     model.train()
     return model
-
-
-@torch.no_grad()
-def _try(model: PreTrainedModel, config: TrainEngineConfig) -> None:
-    """Compare the packed log-probs of a few tokens with the model's own forward pass."""
-    ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % model.get_output_embeddings().weight.shape[0]
-    lengths = [TRIAL_TOKENS // 3, TRIAL_TOKENS]
-    mb = {
-        "input_ids": torch.cat([ids[: lengths[0]], ids]),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths]),
-        "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
-        "target_positions": lengths[0] + torch.arange(1, TRIAL_TOKENS),
-    }
-    outputs = PackedModel(model.eval(), config)(mb, lengths, temperature=1.0, with_entropy=False)
-    check_trial(model, ids, outputs["logp"][mb["target_positions"]])
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -258,9 +264,18 @@ def shard(
     for layer in decoder_layers(module.model):
         fully_shard(layer, **options)
     fully_shard(module, **options)
+    register_fsdp_forward_method(module, "try_out")
     module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
     module.model.tie_weights()
     fill(module, full, mesh.device_type)
+
+
+def try_out(module: PackedModel, device: str) -> None:
+    """Compare the packed log-probs of a few tokens with the model's own forward pass; `ConfigError` if they differ."""
+    with torch.compiler.set_stance("force_eager"):  # layers are compiled for batches
+        module.try_out(device)
+    if isinstance(module, FSDPModule):
+        module.reshard()  # an optimizer made now would hold what was gathered
 
 
 def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None:

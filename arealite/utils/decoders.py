@@ -62,11 +62,11 @@ def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tenso
     }
     model.config._attn_implementation = "eager"
     with torch.no_grad():
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     model.config._attn_implementation = before
-    own = logits.log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
+    own = logits.float().log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
     # Rounding to 8 bits adds up over the layers; what is computed in another way is off by far more.
-    tolerance = 1e-2 if model.dtype == torch.float32 else 0.5
+    tolerance = 1e-2 if logits.dtype == torch.float32 else 0.5
     gap = (own.cpu() - logprobs).abs().mean().item()
     if gap > tolerance:
         raise ConfigError(
