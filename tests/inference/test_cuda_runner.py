@@ -71,12 +71,11 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine):
+def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine, monkeypatch):
     model = make_model()
     device = make_engine(model)
+    monkeypatch.setattr(engine_module, "make_runner", ModelRunner)
     host = Engine(ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model))
-    host.runner = ModelRunner(host.model, host.shape, host.config)
-    host.runner.attach(host.scheduler.slots)
     host.start()
     cases = [
         {"temperature": 1.0},
