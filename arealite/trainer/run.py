@@ -109,10 +109,11 @@ class Run:
         return self.trace.phase(name)
 
     def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
-        """End a step: checkpoints and evaluation that are due, then its statistics. Those of several minibatches are averaged."""
+        """End a step: evaluation that is due, its statistics (those of several minibatches averaged), then checkpoints that are due.
+
+        In this order: a step that a checkpoint holds has its line in stats.jsonl, wherever a kill falls. The time of saving is in the next step's.
+        """
         info = self._info(step)
-        with self.phase("save"):
-            self._save(info)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
         if self.evaluate is not None and self.evaluation.is_due(info):
             with self.phase("evaluate"):
@@ -131,6 +132,8 @@ class Run:
         self.stats.commit(step, values)
         if self.table is not None:
             self.table.update(step, values)
+        with self.phase("save"):
+            self._save(info)
 
     def _watch_signal(self, values: dict[str, float]) -> None:
         """Say once when step after step every group's rewards are equal: then there is nothing to learn from."""
