@@ -24,6 +24,7 @@ from arealite.api.cli_args import (
     BaseExperimentConfig,
     DatasetConfig,
     DPOConfig,
+    FreqConfig,
     GenerationHyperparameters,
     GRPOConfig,
     PPOActorConfig,
@@ -94,6 +95,9 @@ class MainConfig(BaseExperimentConfig):
     mode: str = help_field("Launcher: local, torchrun, ray or slurm.", "local")
     allocation_mode: str = help_field("Devices and parallelism.", "embedded.d1p1t1+d1p1t1")
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
+    saver: FreqConfig = help_field(
+        "When Hugging Face checkpoints are written.", lambda: FreqConfig(freq_epochs=1)
+    )
     trainer: TrainerTree = help_field("Which loop, and its settings.", TrainerTree)
 
     def check(self) -> None:

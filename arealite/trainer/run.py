@@ -148,7 +148,10 @@ class Run:
     def _save(self, info: StepInfo) -> None:
         """A checkpoint that cannot be written (a full disk) costs the checkpoint, not the run."""
         try:
-            self.saver.maybe_save(info)
+            is_last = info.global_step + 1 == self.spec.total_train_steps
+            path = self.saver.maybe_save(info, is_last)
+            if path and is_last and rank() == 0:
+                tell(f"trained model: {path}")
             self.recover.maybe_save(info)
         except CheckpointError as error:
             logger.error("%s", error)

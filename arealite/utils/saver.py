@@ -52,9 +52,12 @@ class Saver:
         self.engine = engine
         self.tokenizer = tokenizer
 
-    def maybe_save(self, info: StepInfo) -> Path | None:
-        """Save if it is time; returns where."""
-        return self.save(info) if self.frequency.is_due(info) else None
+    def maybe_save(self, info: StepInfo, is_last: bool = False) -> Path | None:
+        """Save if it is time, and after the last step of a run that saves at all; returns where."""
+        is_due = self.frequency.is_due(info) or (
+            is_last and any(vars(self.frequency.config).values())
+        )
+        return self.save(info) if is_due else None
 
     def save(self, info: StepInfo) -> Path:
         """Save now. Called by all ranks."""

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
+from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
 from arealite.engine.backends import remote_engine_class
@@ -30,6 +31,10 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
+    if config.critic or config.teacher:
+        raise ConfigError(
+            "the loop of this file has no critic and no teacher; the ready one has: give the launcher arealite/trainer/ppo.py"
+        )
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)

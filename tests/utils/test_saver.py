@@ -78,6 +78,13 @@ def test_saver_writes_a_whole_model_folder(tmp_path, tokenizer):
     assert (path / "weights").read_text() == "7" and (path / "tokenizer.json").exists()
 
 
+def test_the_last_step_is_saved_where_any_is(tmp_path):
+    run_dir = RunDir(tmp_path)
+    path = Saver(FreqConfig(freq_epochs=1), run_dir, Engine(7)).maybe_save(info(1), is_last=True)
+    assert path == tmp_path / "checkpoints" / "step000002" and path.exists()
+    assert Saver(FreqConfig(), run_dir, Engine(7)).maybe_save(info(1), is_last=True) is None
+
+
 def test_full_disk_is_named(tmp_path):
     engine = Engine(fail=OSError(28, "No space left on device"))
     with pytest.raises(CheckpointError, match=r"No space left.*earlier ones are untouched"):
