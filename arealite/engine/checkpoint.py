@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -76,7 +77,13 @@ def _file_specs(engine: FSDPEngine, adapters: bool) -> dict[str, tuple[torch.Siz
     if adapters:
         return {n: (p.shape, p.dtype) for n, p in lora.adapter_parameters(engine.model)}
     empty = ((n, torch.empty(s, dtype=d, device="meta")) for n, s, d in tensor_specs(engine))
-    return {n: (t.shape, t.dtype) for n, t in _export(engine, empty)}
+    return {n: (t.shape, t.dtype) for n, t in _export(engine, (*empty, *_saved_buffers(engine)))}
+
+
+def _saved_buffers(engine: FSDPEngine) -> list[Named]:
+    """What belongs to a checkpoint beside parameters, such as the correction bias of a router; the same on all ranks."""
+    saved = engine.model.state_dict().keys()
+    return [(lora.plain_name(n), b) for n, b in engine.model.named_buffers() if n in saved]
 
 
 def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = False) -> None:
@@ -90,7 +97,7 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = F
     if adapters:
         tensors = ((n, _whole(p)) for n, p in lora.adapter_parameters(engine.model))
     else:
-        tensors = _export(engine, gathered_parameters(engine))
+        tensors = _export(engine, chain(gathered_parameters(engine), _saved_buffers(engine)))
     # After a failure the loop goes on without writing: other ranks are gathering with this one.
     attempt = _Attempts(active=distributed.rank() == 0)
     attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)

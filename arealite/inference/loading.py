@@ -86,6 +86,11 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
         model_config = AutoConfig.from_pretrained(config.model_path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model type {model_config.model_type!r} in {config.model_path} is no causal language model for transformers: "
+            "the embedded engine continues text only; serve it with sglang or vllm"
+        )
     check_decoder(model_config)
     if config.tensor_parallel > 1:
         check_parallel(model_config, config.tensor_parallel)
@@ -165,7 +170,7 @@ def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
-        eos = model.config.get_text_config().eos_token_id
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list | tuple) else (eos,)

@@ -8,12 +8,15 @@ and fro gives the same bits, and the storage that CUDA graphs read stays the sam
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
@@ -49,8 +52,33 @@ class ServedWeights:
         if source == "base":
             targets = dict(self.model.named_parameters())
             return Staged([(targets[n], v) for n, v in self._base.items()], is_base=False)
-        read = attach if source == "shm" else read_folder
-        return self._match(read(path), path)
+        weights = attach(path) if source == "shm" else read_tensors(Path(path), "model")
+        if source == "disk" and not {n for n, _ in self.model.named_parameters()} <= set(weights):
+            weights = self._convert(path, weights) or weights
+        return self._match(weights, path)
+
+    def _convert(self, path: str, saved: Weights) -> Weights | None:
+        """Weights under the names of this model, where transformers saves them under others (experts one by one); None: it does not."""
+        if not get_model_conversion_mapping(self.model, add_legacy=False):
+            return None
+        for name in saved.keys() - self.model.state_dict().keys():
+            _check_type(name, saved[name], path)
+        config, settings = copy.deepcopy(self.model.config), {"output_loading_info": True}
+        try:
+            # In float32: loading in another type makes it the default of all threads meanwhile.
+            loaded, info = type(self.model).from_pretrained(
+                path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **settings
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise WeightUpdateError(
+                f"cannot read the weights in {path}: {error}. The old weights are still served"
+            ) from error
+        for kind, names in info.items():
+            if names:
+                raise WeightUpdateError(
+                    f"{path} does not fit this model: {kind} {sorted(map(str, names))[:3]}. The old weights are still served"
+                )
+        return dict(loaded.named_parameters())
 
     def stage_tensors(self, weights: Weights, source: str) -> Staged:
         """Check weights that are in memory already."""
@@ -70,10 +98,7 @@ class ServedWeights:
             )
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
-            if not weights[name].is_floating_point():
-                raise WeightUpdateError(
-                    f"{source}: {name} holds {weights[name].dtype}, weights are floating-point numbers. The old weights are still served"
-                )
+            _check_type(name, weights[name], source)
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def accept(self, staged: Staged) -> None:
@@ -141,9 +166,11 @@ class ServedWeights:
             )
 
 
-def read_folder(path: str | Path) -> Weights:
-    """All tensors of a Hugging Face folder (one safetensors file, or several with an index)."""
-    return read_tensors(Path(path), "model")
+def _check_type(name: str, value: torch.Tensor, source: str) -> None:
+    if not value.is_floating_point():
+        raise WeightUpdateError(
+            f"{source}: {name} holds {value.dtype}, weights are floating-point numbers. The old weights are still served"
+        )
 
 
 @torch.no_grad()

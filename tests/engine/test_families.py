@@ -10,11 +10,13 @@ import inspect
 import pytest
 import torch
 from engine_testing import SPEC, engine_config
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, WeightUpdateError
+from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
@@ -159,6 +161,33 @@ def test_a_family_is_served_and_trained_as_it_computes_itself(name, tmp_path):
     for row, prompt in zip(logp, prompts(), strict=True):
         expected = own_logprobs(model, prompt)
         torch.testing.assert_close(row[1 : len(prompt)], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_neox"])
+def test_what_files_name_otherwise_than_modules_is_saved_whole_and_updated(name, tmp_path):
+    saved = tmp_path / "saved"
+    model = make(name, FAMILIES[name], tmp_path)
+    make_trainer(tmp_path).save(SaveLoadMeta(path=str(saved)))
+    again, info = type(model).from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    for key, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+    engine = Engine(ServerConfig(model_path=str(tmp_path), device="cpu")).start()
+    try:
+        before = engine.fingerprint().result(10)
+        changed = {key: value + 0.1 for key, value in model.named_parameters()}
+        engine.update_weights_from_tensors(changed, 1).result(10)
+        assert engine.fingerprint().result(10) != before
+        engine.update_weights_from_disk(str(saved), 2).result(60)
+        assert engine.fingerprint().result(10) == before
+        tensors = load_file(saved / "model.safetensors")
+        del tensors[max(tensors)]
+        save_file(tensors, saved / "model.safetensors")
+        with pytest.raises(WeightUpdateError, match="still served"):
+            engine.update_weights_from_disk(str(saved), 3)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("name", SERVED_ONLY)
