@@ -279,7 +279,7 @@ class DPOConfig(BaseExperimentConfig):
         )
         _require(
             self.model.needs_reference or self.ref is None,
-            f"model.loss={self.model.loss} has no reference policy: leave ref out",
+            f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)",
         )
 
 

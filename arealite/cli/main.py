@@ -1,7 +1,7 @@
 """Train or evaluate from a config alone.
 
     python -m arealite.cli.main trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B
-    python -m arealite.cli.main trainer.type=null valid_dataset.path=...        (evaluate)
+    python -m arealite.cli.main trainer.type=null valid_dataset.path=…/gsm8k/test.jsonl        (evaluate)
     python -m arealite.cli.main mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo
 
 Turns the tree below into the flat config that scripts use, and hands the matching loop of `arealite/trainer/` to the
@@ -91,7 +91,7 @@ class MainConfig(BaseExperimentConfig):
     """The tree of this command line."""
 
     experiment_name: str = help_field("First part of the run directory's name.", "arealite")
-    trial_name: str = help_field("Second part of the run directory's name.", "trial")
+    trial_name: str = help_field("Second part; by default trainer.type, or eval.", "")
     mode: str = help_field("Launcher: local, torchrun, ray or slurm.", "local")
     allocation_mode: str = help_field("Devices and parallelism.", "embedded.d1p1t1+d1p1t1")
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
@@ -114,6 +114,7 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     _, script_config = TRAINERS[config.trainer.type]
     tree = getattr(config.trainer, config.trainer.type or "grpo")
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
+    common["trial_name"] = config.trial_name or config.trainer.type or "eval"
     flat = script_config(**common, **vars(tree))
     flat.check()
     return flat

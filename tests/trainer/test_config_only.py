@@ -34,7 +34,7 @@ def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_p
         *("trainer.grpo.gconfig.n_samples=2", "trainer.grpo.server.max_total_tokens=8192"),
     )
     assert "eval/reward" in printed
-    (line,) = (tmp_path / "arealite" / "trial" / "stats.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "arealite" / "eval" / "stats.jsonl").read_text().splitlines()
     stats = json.loads(line)
     assert stats["eval/num_prompts"] == 32 and 0 <= stats["eval/reward"] <= 1
 
@@ -52,9 +52,15 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     cli(
         tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data
     )
-    lines = (tmp_path / "arealite" / "trial" / "stats.jsonl").read_text().splitlines()
+    lines = (tmp_path / "arealite" / kind / "stats.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0]
+
+
+def test_an_evaluation_has_a_run_directory_of_its_own():
+    for kind, name in (("grpo", "grpo"), ("sft", "sft"), ("null", "eval")):
+        assert flatten(load_config([f"trainer.type={kind}"], MainConfig)).trial_name == name
+    assert flatten(load_config(["trial_name=mine"], MainConfig)).trial_name == "mine"
 
 
 def test_the_tree_becomes_the_flat_config_of_a_script():
