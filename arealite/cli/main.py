@@ -93,7 +93,10 @@ class MainConfig(BaseExperimentConfig):
     experiment_name: str = help_field("First part of the run directory's name.", "arealite")
     trial_name: str = help_field("Second part; by default trainer.type, or eval.", "")
     mode: str = help_field("Launcher: local, torchrun, ray or slurm.", "local")
-    allocation_mode: str = help_field("Devices and parallelism.", "embedded.d1p1t1+d1p1t1")
+    allocation_mode: str = help_field(
+        "Devices and parallelism; by default one trainer, and one embedded server where one is needed.",
+        "",
+    )
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
     saver: FreqConfig = help_field(
         "When Hugging Face checkpoints are written.", lambda: FreqConfig(freq_epochs=1)
@@ -106,7 +109,8 @@ class MainConfig(BaseExperimentConfig):
         if self.trainer.type not in TRAINERS:
             known = ", ".join(str(name or "null") for name in TRAINERS)
             raise ConfigError(f"trainer.type is {self.trainer.type!r}; use one of {known}")
-        AllocationMode.from_str(self.allocation_mode)
+        if self.allocation_mode:
+            AllocationMode.from_str(self.allocation_mode)
 
 
 def flatten(config: MainConfig) -> BaseExperimentConfig:
@@ -115,6 +119,8 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     tree = getattr(config.trainer, config.trainer.type or "grpo")
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
     common["trial_name"] = config.trial_name or config.trainer.type or "eval"
+    alone = "embedded.d1p1t1+d1p1t1" if script_config is GRPOConfig else "d1"
+    common["allocation_mode"] = config.allocation_mode or alone
     flat = script_config(**common, **vars(tree))
     flat.check()
     return flat

@@ -86,6 +86,10 @@ class ProgressTable:
         """Show step `step` (from 0) of the run."""
         if not self.enabled:
             return
+        parts = [(k.removeprefix("eval/"), v) for k, v in stats.items() if k.startswith("eval/")]
+        if parts:
+            found = "  ".join(f"{name} {value:.4g}" for name, value in parts)
+            tell(f"evaluation after step {step + 1}:  {found}")
         cells = [column.cell(stats) for column in self.columns]
         self._rows.append((step + 1, cells))
         if self._screen is not None:

@@ -57,10 +57,15 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     assert losses[-1] < losses[0]
 
 
-def test_an_evaluation_has_a_run_directory_of_its_own():
-    for kind, name in (("grpo", "grpo"), ("sft", "sft"), ("null", "eval")):
-        assert flatten(load_config([f"trainer.type={kind}"], MainConfig)).trial_name == name
-    assert flatten(load_config(["trial_name=mine"], MainConfig)).trial_name == "mine"
+@pytest.mark.parametrize(
+    ("kind", "name", "servers"),
+    [("grpo", "grpo", True), ("null", "eval", True), ("sft", "sft", False), ("rw", "rw", False)],
+)
+def test_each_kind_of_run_has_a_directory_and_only_the_devices_it_needs(kind, name, servers):
+    flat = flatten(load_config([f"trainer.type={kind}"], MainConfig))
+    assert flat.trial_name == name and ("embedded" in flat.allocation_mode) == servers
+    flat = flatten(load_config([f"trainer.type={kind}", "trial_name=t"], MainConfig))
+    assert flat.trial_name == "t"
 
 
 def test_the_tree_becomes_the_flat_config_of_a_script():
