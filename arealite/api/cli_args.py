@@ -90,13 +90,13 @@ class ServerConfig(Section):
     device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
     tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
-    port: int = _help("Port to listen on; 0 takes a free one.", 0)
+    port: int = _help("Port to listen on; 0 takes a free one.", 0, Range(0, 65535))
     api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
     max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
     max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
     context_length: int | None = _help("Of prompt and continuation; null: the model's.", None)
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
-    max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096)
+    max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     mem_fraction: float = _help(
         "Share of free memory for the KV cache; half of it where a trainer shares the GPU.",
         0.8,

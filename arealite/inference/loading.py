@@ -56,6 +56,8 @@ def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
     count, name = torch.cuda.device_count(), config.device
     if name == "auto":
         name = "cuda" if count else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; use auto, cpu or cuda")
     if name == "cuda" and count < config.tensor_parallel:
         seen = f"{count} GPUs" if count else "no GPU"
         raise ConfigError(

@@ -318,6 +318,9 @@ def test_startup_errors_say_what_to_change(model_path, tmp_path):
             ([model, "host=0.0.0.0"], "api_key"),
             ([model, "context_length=99999"], "context_length"),
             ([model, "max_total_tokens=3"], "max_total_tokens"),
+            ([model, "max_prefill_tokens=0"], "max_prefill_tokens"),
+            ([model, "port=70000"], "port"),
+            ([model, "device=tpu"], "device"),
         ]
         for arguments, message in cases:
             with pytest.raises(ConfigError, match=message):
