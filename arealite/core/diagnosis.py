@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+import traceback
 from typing import Any
 
 from arealite.api.errors import TrainingError
@@ -58,11 +60,16 @@ def describe_wait(episode: Episode) -> str:
     """Where a running episode hangs (its innermost line outside asyncio), for the message of an expired wait."""
     place = "a place unknown"
     awaited: Any = episode.task.get_coro() if episode.task is not None else None
+    waited_s = time.monotonic() - episode.started_at
+    for top in sys._current_frames().values():
+        inside = [frame for frame, _ in traceback.walk_stack(top)]
+        if getattr(awaited, "cr_frame", None) in inside:
+            place = f"{top.f_code.co_qualname} ({top.f_code.co_filename}:{top.f_lineno})"
+            return f"episode {episode.id}, started {waited_s:.0f} s ago, holds up all others in {place}, which does not await"
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
         if "/asyncio/" not in frame.f_code.co_filename:
             place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
         awaited = awaited.cr_await
-    waited_s = time.monotonic() - episode.started_at
     return f"episode {episode.id}, started {waited_s:.0f} s ago, waits in {place}"
 
 

@@ -223,6 +223,20 @@ def test_a_workflow_that_rejects_every_row_stops_the_run(executors):
         executor.prepare_batch(data, Echo())
 
 
+class Blocks(Echo):
+    async def arun_episode(self, engine, data):
+        data["release"].wait(60)  # does not await: nothing else runs on the loop meanwhile
+
+
+def test_a_workflow_that_blocks_the_loop_is_named_with_its_line(executors):
+    executor, release = executors(batch_size=1, batch_timeout_s=0.3), threading.Event()
+    try:
+        with pytest.raises(WaitTimeout, match=r"holds up all others in .*, which does not await"):
+            executor.prepare_batch(loader(rows(4, release=release)), Blocks())
+    finally:
+        release.set()
+
+
 def test_episode_past_its_deadline_fails(executors):
     executor = executors(batch_size=4, episode_timeout_s=0.2)
     data = rows(12)
