@@ -4,6 +4,7 @@ from arealite.dataset.gsm8k import get_gsm8k_rl, get_gsm8k_sft
 from arealite.dataset.loader import StatefulDataLoader
 from arealite.dataset.rows import load_dataset, require_columns
 from arealite.dataset.sft import collate_sft, tokenize_sft
+from arealite.dataset.tokenizer import load_tokenizer
 
 __all__ = [
     "StatefulDataLoader",
@@ -11,6 +12,7 @@ __all__ = [
     "get_gsm8k_rl",
     "get_gsm8k_sft",
     "load_dataset",
+    "load_tokenizer",
     "require_columns",
     "tokenize_sft",
 ]

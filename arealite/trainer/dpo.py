@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import Batch
+from arealite.dataset import load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
@@ -42,7 +43,7 @@ class DPOTrainer(SFTTrainer):
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, DPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     DPOTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     if config.valid_dataset is None:
         raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.valid_dataset)
     rows = task.rl_rows(config.valid_dataset, tokenizer)
     rollout = remote_engine_class(config.allocation_mode)(config.rollout, config.seed)

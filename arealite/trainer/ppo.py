@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import GRPOConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.dataset import StatefulDataLoader
+from arealite.dataset import StatefulDataLoader, load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -113,7 +113,7 @@ def _frozen(
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, GRPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.train_dataset)
     workflow = RLVRWorkflow(task.reward, config.gconfig, tokenizer)
     rows = task.rl_rows(config.train_dataset, tokenizer)

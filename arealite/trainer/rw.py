@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import AutoTokenizer
-
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
+from arealite.dataset import load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.trainer.sft import Row, SFTTrainer
@@ -27,7 +26,7 @@ class RWTrainer(SFTTrainer):
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, RWConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     RWTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
-from arealite.dataset import StatefulDataLoader, collate_sft
+from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.run import Run
@@ -64,7 +64,7 @@ class SFTTrainer:
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, SFTConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = find_task(config.train_dataset).sft_rows(config.train_dataset, tokenizer)
     SFTTrainer(config, rows, tokenizer).train()
 

@@ -9,13 +9,11 @@ lines below train, at most `rollout.max_head_offpolicyness` versions behind.
 
 from functools import partial
 
-from transformers import AutoTokenizer
-
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
+from arealite.dataset import StatefulDataLoader, get_gsm8k_rl, load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -35,7 +33,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(
             "the loop of this file has no critic and no teacher; the ready one has: give the launcher arealite/trainer/ppo.py"
         )
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.actor.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(

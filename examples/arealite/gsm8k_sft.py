@@ -4,12 +4,10 @@
         --config examples/arealite/configs/gsm8k_sft.yaml model.path=/path/to/model
 """
 
-from transformers import AutoTokenizer
-
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import StatefulDataLoader, collate_sft, get_gsm8k_sft
+from arealite.dataset import StatefulDataLoader, collate_sft, get_gsm8k_sft, load_tokenizer
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
@@ -17,7 +15,7 @@ from arealite.utils.config import load_config, run_main
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, SFTConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = get_gsm8k_sft(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(

@@ -4,12 +4,10 @@
         --config examples/arealite/configs/preference_dpo.yaml model.path=/path/to/model train_dataset.path=pairs.jsonl
 """
 
-from transformers import AutoTokenizer
-
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import FinetuneSpec
-from arealite.dataset import StatefulDataLoader
+from arealite.dataset import StatefulDataLoader, load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
@@ -20,7 +18,7 @@ from arealite.utils.config import load_config, run_main
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, DPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = get_preferences(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(

@@ -4,9 +4,9 @@
 """
 
 from reverse import make_rows, reverse_reward
-from transformers import AutoTokenizer
 
 from arealite.api.cli_args import GRPOConfig
+from arealite.dataset import load_tokenizer
 from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -14,7 +14,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
-    tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
+    tokenizer = load_tokenizer(config.actor.path)
     # Comparing two strings takes no time: the reward needs no process of its own.
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
     rows, valid_rows = make_rows(8192, seed=1), make_rows(128, seed=2, held_out=True)

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.api.errors import DatasetError
-from arealite.dataset import load_dataset, require_columns
+from arealite.api.errors import ConfigError, DatasetError
+from arealite.dataset import load_dataset, load_tokenizer, require_columns
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "é", "a": None}]
 
@@ -77,3 +77,11 @@ def test_required_columns():
         DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"
     ):
         require_columns(ROWS, ["question", "a"])
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(
+        ConfigError, match=rf"cannot load a tokenizer from {tmp_path}: .*tokenizer_path"
+    ):
+        load_tokenizer(str(tmp_path))
