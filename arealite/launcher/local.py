@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.node import run_node
-from arealite.launcher.plan import local_slots, read_launch_config
+from arealite.launcher.plan import LaunchConfig, local_slots, read_launch_config
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import REFUSED, run_main
 
@@ -32,18 +34,23 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
         print(job.describe())
         return 0
     job.plan()  # refused here, before anything is written
-    _require_folder(config.model_path)
+    _require_paths(config)
     print(f"run directory: {job.run_dir.path}", flush=True)
     return run_attempts(job, lambda attempt: run_node(attempt, node=0))
 
 
-def _require_folder(model_path: str) -> None:
-    """A path that is not there is named at once, not by a server that took a minute to start."""
-    if model_path.startswith(("/", ".", "~")) and not Path(model_path).is_dir():
+def _require_paths(config: LaunchConfig) -> None:
+    """A path that is not there is named at once, not after a server took a minute to start."""
+    here, model_path = ("/", ".", "~"), config.model_path
+    if model_path.startswith(here) and not Path(model_path).is_dir():
         raise ConfigError(
             f"there is no model folder {model_path} (actor.path, model.path or server.model_path): give one with "
             "config.json and weights, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
         )
+    for key in ("train_dataset.path", "valid_dataset.path"):
+        path = str(OmegaConf.select(OmegaConf.create(config.resolved_yaml), key) or "")
+        if path.startswith(here) and not Path(path).expanduser().exists():
+            raise ConfigError(f"there is no dataset at {path} ({key}): give a file or a folder")
 
 
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:

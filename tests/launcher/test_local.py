@@ -254,6 +254,8 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
         launch("script.py", arguments("cluster.n_nodes=2"))
     with pytest.raises(ConfigError, match="there is no model folder /nowhere"):
         launch("script.py", arguments("actor.path=/nowhere"))
+    with pytest.raises(ConfigError, match=r"no dataset at /nowhere \(train_dataset.path\)"):
+        launch("script.py", arguments("train_dataset.path=/nowhere"))
     assert not Path("runs").exists()
 
 
