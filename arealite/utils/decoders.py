@@ -65,9 +65,10 @@ def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tenso
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     model.config._attn_implementation = before
     own = logits.float().log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
-    # Rounding to 8 bits adds up over the layers; what is computed in another way is off by far more.
-    tolerance = 1e-2 if logits.dtype == torch.float32 else 0.5
-    gap = (own.cpu() - logprobs).abs().mean().item()
+    # Rounding adds up over the layers, and may send a few tokens to other experts; what is computed in another way is off
+    # nearly everywhere.
+    tolerance = 0.1 if logits.dtype == torch.float32 else 0.5
+    gap = (own.cpu() - logprobs).abs().quantile(0.75).item()
     if gap > tolerance:
         raise ConfigError(
             f"{type(model).__name__} computes something that is not known here: on a trial of {len(ids)} tokens, log-probs "
