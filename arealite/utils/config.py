@@ -32,13 +32,13 @@ CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
 LOG_FILE_ENV = "AREALITE_LOG_FILE"
 REFUSED = 2
 _LASTING = (ConfigError, DatasetError, CheckpointError)
-USAGE = "usage: script.py [--config FILE.yaml]... [key=value]... [--help]"
+USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
 
 
 def load_config(argv: list[str], cls: type[T]) -> T:
     """The configuration that the arguments describe, checked. `--help` prints the tree of `cls` and exits."""
     if "--help" in argv or "-h" in argv:
-        print(help_text(cls))
+        _print_to_reader(help_text(cls))
         raise SystemExit(0)
     node = OmegaConf.structured(cls)
     for source, values in _sources(argv):
@@ -215,6 +215,14 @@ def help_text(cls: type) -> str:
     lines = [USAGE, "", (cls.__doc__ or "").strip(), ""]
     lines += [f"  {path:<{width}}  {kind:<{middle}}  {text}".rstrip() for path, kind, text in rows]
     return "\n".join(lines)
+
+
+def _print_to_reader(text: str) -> None:
+    """A reader that has seen enough (`--help | head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere
 
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:

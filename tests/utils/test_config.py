@@ -133,6 +133,16 @@ def test_help_lists_every_field_in_order(capsys):
     assert "(required)" in text and "bool = true" in text
 
 
+def test_help_ends_quietly_when_nobody_reads_on():
+    code = "from arealite.api.cli_args import GRPOConfig; from arealite.utils.config import load_config; load_config(['--help'], GRPOConfig)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_load_plain_knows_no_keys():
     assert load_plain(["a.b=1", "c=x"]) == {"a": {"b": 1}, "c": "x"}
 
