@@ -274,7 +274,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         A rank with fewer rows than micro-batches runs the rest on one token without loss: sharded layers need every
         rank in every pass.
         """
-        _check_rows(batch)
+        _check_rows(batch, self.hf_config.get_text_config().vocab_size)
         packed = []
         for group in self._row_groups(batch):
             part = select_rows(batch, group) if group else _blank_row(batch)
@@ -432,10 +432,17 @@ def _units(batch: Batch, max_tokens: int) -> list[list[int]]:
     return units
 
 
-def _check_rows(batch: Batch) -> None:
-    mask = batch["attention_mask"]
+def _check_rows(batch: Batch, vocabulary: int) -> None:
+    mask, ids = batch["attention_mask"], batch["input_ids"]
     if mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ValueError("attention_mask is not right-padded: a token follows padding")
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise TrainingError(
+            f"a batch has token {wrong}, and the model's vocabulary {vocabulary}: is the tokenizer that of another model, or does "
+            "the workflow make up ids?"
+        )
 
 
 def _blank_row(batch: Batch) -> Batch:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config, random_batch
+from engine_testing import SPEC, VOCAB, engine_config, random_batch
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -267,3 +267,12 @@ def test_missing_model_is_a_config_error(tmp_path):
         FSDPEngine(engine_config(str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         FSDPEngine(engine_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_outside_the_vocabulary_is_named(model_dirs, token):
+    engine = make_engine(model_dirs["qwen2"])
+    batch = random_batch([3, 5])
+    batch["input_ids"][1, 2] = token
+    with pytest.raises(TrainingError, match=f"token {token}, and the model's vocabulary {VOCAB}"):
+        engine.train_lm(batch)
