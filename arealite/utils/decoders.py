@@ -14,6 +14,8 @@ from arealite.api.errors import ConfigError
 
 TRIAL_TOKENS = 24
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Only the masks of these know their windows, not their attention: whoever makes no masks would see too much.
+_UNTOLD_WINDOWS = {"doge", "phimoe", "qwen2_moe"}
 _ELSEWHERE = "use another model, or serve it with sglang or vllm"
 
 
@@ -25,6 +27,12 @@ def check_decoder(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model type {text.model_type!r} has layers of type {sorted(unknown)}; supported are {sorted(_LAYER_TYPES)}: "
             + _ELSEWHERE
+        )
+    window = getattr(text, "sliding_window", None)
+    untold = bool(window) and text.model_type in _UNTOLD_WINDOWS
+    if untold and window < text.max_position_embeddings:
+        raise ConfigError(
+            f"model type {text.model_type!r} does not tell its attention the sliding_window of {window}: {_ELSEWHERE}"
         )
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ConfigError(
