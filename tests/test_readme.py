@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from server_process import server_process
 
-from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, PPOActorConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -36,6 +38,20 @@ def test_the_workflow_in_readme_plays_episodes(model_path, tokenizer):
     trained = batch["loss_mask"].sum(dim=1)
     assert 1 <= trained[0] <= 6 and 2 <= trained[2] <= 12
     assert torch.equal(batch["loss_mask"] == 1, batch["versions"] >= 0)
+
+
+def test_the_loss_in_readme_trains(model_path):
+    (block,) = [b for b in python_blocks() if "def reinforce" in b]
+    torch.manual_seed(1)
+    actor = FSDPPPOActor(PPOActorConfig(path=str(model_path), dtype="float32", device="cpu"))
+    actor.initialize(FinetuneSpec(1, 8, 4))
+    ids = torch.randint(3, 20, (4, 9))
+    ones = torch.ones_like(ids)
+    names: dict = {"actor": actor, "batch": {"input_ids": ids, "attention_mask": ones}}
+    names["batch"] |= {"loss_mask": ones, "advantages": torch.ones(4, 9)}
+    exec(compile(block, "README.md", "exec"), names)
+    actor.destroy()
+    assert names["stats"]["loss"] > 0 and names["stats"]["grad_norm"] > 0
 
 
 def test_every_folder_of_the_house_is_in_the_tree():

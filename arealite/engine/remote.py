@@ -66,6 +66,7 @@ class Progress:
     seed: int | None
     sample: int = 0
     num_sends: int = 0
+    num_asked: int = 0  # tokens, the last time
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -82,8 +83,8 @@ class Progress:
             self._step_back()
         if self.left <= 0 and piece.stop_reason != "stop":
             self.stop_reason = "length"
-        elif piece.stop_reason == "length":
-            self.stop_reason = "abort"  # a segment is over, the answer is not
+        elif piece.stop_reason == "length" and len(piece.tokens) >= self.num_asked:
+            self.stop_reason = "abort"  # a segment is over, the answer is not (unless the server's context is full)
 
     def _step_back(self) -> None:
         """Leave out the last tokens that may begin a stop string: a server looks for one only in what it makes itself."""
@@ -101,7 +102,8 @@ class Progress:
         looks_back = (
             g.stop or g.frequency_penalty or g.presence_penalty or g.repetition_penalty != 1
         )
-        return self.left if looks_back else min(self.left, segment_tokens)
+        self.num_asked = self.left if looks_back else min(self.left, segment_tokens)
+        return self.num_asked
 
     def response(self, began: float) -> ModelResponse:
         return ModelResponse(
@@ -249,6 +251,7 @@ class RemoteEngine(CollectingEngine, Wire):
         seeds = [None if request.seed is None else request.seed + i for i in range(count)]
         samples = [Progress(request, seed, i) for i, seed in enumerate(seeds)]
         for sample, piece in zip(samples, await self._ask(samples[0], began, count), strict=True):
+            sample.num_asked = samples[0].num_asked
             sample.add(piece)
         if all(s.stop_reason != "abort" for s in samples):
             return [s.response(began) for s in samples]

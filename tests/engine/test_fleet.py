@@ -212,6 +212,18 @@ def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady)
         whole.update_weights(WeightUpdateMeta("disk", str(folder), 1))
 
 
+def test_an_answer_ends_where_the_context_does(model_path, connect):
+    """It must not be asked for again from a prompt that fills the context: that is refused."""
+    with server_process(model_path, context_length="32") as server:
+        engine = connect(server, segment_tokens=8)
+        gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=TOKENS, ignore_eos=True)
+        prompt = ModelRequest([5, 6, 7], gconfig, seed=1)
+        answers = run(engine, engine.agenerate_group(prompt))
+        answers.append(run(engine, engine.agenerate(prompt)))
+    assert [len(answer.output_tokens) for answer in answers] == [29] * 4
+    assert all(answer.stop_reason == "length" for answer in answers)
+
+
 def test_fingerprints_see_type_shape_and_place():
     a = torch.arange(10000, dtype=torch.float32).view(100, 100)
     assert fingerprint(a) == fingerprint(a.clone()) != fingerprint(a.view(10, 1000))
