@@ -63,8 +63,9 @@ def findings(fileroot: Path) -> Iterator[Finding]:
 
 
 def _option(name: str, found: object, otherwise: str, purpose: str) -> Finding:
-    state, what = ("ok", "found") if found is not None else ("note", otherwise)
-    return Finding(state, f"{name} {what} ({purpose})")
+    if found is None:
+        return Finding("note", f"{name} {otherwise} ({purpose})")
+    return Finding("ok", f"{name} found ({purpose.split(': pip')[0]})")
 
 
 def _at_least(name: str, version: str, least: tuple[int, int]) -> Finding:

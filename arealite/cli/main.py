@@ -109,6 +109,8 @@ class MainConfig(BaseExperimentConfig):
         if self.trainer.type not in TRAINERS:
             known = ", ".join(str(name or "null") for name in TRAINERS)
             raise ConfigError(f"trainer.type is {self.trainer.type!r}; use one of {known}")
+        if self.trainer.type is None and self.valid_dataset is None:
+            raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
         if self.allocation_mode:
             AllocationMode.from_str(self.allocation_mode)
 

@@ -62,10 +62,10 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     [("grpo", "grpo", True), ("null", "eval", True), ("sft", "sft", False), ("rw", "rw", False)],
 )
 def test_each_kind_of_run_has_a_directory_and_only_the_devices_it_needs(kind, name, servers):
-    flat = flatten(load_config([f"trainer.type={kind}"], MainConfig))
+    argv = [f"trainer.type={kind}", "valid_dataset.path=some"]
+    flat = flatten(load_config(argv, MainConfig))
     assert flat.trial_name == name and ("embedded" in flat.allocation_mode) == servers
-    flat = flatten(load_config([f"trainer.type={kind}", "trial_name=t"], MainConfig))
-    assert flat.trial_name == "t"
+    assert flatten(load_config([*argv, "trial_name=t"], MainConfig)).trial_name == "t"
 
 
 def test_the_tree_becomes_the_flat_config_of_a_script():
@@ -81,6 +81,7 @@ def test_the_tree_becomes_the_flat_config_of_a_script():
     ("argument", "message"),
     [
         ("trainer.type=grop", "use one of grpo, sft"),
+        ("trainer.type=null", "set valid_dataset.path"),
         ("mode=cloud", "local, torchrun, ray, slurm"),
         ("trainer.grpo.actor.pth=x", "did you mean trainer.grpo.actor.path"),
         ("allocation_mode=sglang.d4x2", "\\^"),
