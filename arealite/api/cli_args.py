@@ -187,7 +187,7 @@ class ClusterConfig(Section):
 class LauncherConfig(Section):
     """How processes are started."""
 
-    threads_per_process: int | None = _help("OMP threads; null: cores shared equally.", None)
+    threads_per_process: int | None = _help("Null: OMP_NUM_THREADS, or cores shared equally.", None)
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
     stop_timeout_s: float = _help("Grace between asking processes to end and killing them.", 10.0)
     server_restarts: int = _help("Times that dead servers start again before the run fails.", 2)

@@ -239,7 +239,9 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
     others = mode.train_world_size * len(engines)
     processes = -(-(len(servers) + len(ranks) + others) // len(nodes))
     cores = len(os.sched_getaffinity(0))
-    threads = config.launcher.threads_per_process or max(1, cores // processes)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdigit() else cores // processes
+    threads = config.launcher.threads_per_process or max(1, threads)
     return Plan(mode, servers, tuple(ranks), threads, on_gpu, engines)
 
 

@@ -100,6 +100,12 @@ class Run:
                 f"nothing to do: all {self.spec.total_train_steps} steps were done before. For more, raise total_train_epochs or "
                 "total_train_steps; to begin anew, give another trial_name"
             )
+        asked = self.spec.max_steps or 0
+        if rank() == 0 and asked > self.spec.total_train_steps:
+            tell(
+                f"total_train_steps={asked}, but total_train_epochs={self.spec.total_train_epochs} of {self.spec.dataset_size} rows "
+                f"are {self.spec.total_train_steps} steps: for more, raise total_train_epochs"
+            )
         self._server_busy.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)

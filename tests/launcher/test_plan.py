@@ -59,6 +59,13 @@ def test_cpu_processes_are_not_limited(monkeypatch):
     assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
 
 
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 1), ("4,2", 1)])
+def test_threads_are_as_the_user_has_them(monkeypatch, given, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert make_plan(config("embedded.d1+d1"), [[0, 1]], False).threads == threads
+
+
 def test_cpu_clusters_fill_their_places_like_devices():
     plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
     assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
