@@ -436,11 +436,10 @@ def _check_rows(batch: Batch, vocabulary: int) -> None:
     mask, ids = batch["attention_mask"], batch["input_ids"]
     if mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise ValueError("attention_mask is not right-padded: a token follows padding")
-    lowest, highest = (int(bound) for bound in ids.aminmax())
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
+    unknown = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(unknown):
         raise TrainingError(
-            f"a batch has token {wrong}, and the model's vocabulary {vocabulary}: is the tokenizer that of another model, or does "
+            f"a batch has token {int(unknown[0])}, and the model's vocabulary {vocabulary}: is the tokenizer that of another model, or does "
             "the workflow make up ids?"
         )
 
