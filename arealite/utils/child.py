@@ -11,17 +11,16 @@ import signal
 from multiprocessing import spawn
 from multiprocessing.context import ForkServerContext
 
-from arealite.utils import preloaded
-
+PRELOAD_ENV = "AREALITE_PRELOAD"  # for whoever imports `preloaded`, which is the fork server alone
 _OF_THE_SCRIPT = ("sys_path", "init_main_from_name", "init_main_from_path")
 
 
 def fork_context(module: str) -> ForkServerContext:
     """For processes forked from a server that has imported this process's script and `module` once: a new one is ready in milliseconds."""
     told = {k: v for k, v in spawn.get_preparation_data("").items() if k in _OF_THE_SCRIPT}
-    os.environ[preloaded.PRELOAD_ENV] = json.dumps({**told, "module": module})
+    os.environ[PRELOAD_ENV] = json.dumps({**told, "module": module})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preloaded.__name__])
+    context.set_forkserver_preload(["arealite.utils.preloaded"])
     return context
 
 

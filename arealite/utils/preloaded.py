@@ -11,7 +11,7 @@ import os
 import traceback
 from multiprocessing import process, spawn
 
-PRELOAD_ENV = "AREALITE_PRELOAD"
+from arealite.utils.child import PRELOAD_ENV
 
 if PRELOAD_ENV in os.environ:
     told = json.loads(os.environ.pop(PRELOAD_ENV))
@@ -20,9 +20,7 @@ if PRELOAD_ENV in os.environ:
     try:
         spawn.prepare(told)
         importlib.import_module(told["module"])
-    except (
-        Exception
-    ):  # a script may raise anything; each worker does so again and its owner is told
+    except Exception:  # a script may raise anything; each worker does so again, and tells
         traceback.print_exc()
     finally:
         del this_process._inheriting  # type: ignore[attr-defined]
