@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
+from arealite.utils.decoders import tensor_plan
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
@@ -73,11 +74,6 @@ def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
     heads, kv_heads = (n // strategy.tensor for n in _num_heads(config))
     size = strategy.context
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-
-def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """The model's own plan: a style for each kind of module, named relative to the decoder."""
-    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
 
 
 class Layout:

@@ -22,7 +22,8 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from arealite.algo.logprobs import logits_grad, scaled_logits
-from arealite.engine.parallel import Layout, local, sum_pieces, tensor_plan
+from arealite.engine.parallel import Layout, local, sum_pieces
+from arealite.utils.decoders import tensor_plan
 
 # Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.api.errors import ConfigError
+from arealite.utils.decoders import tensor_plan
 
 _DIMS = {"colwise": 0, "rowwise": 1}
 _WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
@@ -120,8 +121,8 @@ def check_parallel(config: PreTrainedConfig, size: int) -> None:
                 f"tensor_parallel={size} does not divide the model's {what}: {count} / {size} = {count / size:.2f}. "
                 f"Possible: {', '.join(map(str, possible))}"
             )
-    unknown = sorted({s for s in _plan(config).values() if s not in (*_DIMS, *_WHOLE)})
-    if unknown or not _plan(config):
+    unknown = sorted({s for s in tensor_plan(config).values() if s not in (*_DIMS, *_WHOLE)})
+    if unknown or not tensor_plan(config):
         raise ConfigError(
             f"model type {text.model_type!r} has parts that cannot be cut here ({', '.join(unknown) or 'no plan at all'}): "
             "use tensor_parallel=1, or serve it with sglang or vllm"
@@ -130,7 +131,7 @@ def check_parallel(config: PreTrainedConfig, size: int) -> None:
 
 def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
     """Keep this rank's part of each layer. The model's config then counts this rank's heads."""
-    shards, plan = Shards(group.rank, group.size, {}), _plan(model.config)
+    shards, plan = Shards(group.rank, group.size, {}), tensor_plan(model.config)
     prefix = next(n for n, m in model.named_modules() if m is model.base_model)
     for name, module in list(model.base_model.named_modules()):
         dim = _DIMS.get(plan.get(re.sub(r"\.\d+\.", ".*.", name), ""))
@@ -151,7 +152,3 @@ def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
     text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // group.size
     text.num_attention_heads = heads // group.size
     return shards
-
-
-def _plan(config: PreTrainedConfig) -> dict[str, str]:
-    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}

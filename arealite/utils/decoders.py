@@ -50,6 +50,15 @@ def check_interface(model: type[PreTrainedModel]) -> None:
         )
 
 
+def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """The model's own plan of how its layers can be cut: a style for each kind of module, named relative to the decoder.
+
+    Some versions of transformers add the embeddings, which the engines cut, or leave whole, by their own rules.
+    """
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    return {module: style for module, style in plan.items() if module.startswith("layers.")}
+
+
 def original_length(config: PreTrainedConfig) -> int | None:
     """Tokens up to which a `longrope` model's angles depend on the position alone: one longer sequence changes those of its whole batch."""
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
