@@ -39,10 +39,14 @@ class StatsLogger:
         """Drop lines of `step` and later: the attempt that wrote them is continued from before."""
         if not self._writes or not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) < step]
+        lines = self.path.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) < step]
         aside = self.path.with_suffix(".tmp")
-        aside.write_text("".join(f"{line}\n" for line in kept))
-        aside.replace(self.path)
+        try:
+            aside.write_text("".join(f"{line}\n" for line in kept))
+            aside.replace(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         if not self._writes:
@@ -54,13 +58,16 @@ class StatsLogger:
                     json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
                 )
         except OSError as error:
-            raise AReaLiteError(
-                f"cannot write {self.path}: {error.strerror}. Free space or fix the folder's rights, then resume with recover.mode=auto"
-            ) from error
+            raise self._unwritable(error) from error
         if self._board is not None:
             for key, value in values.items():
                 if value is not None:
                     self._board.add_scalar(key, value, step)
+
+    def _unwritable(self, error: OSError) -> AReaLiteError:
+        return AReaLiteError(
+            f"cannot write {self.path}: {error.strerror}. Free space or fix the folder's rights, then resume with recover.mode=auto"
+        )
 
     def close(self) -> None:
         if self._board is not None:
