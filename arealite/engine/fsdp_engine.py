@@ -105,7 +105,8 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        if not self.scalar_head and self.parallel.tensor == self.parallel.context == 1:
+        tried = self.device == "cpu" and self.parallel.tensor == self.parallel.context == 1
+        if tried and not self.scalar_head:  # on CUDA it has not been run yet: the same modules, another kernel
             hf_model.try_out(self.module, self.device)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
