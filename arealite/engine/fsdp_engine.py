@@ -106,7 +106,9 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         else:
             self._initialize_sharded(full)
         tried = self.device == "cpu" and self.parallel.tensor == self.parallel.context == 1
-        if tried and not self.scalar_head:  # on CUDA it has not been run yet: the same modules, another kernel
+        if (
+            tried and not self.scalar_head
+        ):  # on CUDA it has not been run yet: the same modules, another kernel
             hf_model.try_out(self.module, self.device)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
