@@ -105,10 +105,9 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        tried = self.device == "cpu" and self.parallel.tensor == self.parallel.context == 1
-        if (
-            tried and not self.scalar_head
-        ):  # on CUDA it has not been run yet: the same modules, another kernel
+        # On CUDA, with the same modules and another kernel, this has not been run yet.
+        is_whole = self.parallel.tensor == self.parallel.context == 1
+        if self.device == "cpu" and is_whole and not self.scalar_head:
             hf_model.try_out(self.module, self.device)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
