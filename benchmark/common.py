@@ -31,6 +31,17 @@ def describe_machine() -> dict[str, object]:
     }
 
 
+def gap(delta: torch.Tensor) -> dict[str, float]:
+    """How far log-probs are apart: size of the difference, and the KL that it means."""
+    size = delta.abs()
+    return {
+        "mean": size.mean().item(),
+        "p99": size.quantile(0.99).item(),
+        "max": size.max().item(),
+        "mismatch_kl": (delta.exp() - 1 - delta).mean().item(),
+    }
+
+
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:

@@ -29,6 +29,7 @@ from typing import Any
 import load
 import torch
 import transformers
+from common import gap
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -268,29 +269,14 @@ def compare_logprobs(
     model: PreTrainedModel, prompts: list[list[int]], outputs: list[SampleOutput]
 ) -> dict[str, float]:
     """The engine's log-probs against a teacher-forced pass of the same modules, as a trainer makes it."""
-    rounded, exact = (
-        [],
-        [],
-    )  # with the head's output in the model's type, and in float32 as the engine has it
+    deltas = []
     weight = model.get_output_embeddings().weight
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt + output.token_ids], device=model.device)
         hidden = model.base_model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-        logits = hidden @ weight.t()
-        ours = torch.tensor(output.logprobs)
-        rounded.append(_picked(logits, ids[0, len(prompt) :]) - ours)
-        if weight.device.type == "cuda":
-            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        exact.append(_picked(logits, ids[0, len(prompt) :]) - ours)
-    delta = torch.cat(exact)
-    size = delta.abs()
-    return {
-        "logprob_mean": size.mean().item(),
-        "logprob_p99": size.quantile(0.99).item(),
-        "logprob_max": size.max().item(),
-        "mismatch_kl": (delta.exp() - 1 - delta).mean().item(),
-        "logprob_mean_rounded": torch.cat(rounded).abs().mean().item(),
-    }
+        logits = hidden.float() @ weight.float().t()
+        deltas.append(_picked(logits, ids[0, len(prompt) :]) - torch.tensor(output.logprobs))
+    return {f"logprob_{name}": value for name, value in gap(torch.cat(deltas)).items()}
 
 
 def _picked(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from common import describe_machine, print_table
+from common import describe_machine, gap, print_table
 from inference import Options as Shape
 from inference import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,11 +68,11 @@ def main() -> None:
         plain = read_by_model(folder, answers, device, dtype)
         exact = read_by_model(folder, answers, device, "float32")
     results = {
-        "engine against the training engine": compare(engine, trainer),
-        "engine against float32": compare(engine, exact),
-        "training engine against float32": compare(trainer, exact),
-        f"Hugging Face in {dtype} against float32": compare(plain, exact),
-        f"Hugging Face in {dtype} against the training engine": compare(plain, trainer),
+        "engine against the training engine": gap(trainer - engine),
+        "engine against float32": gap(exact - engine),
+        "training engine against float32": gap(exact - trainer),
+        f"Hugging Face in {dtype} against float32": gap(exact - plain),
+        f"Hugging Face in {dtype} against the training engine": gap(trainer - plain),
     }
     rows = [[name, *(f"{value:.2g}" for value in row.values())] for name, row in results.items()]
     print_table(["|difference|", "mean", "p99", "max", "mismatch KL"], rows)
@@ -146,17 +146,6 @@ def read_by_model(folder: str, answers: list[Answer], device: str, dtype: str) -
     del model
     free_memory()
     return torch.cat(found)
-
-
-def compare(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
-    delta = theirs - ours
-    size = delta.abs()
-    return {
-        "mean": size.mean().item(),
-        "p99": size.quantile(0.99).item(),
-        "max": size.max().item(),
-        "mismatch_kl": (delta.exp() - 1 - delta).mean().item(),
-    }
 
 
 def free_memory() -> None:

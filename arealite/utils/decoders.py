@@ -1,8 +1,8 @@
 """What the engines here ask of a decoder, to serve it and to train it alike.
 
 A token may see all earlier ones, or a window of them, and nothing else: states that run along the sequence, chunks, or a look ahead can be
-neither paged nor packed. A config says most of it; what it does not say, a trial shows (`check_trial`): no model gives wrong
-numbers without a sound.
+neither paged nor packed. A config says most of it; what it does not say, a trial shows (`check_trial`), in servers of one rank and
+in trainers on CPU.
 """
 
 from __future__ import annotations
