@@ -105,9 +105,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        # On CUDA, with the same modules and another kernel, this has not been run yet.
-        is_whole = self.parallel.tensor == self.parallel.context == 1
-        if self.device == "cpu" and is_whole and not self.scalar_head:
+        if self.parallel.tensor == self.parallel.context == 1 and not self.scalar_head:
             hf_model.try_out(self.module, self.device)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)

@@ -110,13 +110,23 @@ def packed_attention(
     else:
         # Flash attention counts the tokens before this one, transformers counts this one too.
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        padded = (_pad_heads(x) for x in (query, key, value))
         out = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), cu_seq_lens_q, cu_seq_lens_k,
-            max_length_q, max_length_k, scale=scaling, window_size=window, **_GQA,
+            *padded, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
+            scale=scale, window_size=window, **_GQA,
         )  # fmt: skip
+        if out.shape[-1] > value.shape[-1]:
+            out = out[..., : value.shape[-1]]
     if context_group is not None and ring_hops is None:
         out = heads_to_tokens(out, context_group)
     return out.unsqueeze(0), None
+
+
+def _pad_heads(x: torch.Tensor) -> torch.Tensor:
+    """Heads of a size that the kernel takes, a multiple of 8: zeros change no product."""
+    missing = -x.shape[-1] % 8
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
 
 # ------------------------------------------------------------------- buckets: without variable-length attention
