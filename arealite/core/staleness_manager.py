@@ -8,16 +8,14 @@ The counts are conserved: admitted = running + accepted + rejected + failed + st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 UNLIMITED = 1 << 30
 _FILLING_BATCHES = 2  # the first ones are always waited for
-_WINDOW_BATCHES = 16
-_NOTICEABLE_SHARE = 0.05
-_WORTHWHILE = 0.7
-_REST_BATCHES = 1024
+_NOTICEABLE = 0.05  # of the time
 
 
 @dataclass
@@ -45,47 +43,68 @@ class Counts:
         )
 
 
+class _Trials(NamedTuple):
+    """How a longer lead is tried: over how many batches, what part of the waiting may be left, and how long not again if it was more."""
+
+    window: int
+    left: float
+    rest: int
+
+
+_FIRST, _LATER = _Trials(4, 0.5, 128), _Trials(16, 0.7, 1024)
+
+
 class Lead:
     """How many batches generation runs ahead: no more than keep the trainer busy, so that data is no older than it must be.
 
-    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. Twice as many when the trainer
-    had to wait, on trial: where generation is what takes the time the trainer waits all the same, and the lead goes back, for a long time.
-    One fewer when a whole batch was always left over.
+    With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. When the trainer had to wait, a longer
+    lead goes on trial: at first, after few batches, as long as would end the waiting if it were for something that more episodes do not slow down (a
+    judge, a tool); it stays if that halves the waiting. Later ones are twice as long and must end three tenths of it. Where generation is what takes the time
+    the trainer waits all the same, and the lead goes back, for a long time. One fewer when a whole batch was always left over.
     """
 
     def __init__(self, max_staleness: int):
         self.min_batches, self.max_batches = min(1, max_staleness), max_staleness
         self.batches = self.min_batches
-        self._num_batches = -_FILLING_BATCHES
+        self._to_skip = _FILLING_BATCHES
+        self._to_rest = 0  # batches until a longer lead may be tried again
         self._window: list[tuple[float, float, bool]] = []
-        self._before = (
-            self.batches,
-            0.0,
-        )  # the lead, and the wait in its window, when a longer one went on trial
-        self._may_grow = True
+        self._trial: tuple[int, float] | None = None  # the shorter lead, and how long it waited
+        self._rules = _FIRST
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
         """After each batch: how long it was waited for, the time since the one before, and what is left."""
-        self._num_batches += 1
-        if self._num_batches > 0:
-            self._window.append((wait_s, step_s, has_spare_batch))
-        if len(self._window) == _WINDOW_BATCHES:
-            self._review(*zip(*self._window, strict=True))
+        self._to_rest = max(0, self._to_rest - 1)
+        if self._to_skip:
+            self._to_skip -= 1
+            return
+        self._window.append((wait_s, step_s, has_spare_batch))
+        if len(self._window) == self._rules.window:
+            waits_s, steps_s, spare = zip(*self._window, strict=True)
             self._window = []
+            self._review(mean(waits_s), mean(steps_s), all(spare))
 
-    def _review(self, waits_s: Sequence[float], steps_s: Sequence[float], spare: Sequence[bool]):
-        wait_s, (shorter, before_s) = sum(waits_s), self._before
-        self._before = (self.batches, 0.0)
-        if before_s and wait_s > _WORTHWHILE * before_s:
-            self.batches, self._may_grow = shorter, False
-        elif wait_s > _NOTICEABLE_SHARE * sum(steps_s):
-            if self._may_grow and self.batches < self.max_batches:
-                self._before = (self.batches, wait_s)
-                self.batches = min(2 * self.batches, self.max_batches)
-        elif all(spare):
-            self.batches = max(self.min_batches, self.batches - 1)
-        if self._num_batches % _REST_BATCHES == 0:
-            self._may_grow = True  # things may have changed
+    def _review(self, wait_s: float, step_s: float, had_spare_batch: bool) -> None:
+        trial, rules, self._trial = self._trial, self._rules, None
+        if trial is not None:
+            self._rules = _LATER
+        if trial is not None and wait_s > rules.left * trial[1]:
+            self._to_rest = rules.rest
+            self._change(trial[0])
+        elif wait_s > _NOTICEABLE * step_s:
+            if self.batches < self.max_batches and not self._to_rest:
+                self._trial = (self.batches, wait_s)
+                enough = math.ceil((self.batches + 1) * step_s / max(step_s - wait_s, 1e-6)) - 1
+                longer = enough if self._rules is _FIRST else 2 * self.batches
+                self._change(min(longer, self.max_batches))
+        elif had_spare_batch:
+            self._change(max(self.min_batches, self.batches - 1))
+
+    def _change(self, batches: int) -> None:
+        """What was under way with the other lead says nothing about this one."""
+        if batches != self.batches:
+            self._to_skip = max(batches, self.batches)
+            self.batches = batches
 
 
 class StalenessManager:
