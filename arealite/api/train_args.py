@@ -50,6 +50,7 @@ class TrainEngineConfig(Section):
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
     logprob_chunk_size: int = _help("Tokens of a chunk of logits.", 1024, AT_LEAST_1)
+    collective_timeout_s: float = _help("Longest wait of a rank for the others.", 1800.0, POSITIVE)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 

@@ -16,10 +16,13 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.ledger import Ledger
+from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.controller.driver import Placed
 from arealite.utils import distributed
 from arealite.utils.data import split_groups
+
+_GRACE_S = 60.0  # in which rank 0 says why it gave up, before the others do
 
 
 class CollectingEngine(InferenceEngine, metaclass=Placed):
@@ -100,8 +103,15 @@ class CollectingEngine(InferenceEngine, metaclass=Placed):
 
     def _share(self, batch: Batch | None) -> Batch:
         """This rank's part of the batch that rank 0 has."""
-        if batch is None:
-            return distributed.scatter_batches(None)
         if distributed.world_size() == 1:
+            assert batch is not None
             return batch
-        return distributed.scatter_batches(split_groups(batch, distributed.data_size()))
+        who, limit_s = f"rank {distributed.rank()}", self.config.batch_timeout_s + _GRACE_S
+        wait = NamedWait(who, "the batch that rank 0 collects", limit_s, "rollout.batch_timeout_s")
+        try:
+            distributed.wait_for_first(limit_s)
+        except TimeoutError as error:
+            cause = "rank 0 hangs: its own deadline is the same, and it did not end"
+            raise wait.error("nothing has come from rank 0", cause) from error
+        shares = None if batch is None else split_groups(batch, distributed.data_size())
+        return distributed.scatter_batches(shares)

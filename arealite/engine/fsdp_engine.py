@@ -94,8 +94,8 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
     # ------------------------------------------------------------------------------------------ life cycle
 
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
-        distributed.init_process_group(self.device)
         config = self.config
+        distributed.init_process_group(self.device, config.collective_timeout_s)
         full = self._load(config) if distributed.rank() == 0 else None
         one_type = config.dtype == config.param_dtype
         if distributed.world_size() == 1 and one_type and not config.cpu_offload:

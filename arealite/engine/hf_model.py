@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +44,13 @@ from arealite.engine.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.shared_prefix import PrefixPlan
 from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.engine.vision import has_vision, language_model, vision_parameters
-from arealite.utils.decoders import TRIAL_TOKENS, check_interface, check_trial, original_length
+from arealite.utils.decoders import (
+    TRIAL_TOKENS,
+    check_interface,
+    check_trial,
+    load_decoder,
+    original_length,
+)
 
 
 class PackedModel(nn.Module):
@@ -225,16 +230,8 @@ def load_model(
         # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
         model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     else:
-        try:
-            model = cls.from_pretrained(
-                folder, config=hf_config, dtype=dtype, attn_implementation=attention
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cannot load the model at {folder}: {error}") from error
-        except SafetensorError as error:
-            raise ConfigError(
-                f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
-            ) from error
+        options = {"config": hf_config, "dtype": dtype, "attn_implementation": attention}
+        model = load_decoder(cls, folder, has_new_head=scalar_head, **options)
     if has_vision(hf_config) and config.freeze_vision:
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,7 +29,7 @@ from arealite.inference.tensor_parallel import (
     check_parallel,
     shard_model,
 )
-from arealite.utils.decoders import check_decoder, check_interface, original_length
+from arealite.utils.decoders import check_decoder, check_interface, load_decoder, original_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -106,16 +105,7 @@ def load_model(
     model_config = read_config(config)
     device = choose_device(config, group.rank if group else 0)
     dtype = choose_dtype(config.dtype, device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model_path, config=model_config, dtype=dtype
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
-    except SafetensorError as error:
-        raise ConfigError(
-            f"the weights in {config.model_path} are damaged or incomplete ({error}): copy or download them again"
-        ) from error
+    model = load_decoder(AutoModelForCausalLM, config.model_path, config=model_config, dtype=dtype)
     shards = shard_model(model, group) if group else Shards()
     return prepare_model(model.to(device)), shards
 

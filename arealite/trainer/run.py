@@ -34,6 +34,7 @@ NO_SIGNAL_STEPS = 10
 
 _WITHOUT_ROLLOUT = (
     Column("loss", "loss", "{:.4f}"),
+    Column("accuracy", "accuracy", "{:.0%}", is_optional=True),
     Column("gradient", "grad_norm"),
     Column("learning rate", "lr", "{:.1e}"),
     Column("tokens/s", "tokens_per_s", "{:,.0f}"),

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
+from arealite.utils.network import GROUP_TIMED_OUT
 
 T = TypeVar("T")
 # Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
@@ -83,6 +84,16 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     except AReaLiteError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(REFUSED if isinstance(error, _LASTING) else 1) from None
+    except RuntimeError as error:
+        if GROUP_TIMED_OUT not in str(error):
+            raise
+        logging.getLogger("arealite").info("another rank did not come", exc_info=True)
+        print(
+            f"error: rank {os.environ.get('RANK', '0')} waited for another rank until the deadline (collective_timeout_s of the trained "
+            f"model): {error}\n  Likely cause: that rank hangs or is very slow; its log ends where it is",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -26,11 +26,12 @@ _PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0  # between two plain lines: steps, and s
 
 
 class Column(NamedTuple):
-    """A column: its title, the statistic it shows, and how."""
+    """A column: its title, the statistic it shows, and how; an optional one only in runs that have it from the first step on."""
 
     title: str
     key: str
     format: str = "{:.3g}"
+    is_optional: bool = False
 
     def cell(self, stats: Mapping[str, float | None]) -> str:
         value = stats.get(self.key)
@@ -90,6 +91,8 @@ class ProgressTable:
         if parts:
             found = "  ".join(f"{name} {value:.4g}" for name, value in parts)
             tell(f"evaluation after step {step + 1}:  {found}")
+        if not self._rows:
+            self.columns = [c for c in self.columns if c.key in stats or not c.is_optional]
         cells = [column.cell(stats) for column in self.columns]
         self._rows.append((step + 1, cells))
         if self._screen is not None:

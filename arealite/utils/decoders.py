@@ -2,13 +2,17 @@
 
 A token may see all earlier ones, or a window of them, and nothing else: states that run along the sequence, chunks, or a look ahead can be
 neither paged nor packed. A config says most of it; what it does not say, a trial shows (`check_trial`), in servers of one rank and
-in trainers on CPU.
+in trainers that do not cut layers or sequences.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel, logging
 
 from arealite.api.errors import ConfigError
 
@@ -48,6 +52,32 @@ def check_interface(model: type[PreTrainedModel]) -> None:
         raise ConfigError(
             f"{model.__name__} does not attend through transformers' attention interface: {_ELSEWHERE}"
         )
+
+
+def load_decoder(
+    auto_class: Any, folder: str | Path, *, has_new_head: bool = False, **settings: Any
+) -> PreTrainedModel:
+    """A model with the weights in `folder`, which must hold all of them, except those of a new head: transformers would put random numbers in their place."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing is told here
+    try:
+        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot load a model from {folder}: {error}") from error
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+    body = f"{model.base_model_prefix}."
+    missing = sorted(n for n in info["missing_keys"] if n.startswith(body) or not has_new_head)
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of {type(model).__name__} are not "
+            f"there, first {missing[0]!r}: copy or download them again"
+        )
+    return model
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch, Stat, Stats
+from arealite.utils.network import GROUP_TIMED_OUT
 
 _ALIGN = 8
 _DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -76,6 +77,20 @@ def barrier() -> None:
     """Wait for all ranks, over the host group: returns only when each has arrived."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))
+
+
+def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until rank 0 is here too, which may take longer than other collectives; `TimeoutError` if it does not come."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
+    group = group or dist.group.WORLD
+    assert group is not None
+    try:
+        group.broadcast([torch.zeros(1)], options).wait()
+    except RuntimeError as error:
+        if GROUP_TIMED_OUT not in str(error):
+            raise
+        raise TimeoutError(str(error)) from error
 
 
 def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:

@@ -12,6 +12,7 @@ import socket
 
 from arealite.api.errors import ServerError
 
+GROUP_TIMED_OUT = "Timed out waiting"  # how gloo says that another rank did not come
 # Below the range that the kernel hands to outgoing connections (32768 and up), so that none of those takes the port.
 _PORTS = range(12000, 32000)
 _reservations: dict[int, socket.socket] = {}

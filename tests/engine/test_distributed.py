@@ -1,10 +1,22 @@
 """Collectives on real ranks: what rank 0 gives is what each rank gets, bit for bit."""
 
+import time
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
 import torch
+import torch.distributed as dist
 from engine_testing import random_batch
 
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import WaitTimeout
 from arealite.api.io_struct import Stat
+from arealite.engine import collecting
+from arealite.engine.collecting import CollectingEngine
 from arealite.utils import distributed
+from arealite.utils.config import run_main
 from arealite.utils.data import select_rows
 
 
@@ -58,3 +70,52 @@ def test_one_process_needs_no_group():
     assert distributed.scatter_batches([batch]) is batch
     assert distributed.broadcast_json([1]) == [1]
     assert distributed.all_reduce_stats({"a": Stat(torch.tensor(4.0), 2.0)}) == {"a": 2.0}
+
+
+def _first_is_late(rank):
+    distributed.init_process_group("cpu")
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        time.sleep(2.0)  # collects a batch
+    distributed.wait_for_first(60.0, impatient)
+    return distributed.broadcast_json(rank, group=impatient)
+
+
+def test_a_batch_may_take_longer_than_other_exchanges(two_ranks):
+    assert two_ranks.run(_first_is_late) == [0, 0]
+
+
+def _first_hangs(rank):
+    """What rank 1 gets from waiting for a batch, and from any other exchange."""
+    distributed.init_process_group("cpu")
+    groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
+    waiting = partial(distributed.wait_for_first, group=groups[0])
+    errors = []
+    if rank == 1:
+        with (
+            mock.patch.object(CollectingEngine, "__abstractmethods__", frozenset()),
+            mock.patch.object(collecting, "_GRACE_S", 0.5),
+            mock.patch.object(distributed, "wait_for_first", waiting),
+            pytest.raises(WaitTimeout) as told,
+        ):
+            CollectingEngine(InferenceEngineConfig(batch_timeout_s=0.5))._share(None)
+        errors.append(str(told.value))
+        with pytest.raises(RuntimeError) as raised:
+            dist.all_reduce(torch.zeros(1), group=groups[1])
+        errors.append(str(raised.value))
+    distributed.barrier()  # of the default group, which is whole
+    return errors
+
+
+def test_a_rank_that_hangs_is_told(two_ranks, capsys):
+    none, (of_batch, of_exchange) = two_ranks.run(_first_hangs)
+    assert none == [] and "rank 0 hangs" in of_batch
+    assert "rank 1 has waited 1." in of_batch and "rollout.batch_timeout_s" in of_batch
+
+    def main(argv):
+        raise RuntimeError(of_exchange)
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(main, [])
+    assert ended.value.code == 1
+    assert "waited for another rank until the deadline" in capsys.readouterr().err

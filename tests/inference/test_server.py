@@ -305,6 +305,10 @@ def test_a_client_that_goes_away_takes_its_request_with_it(server):
 def test_startup_errors_say_what_to_change(model_path, tmp_path):
     torn = shutil.copytree(model_path, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 2000)
+    holey = shutil.copytree(model_path, tmp_path / "holey")
+    weights = load_file(holey / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, holey / "model.safetensors", metadata={"format": "pt"})
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -314,6 +318,7 @@ def test_startup_errors_say_what_to_change(model_path, tmp_path):
             ([model, f"port={port}"], str(port)),
             (["model_path=/nowhere"], "/nowhere"),
             ([f"model_path={torn}"], "damaged or incomplete"),
+            ([f"model_path={holey}"], "model.layers.1.mlp.up_proj.weight"),
             (["model_pth=x"], "model_path"),
             ([model, "host=0.0.0.0"], "api_key"),
             ([model, "context_length=99999"], "context_length"),

@@ -3,7 +3,9 @@ import pty
 import subprocess
 import sys
 
-from arealite.utils.console import ProgressTable, clock, print_summary
+import pytest
+
+from arealite.utils.console import Column, ProgressTable, clock, print_summary
 from arealite.utils.curve import save_curve
 
 STATS = {
@@ -39,6 +41,16 @@ def test_plain_lines_when_there_is_no_terminal(capsys):
         and "trainer idle 25%" in lines[0]
     )
     assert "server idle –" in lines[0] and lines[-1].endswith("left 0:00")
+
+
+@pytest.mark.parametrize("stats", [{"loss": 0.5, "accuracy": 0.75}, {"loss": 0.5}])
+def test_optional_columns_are_shown_where_the_first_step_has_them(capsys, stats):
+    columns = [Column("loss", "loss"), Column("accuracy", "accuracy", "{:.0%}", is_optional=True)]
+    with ProgressTable(2, columns) as table:
+        table.update(0, stats)
+    shown = capsys.readouterr().out
+    assert "loss 0.5" in shown and ("accuracy 75%" in shown) == ("accuracy" in stats)
+    assert "–" not in shown
 
 
 def test_slow_steps_have_a_line_each(capsys, monkeypatch):
