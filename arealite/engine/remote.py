@@ -260,7 +260,13 @@ class RemoteEngine(CollectingEngine, Wire):
     async def _complete(self, progress: Progress, began: float) -> ModelResponse:
         while progress.stop_reason == "abort":
             num_before = len(progress.tokens)
-            progress.add((await self._ask(progress, began, 1))[0])
+            try:
+                progress.add((await self._ask(progress, began, 1))[0])
+            except RequestError:
+                if not num_before:
+                    raise
+                # its beginning was taken, so it is too long now: it filled the server's context exactly
+                progress.stop_reason = "length"
             if len(progress.tokens) == num_before and progress.stop_reason == "abort":
                 await asyncio.sleep(0.01)  # interrupted before its first token: no busy loop
         return progress.response(began)

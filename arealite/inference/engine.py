@@ -123,9 +123,26 @@ class Engine(StepLoop):
         if self.ranks is not None:
             self.ranks.close()
 
+    def check(self, request: Request) -> None:
+        """`RequestError` for what `submit` refuses."""
+        prompt, vocab = request.prompt, self.shape.vocab_size
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty: give at least one token")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab:
+            bad = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}")
+        if len(prompt) >= self.max_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, prompt and continuation together may have {self.max_len}: "
+                "shorten it, or raise context_length or max_total_tokens"
+            )
+        request.params.check(vocab)
+        if request.want_text and self.tokenizer is None:
+            raise RequestError("text or stop strings need a tokenizer, and the model has none")
+
     def submit(self, request: Request) -> Future[list[SampleOutput]]:
         """Queue a request; an invalid one raises `RequestError` at once and touches nothing."""
-        self._check(request)
+        self.check(request)
         self._send(lambda: self._accept(request), request.future)
         return request.future
 
@@ -402,22 +419,6 @@ class Engine(StepLoop):
             raise
         future.add_done_callback(lambda _: self._updating.release())
         return future
-
-    def _check(self, request: Request) -> None:
-        prompt, vocab = request.prompt, self.shape.vocab_size
-        if len(prompt) == 0:
-            raise RequestError("the prompt is empty: give at least one token")
-        if int(prompt.min()) < 0 or int(prompt.max()) >= vocab:
-            bad = int(prompt.min()) if int(prompt.min()) < 0 else int(prompt.max())
-            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}")
-        if len(prompt) >= self.max_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, prompt and continuation together may have {self.max_len}: "
-                "shorten it, or raise context_length or max_total_tokens"
-            )
-        request.params.check(vocab)
-        if request.want_text and self.tokenizer is None:
-            raise RequestError("text or stop strings need a tokenizer, and the model has none")
 
     def _cause(self, error: BaseException) -> BaseException | None:
         lost = self.ranks.lost(wait_s=2.0) if self.ranks else None

@@ -96,6 +96,8 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
         if len(requests) > 1:
             raise RequestError("stream takes one prompt")
         return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
+    for request in requests:
+        engine.check(request)  # one that is refused refuses all, before any has begun
     groups = await asyncio.gather(*(finish(http_request.app, request) for request in requests))
     return json_response(_result(engine, requests, groups, body, chat=False))
 

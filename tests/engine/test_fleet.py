@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import WeightUpdateError
+from arealite.api.errors import RequestError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.sglang_remote import RemoteSGLangEngine
@@ -217,11 +217,15 @@ def test_an_answer_ends_where_the_context_does(model_path, connect):
     with server_process(model_path, context_length="32") as server:
         engine = connect(server, segment_tokens=8)
         gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=TOKENS, ignore_eos=True)
-        prompt = ModelRequest([5, 6, 7], gconfig, seed=1)
-        answers = run(engine, engine.agenerate_group(prompt))
-        answers.append(run(engine, engine.agenerate(prompt)))
-    assert [len(answer.output_tokens) for answer in answers] == [29] * 4
-    assert all(answer.stop_reason == "length" for answer in answers)
+        for length in (3, 8):  # 8: a segment ends where the context does
+            prompt = ModelRequest(list(range(5, 5 + length)), gconfig, seed=1)
+            answers = run(engine, engine.agenerate_group(prompt))
+            answers.append(run(engine, engine.agenerate(prompt)))
+            assert [len(answer.output_tokens) for answer in answers] == [32 - length] * 4
+            assert all(answer.stop_reason == "length" for answer in answers)
+        too_long = ModelRequest([5] * 32, gconfig, seed=1)
+        with pytest.raises(RequestError, match="32 tokens"):
+            run(engine, engine.agenerate(too_long))
 
 
 def test_fingerprints_see_type_shape_and_place():

@@ -122,6 +122,10 @@ def test_openai_endpoints(server, tokenizer):
     assert len(choice["logprobs"]["token_logprobs"]) == 5
     several = server("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 2, "n": 2})
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
+    made = server("/server_info")["generated_tokens"]
+    server("/v1/completions", {"prompt": [[1, 2], [99999]], "max_tokens": 400}, expect=400)
+    server("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+    assert server("/server_info")["generated_tokens"] == made + 1  # nothing of the good one
     messages = [{"role": "user", "content": "hi"}]
     chat = server("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "logprobs": True})
     assert chat["choices"][0]["message"]["role"] == "assistant"
