@@ -58,6 +58,12 @@ class Server:
         finally:
             self.requests.discard(task)
 
+    def give_up(self) -> None:
+        """What waits for it goes elsewhere."""
+        self.is_lost = True
+        for task in self.requests:
+            task.cancel()
+
     @property
     def url(self) -> str:
         return f"http://{self.address}"
@@ -102,7 +108,7 @@ class Router:
         self.on_change()
 
     def open(self, server: Server) -> None:
-        server.is_open = True
+        server.is_open, server.is_lost = True, False
         self._wake()
         self.on_change()
 

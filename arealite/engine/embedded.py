@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, RequestError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.engine.collecting import CollectingEngine
 from arealite.engine.remote import Piece, Progress
@@ -70,16 +70,23 @@ class EmbeddedEngine(CollectingEngine):
         seeds = [None if request.seed is None else request.seed + i for i in range(count)]
         samples = [Progress(request, seed, i) for i, seed in enumerate(seeds)]
         for sample, piece in zip(samples, await self._ask(samples[0], count), strict=True):
+            sample.num_asked = samples[0].num_asked
             sample.add(piece)
         return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
 
     async def _complete(self, progress: Progress, began: float) -> ModelResponse:
         while progress.stop_reason == "abort":
-            progress.add((await self._ask(progress, 1))[0])
+            try:
+                progress.add((await self._ask(progress, 1))[0])
+            except RequestError:
+                if not progress.tokens:
+                    raise
+                progress.stop_reason = "length"  # interrupted where the context was full
         return progress.response(began)
 
     async def _ask(self, progress: Progress, count: int) -> list[Piece]:
-        params = SamplingParams.from_json(sampling_params(progress, count, progress.left))
+        asked = progress.next_segment(progress.left)
+        params = SamplingParams.from_json(sampling_params(progress, count, asked))
         prompt = progress.request.input_ids + progress.tokens
         request = Request(prompt, params, progress.next_rid())
         try:
@@ -116,6 +123,8 @@ class EmbeddedEngine(CollectingEngine):
 
 
 def _piece(output: SampleOutput) -> Piece:
+    if output.finish_reason.get("status_code"):
+        raise ServerError(f"the engine gave a request up: {output.finish_reason['message']}")
     versions: list[int] = []
     for version, start, end in output.version_spans:
         versions += [version] * (end - start)

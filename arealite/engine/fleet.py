@@ -106,19 +106,24 @@ class Fleet:
             self.members.close()
 
     def state(self) -> dict[str, Any]:
-        """What rollout workers must know: which servers are open, of what kind, and the version."""
-        servers = [(s.address, s.is_open, s.kind, s.adapter) for s in self.router.servers.values()]
-        return {"version": self.version, "servers": servers}
+        """What rollout workers must know: the servers, what each one holds, and the newest version."""
+        servers = [
+            (s.address, s.is_open, s.is_lost, s.kind, s.adapter, s.version)
+            for s in self.router.servers.values()
+        ]
+        return {"version": max((s[-1] for s in servers), default=0), "servers": servers}
 
     def follow(self, state: dict[str, Any]) -> None:
         """In a rollout worker: do as the owner's fleet."""
         self.version = state["version"]
         for address in set(self.router.servers) - {address for address, *_ in state["servers"]}:
             self._leave(self.router.servers[address])
-        for address, is_open, kind, adapter in state["servers"]:
+        for address, is_open, is_lost, kind, adapter, version in state["servers"]:
             server = self.router.add(address, is_open=False)
-            server.kind, server.adapter, server.version = kind, adapter, self.version
+            server.kind, server.adapter, server.version = kind, adapter, version
             (self.router.open if is_open else self.router.close)(server)
+            if is_lost and not server.is_lost:
+                server.give_up()
 
     # ------------------------------------------------------------------------------------ weight updates
 
@@ -155,6 +160,7 @@ class Fleet:
             else:
                 self.router.close(server)
                 await self._load_paused(server, meta)
+                server.version = meta.version
                 self.router.open(server)
         server.version = meta.version
 
@@ -226,10 +232,8 @@ class Fleet:
     def lose(self, server: Server, error: ServerError) -> None:
         """A server is silent: what it was working on goes elsewhere."""
         logger.error("%s is given up: %s", server.address, error)
-        server.is_lost = True
+        server.give_up()
         self.suspect(server, error)
-        for task in server.requests:
-            task.cancel()
 
     async def _revive(self, server: Server) -> None:
         """Probe until the server answers, bring its weights up to date, open it."""
@@ -249,7 +253,7 @@ class Fleet:
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                     continue
-                server.failures, server.is_lost = 0, False
+                server.failures = 0
                 return
         finally:
             self._reviving.discard(server)
@@ -330,9 +334,7 @@ class Fleet:
     def _leave(self, server: Server) -> None:
         logger.info("%s has left", server.address)
         self.router.remove(server.address)
-        server.is_lost = True
-        for task in server.requests:
-            task.cancel()
+        server.give_up()
 
     def _join(self, address: str) -> None:
         logger.info("%s joins", address)

@@ -284,7 +284,13 @@ class RemoteEngine(CollectingEngine, Wire):
             server = await self.router.acquire(wait, count, affinity=rid, avoid=last)
             adapter = server.adapter
             try:
-                return await self._send(server, progress, count)
+                async with asyncio.timeout(wait.left_s):
+                    return await self._send(server, progress, count)
+            except TimeoutError:
+                state = f"{server.describe()}; {len(errors)} other attempts failed before"
+                raise wait.error(
+                    state, "its answer is very long, or the server very slow"
+                ) from None
             except ServerError as error:
                 # started anew, a server does not know the adapter that the request names
                 is_refused = (
@@ -360,9 +366,13 @@ class RemoteEngine(CollectingEngine, Wire):
 
     # ----------------------------------------------------------------------------------------- inspection
 
+    def holds_others(self) -> bool:
+        """Whether a server brings weights of another run: it tells another version than this one is at (rank 0)."""
+        return any(server.version != self._version for server in self.router.servers.values())
+
     def server_info(self, probe: str = "") -> list[dict[str, Any]]:
-        """What each server that can be reached says of itself (rank 0; empty elsewhere); with the path of a probe
-        (`device_weights.make_probe`) also what it reads there.
+        """What each open server that can be reached says of itself (rank 0; empty elsewhere); with the path of a probe
+        (`device_weights.make_probe`) every one, and also what it reads there.
         """
         if distributed.rank() != 0:
             return []
@@ -374,6 +384,7 @@ class RemoteEngine(CollectingEngine, Wire):
         asked = [
             self.http.get(f"{server.url}{path}", timeout_s=_INFO_TIMEOUT_S)
             for server in self.router.servers.values()
+            if server.is_open or probe
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:

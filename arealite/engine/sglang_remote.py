@@ -37,6 +37,7 @@ class RemoteSGLangEngine(RemoteEngine):
         return await super().agenerate_group(request)
 
     async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+        held = server.version
         body = {
             "input_ids": progress.request.input_ids + progress.tokens,
             "sampling_params": sampling_params(
@@ -47,13 +48,13 @@ class RemoteSGLangEngine(RemoteEngine):
         }
         if not server.is_arealite:
             # Updated in place, SGLang keeps its prefix cache: keys and values of old weights must not meet new requests.
-            body["extra_key"] = f"v{server.version}"
+            body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
         try:
-            pieces = [_piece(a, server, self.get_version()) for a in answers]
+            pieces = [_piece(a, server, held) for a in answers]
         except (KeyError, TypeError, IndexError) as error:
             raise ServerError(
                 f"{server.address} answered without the expected fields: {error!r}"
@@ -277,7 +278,7 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
     return params
 
 
-def _piece(answer: dict[str, Any], server: Server, current_version: int) -> Piece:
+def _piece(answer: dict[str, Any], server: Server, held: int) -> Piece:
     meta = answer["meta_info"]
     entries = meta["output_token_logprobs"]
     reason = meta["finish_reason"]["type"]
@@ -292,13 +293,11 @@ def _piece(answer: dict[str, Any], server: Server, current_version: int) -> Piec
     if spans:
         versions: list[int] = []
         for span in spans:
-            versions += [read_version(span["version"], current_version)] * (
-                span["end"] - span["start"]
-            )
+            versions += [read_version(span["version"], held)] * (span["end"] - span["start"])
         if len(versions) != len(tokens):
             raise ServerError(
                 f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens"
             )
     else:
-        versions = [read_version(meta.get("weight_version"), current_version)] * len(tokens)
+        versions = [read_version(meta.get("weight_version"), held)] * len(tokens)
     return Piece(tokens, logprobs, versions, reason)

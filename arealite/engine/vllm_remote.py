@@ -29,11 +29,12 @@ class RemotevLLMEngine(RemoteEngine):
     """Generates with vLLM servers."""
 
     async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+        held = server.version
         max_tokens = progress.next_segment(self.config.segment_tokens)
         params = _sampling_params(progress, num_samples, max_tokens)
         prompt = progress.request.input_ids + progress.tokens
         # Updated in place, vLLM keeps its prefix cache: keys and values of old weights must not meet new requests.
-        body = {"request_id": progress.next_rid(), "cache_salt": f"v{server.version}"}
+        body = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
         if server.adapter:
             body["model"] = server.adapter
         if server.kind == _BY_COMPLETIONS:
@@ -46,7 +47,7 @@ class RemotevLLMEngine(RemoteEngine):
         answer = await self.http.post(url, body, self.config.request_timeout_s)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            pieces = [read(choice, server, self.get_version()) for choice in choices]
+            pieces = [read(choice, server, held) for choice in choices]
         except (KeyError, TypeError) as error:
             raise ServerError(
                 f"{server.address} answered without the expected fields: {error!r}"
@@ -185,7 +186,7 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
     return params
 
 
-def _piece(choice: dict[str, Any], server: Server, current_version: int) -> Piece:
+def _piece(choice: dict[str, Any], server: Server, held: int) -> Piece:
     reason = choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
         raise ServerError(f"{server.address} ended a request for an unknown reason: {reason!r}")
@@ -195,14 +196,14 @@ def _piece(choice: dict[str, Any], server: Server, current_version: int) -> Piec
         raise ServerError(
             f"{server.address} gave {len(content)} log-probs for {len(tokens)} tokens"
         )
-    versions = [current_version] * len(tokens)
+    versions = [held] * len(tokens)
     for span in choice.get("weight_versions") or []:
         start, end = span["start"], span["end"]
-        versions[start:end] = [read_version(span["version"], current_version)] * (end - start)
+        versions[start:end] = [read_version(span["version"], held)] * (end - start)
     return Piece(tokens, [entry["logprob"] for entry in content], versions, reason)
 
 
-def _completion(choice: dict[str, Any], server: Server, current_version: int) -> Piece:
+def _completion(choice: dict[str, Any], server: Server, held: int) -> Piece:
     """As `_piece`, of OpenAI's answer; it tells no versions, and every update interrupts it."""
     content = [{"logprob": p} for p in (choice.get("logprobs") or {}).get("token_logprobs") or []]
-    return _piece({**choice, "logprobs": {"content": content}}, server, current_version)
+    return _piece({**choice, "logprobs": {"content": content}}, server, held)

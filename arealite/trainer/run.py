@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import CheckpointError
+from arealite.api.errors import CheckpointError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
-from arealite.utils.distributed import rank
+from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.recover import Recover
 from arealite.utils.rundir import RunDir
 from arealite.utils.saver import Frequency, Saver
@@ -168,7 +168,11 @@ class Run:
     def _resume(self) -> int:
         last = self.recover.load()
         first = 0 if last is None else last.global_step + 1
-        if first and self.rollout is not None:
+        # Servers that this run did not start may hold the weights of another one.
+        others = (
+            isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
+        )
+        if self.rollout is not None and (first or broadcast_json(others)):
             weights = make_weight_meta(self.config, self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         # Without a checkpoint this is a new run: what an earlier one of the same name left is not its history.
@@ -196,7 +200,11 @@ class _Busy:
         now = time.monotonic()
         if self.rollout is None or now - self._asked_at < 1.0:
             return self._shown
-        infos = [info for info in self.rollout.server_info() if "busy_s" in info]
+        try:
+            infos = [info for info in self.rollout.server_info() if "busy_s" in info]
+        except WaitTimeout as error:  # a workflow keeps the event loop busy: no reason to stop
+            logger.warning("idle/server is not known: %s", error)
+            infos = []
         busy_s = sum(info["busy_s"] for info in infos) / len(infos) if infos else None
         if busy_s is not None and self._busy_s is not None:
             idle = 1 - (busy_s - self._busy_s) / (now - self._asked_at)

@@ -182,7 +182,8 @@ def split_groups(batch: Batch, parts: int) -> list[Batch]:
         rows_of.setdefault(group, []).append(row)
     if len(rows_of) < parts:
         raise ConfigError(
-            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: raise train_dataset.batch_size to at least {parts}"
+            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: each needs one. Raise train_dataset.batch_size (for an "
+            f"evaluation, the rows of valid_dataset) to at least {parts}"
         )
     lengths = seq_lengths(batch).tolist()
     groups = list(rows_of.values())

@@ -128,6 +128,8 @@ class Recover:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
+        own = json.dumps({_STATE: _checksum(writing / _STATE)})
+        (writing / f"{_SUMS}{_STATE}").write_text(own)
         final = self.folder / f"step{info.global_step + 1:06d}"
         shutil.rmtree(final, ignore_errors=True)  # an earlier attempt that got as far
         writing.rename(final)

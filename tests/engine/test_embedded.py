@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
+from arealite.api.errors import RequestError, ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
@@ -19,9 +20,10 @@ from arealite.workflow.rlvr import RLVRWorkflow
 def make(model_path):
     made = []
 
-    def build(batch_size=4, **config):
+    def build(batch_size=4, context_length=None, **config):
         server = ServerConfig(
             model_path=str(model_path),
+            context_length=context_length,
             device="cpu",
             dtype="float32",
             max_total_tokens=8192,
@@ -74,6 +76,28 @@ def test_a_group_equals_single_requests_and_new_weights_are_used(make, model_pat
     engine.update_weights(WeightUpdateMeta("broadcast", "embedded", 1))
     after = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4)))
     assert after.output_tokens != group[0].output_tokens and set(after.output_versions) == {1}
+
+
+def test_an_answer_ends_where_the_context_does(make):
+    engine = make(context_length=32)
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=100, ignore_eos=True)
+    request = ModelRequest([5, 6, 7], gconfig, seed=1)
+    answers = run(engine, engine.agenerate_group(request))
+    answers.append(run(engine, engine.agenerate(request)))
+    assert {(len(a.output_tokens), a.stop_reason) for a in answers} == {(29, "length")}
+    with pytest.raises(RequestError, match="32 tokens"):
+        run(engine, engine.agenerate(ModelRequest([5] * 32, gconfig, seed=1)))
+
+
+def test_broken_weights_are_told(make, model_path):
+    engine = make()
+    model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model.model.norm.weight.data.fill_(float("nan"))
+    put_outbox("broken", model.named_parameters())
+    engine.update_weights(WeightUpdateMeta("broadcast", "broken", 1))
+    gconfig = GenerationHyperparameters(max_new_tokens=8)
+    with pytest.raises(ServerError, match="gave a request up"):
+        run(engine, engine.agenerate(ModelRequest([5, 6], gconfig)))
 
 
 def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, monkeypatch):

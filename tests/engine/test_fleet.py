@@ -10,9 +10,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import RequestError, WeightUpdateError
+from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
+from arealite.engine.fleet import Fleet
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.fingerprint import fingerprint, fingerprints, first_mismatch
 from arealite.utils.names import elastic_names
@@ -176,6 +177,60 @@ def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_pat
 
 
 @pytest.mark.timeout(120)
+def test_rollout_workers_give_a_hanging_server_up_and_know_what_each_one_holds():
+    """They watch no server themselves: the owner's fleet tells them."""
+
+    async def both_sides():
+        owner, worker = (Fleet(InferenceEngineConfig(), Silent()) for _ in range(2))  # pyright: ignore
+        for address in ("a:1", "b:1"):
+            owner.router.add(address)
+        owner.router.servers["a:1"].version = 7  # in the middle of an update
+        worker.follow(owner.state())
+        versions = {s.address: s.version for s in worker.router.servers.values()}
+        hanging = worker.router.servers["b:1"]
+
+        async def ask():
+            with hanging.asked():
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        owner.lose(owner.router.servers["b:1"], ServerError("silent"))
+        worker.follow(owner.state())
+        with pytest.raises(ServerError, match="given up"):
+            await asyncio.wait_for(task, 10)
+        owner.router.open(owner.router.servers["b:1"])
+        worker.follow(owner.state())
+        await owner.close()
+        return versions, hanging.is_open and not hanging.is_lost
+
+    assert asyncio.run(both_sides()) == ({"a:1": 7, "b:1": 0}, True)
+
+
+class Silent:
+    """A wire on which nobody answers."""
+
+    async def probe(self, server):
+        raise ServerError("silent")
+
+
+def test_the_deadline_of_a_request_is_for_all_attempts(model_path, connect, steady):
+    engine = connect(steady, request_timeout_s=1.0, health_timeout_s=60.0)
+
+    async def no_answer(server, progress, count):
+        await asyncio.Event().wait()
+
+    engine.send = no_answer
+    with pytest.raises(WaitTimeout, match=r"rollout.request_timeout_s.*\n.*\n.*very slow"):
+        run(engine, engine.agenerate(request(1)))
+
+
+def test_a_server_of_another_run_is_noticed(model_path, connect, steady):
+    assert not connect(steady).holds_others()
+    steady.post("update_weights_from_disk", model_path=str(model_path), weight_version="20")
+    assert connect(steady).holds_others()
+
+
 def test_an_update_does_not_wait_for_a_server_that_hangs(model_path, connect, steady):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady, health_timeout_s=1.5, setup_timeout_s=600.0)

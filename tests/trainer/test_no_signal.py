@@ -1,9 +1,10 @@
-"""A run whose rewards teach nothing says so, once."""
+"""What a run says, and does not stop for: rewards that teach nothing, servers that are asked in vain."""
 
 from arealite.api.cli_args import GRPOConfig, PPOActorConfig
+from arealite.api.errors import WaitTimeout
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.trainer.run import NO_SIGNAL_STEPS, Run
+from arealite.trainer.run import NO_SIGNAL_STEPS, Run, _Busy
 from tests.engine.engine_testing import engine_config, random_batch
 
 
@@ -32,3 +33,14 @@ def test_equal_rewards_for_many_steps_are_told_once(model_path, tmp_path, capfd)
         assert told_after(run, [next(steps) for _ in almost], lambda rewards: 1.0) == 0
         again = [next(steps) for _ in range(NO_SIGNAL_STEPS)]
         assert told_after(run, again, lambda rewards: 0.0) == 1
+
+
+def test_servers_that_cannot_be_asked_in_time_stop_no_run(caplog):
+    """A workflow may keep the event loop busy for longer than the question may take."""
+
+    class Blocked:
+        def server_info(self):
+            raise WaitTimeout("server_info has waited 7 s")
+
+    assert _Busy(Blocked()).take() == {}  # pyright: ignore
+    assert "idle/server is not known" in caplog.text

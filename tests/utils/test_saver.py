@@ -139,6 +139,16 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, c
         make(tmp_path).load()
 
 
+def test_a_changed_digit_of_the_state_is_noticed(tmp_path, capsys):
+    for step in range(2):
+        make(tmp_path, value=step, at=3 + step).save(info(step))
+    state = tmp_path / "recover" / "step000002" / "state.json"
+    state.write_text(state.read_text().replace('"at": 4', '"at": 5'))
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.parts["loader"].at == 3
+    assert "step000002 is damaged (state.json)" in capsys.readouterr().out
+
+
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"recover.mode=resume, but there is no complete checkpoint"
