@@ -244,6 +244,8 @@ class Engine(StepLoop):
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
+        if dirty := self.scheduler.pool.take_dirty():
+            self.runner.clear_blocks(dirty)
         if plan:
             self._in_flight.append(self.runner.launch(plan))
             self.scheduler.slots.length[plan.slots] += 1
@@ -270,7 +272,7 @@ class Engine(StepLoop):
         seq.output = self.post.output(seq)
         if seq.slot >= 0:
             if "status_code" in seq.finish_reason:
-                self.runner.clear_blocks(seq.blocks)
+                self.scheduler.pool.spoil(seq.blocks)
             self.scheduler.release(seq)
         request.num_unfinished -= 1
         if request.num_unfinished == 0:

@@ -19,6 +19,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.epoch = 0  # raised by `flush`: older KV must not be shared any more
+        self.spoilt: set[int] = set()  # in use, perhaps not finite: shared no further
+        self._dirty: list[int] = []  # spoilt once, given back since
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # known to the cache, used by nobody
@@ -59,8 +61,23 @@ class BlockPool:
             if self._refs[block] == 0:
                 if block in self._key_of:
                     self._idle[block] = None
-                else:
-                    self._free.append(block)
+                    continue
+                self._free.append(block)
+                if block in self.spoilt:
+                    self.spoilt.remove(block)
+                    self._dirty.append(block)
+
+    def spoil(self, blocks: list[int]) -> None:
+        """What these hold may not be finite: nobody finds them any more. Who shares them already keeps them as they are."""
+        for block in blocks:
+            if block in self._key_of:
+                self._forget(block)
+        self.spoilt.update(blocks)
+
+    def take_dirty(self) -> list[int]:
+        """Blocks to zero before the next step: masked keys still meet the queries, and NaN would survive the mask."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
 
     def match(self, tokens: np.ndarray) -> tuple[list[int], int]:
         """The longest known prefix of `tokens` in full blocks (now shared with the caller), and its last node."""

@@ -101,7 +101,7 @@ class ModelRunner:
         copy_weights(pairs)
 
     def clear_blocks(self, blocks: list[int]) -> None:
-        """Forget what a sequence with non-finite numbers left behind."""
+        """Zero what a sequence with non-finite numbers left in blocks that nobody uses any more."""
         for cache in (*self.keys, *self.values):
             cache[torch.tensor(blocks)] = 0
         self.dense.forget()

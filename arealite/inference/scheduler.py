@@ -265,8 +265,8 @@ class Scheduler:
             self.preempted = deque(seq for seq in self.preempted if seq.request is not request)
 
     def _remember(self, seq: Sequence, num_computed: int) -> None:
-        """Make the sequence's full blocks findable by others, unless weights have changed under it."""
-        if seq.pool_epoch != self.pool.epoch:
+        """Make the sequence's full blocks findable by others, unless weights have changed under it or a block is in doubt."""
+        if seq.pool_epoch != self.pool.epoch or not self.pool.spoilt.isdisjoint(seq.blocks):
             return
         num_full = num_computed // self.pool.block_size
         if num_full > seq.num_registered:

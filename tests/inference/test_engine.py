@@ -216,6 +216,42 @@ def test_a_pause_by_abort_answers_running_requests_and_keeps_new_ones_waiting(ma
     assert late.result(10)
 
 
+def test_a_broken_sequence_leaves_what_others_share_as_it_is(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    (prompt,) = prompts(1, low=70, high=71)
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    forbid_all = {"max_new_tokens": 4, "logit_bias": dict.fromkeys(range(97), -torch.inf)}
+    running = submit_and_see_start(engine, prompt, max_new_tokens=150, **greedy)
+    for output in run(engine, prompt, n=3, **forbid_all):
+        assert output.finish_reason["status_code"] == 500
+    (again,) = run(engine, prompt, max_new_tokens=20, **greedy)
+    expected = generate(model, prompt, 150, None)
+    assert again.token_ids == expected[:20]
+    assert running.result(60)[0].token_ids == expected
+    run(engine, [1, 2, 3, 4], **forbid_all)  # its only block is full when it fails
+    (after,) = run(engine, [1, 2, 3, 4, 5], max_new_tokens=20, **greedy)
+    assert after.cached_tokens == 0
+    assert after.token_ids == generate(model, [1, 2, 3, 4, 5], 20, None)
+    pool = engine.scheduler.pool
+    assert pool.num_free == pool.num_usable and not pool.spoilt
+
+
+def test_blocks_of_broken_weights_are_clean_when_others_get_them(make_engine):
+    model = make_model()
+    broken = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
+    engine = make_engine(model, max_total_tokens=160)
+    engine.update_weights_from_tensors(broken, 1).result(30)
+    asked = prompts(6, low=20, high=30)
+    for future in [submit(engine, p, n=2, max_new_tokens=4) for p in [*asked, *asked]]:
+        assert all("status_code" in output.finish_reason for output in future.result(30))
+    good = dict(model.named_parameters())
+    engine.update_weights_from_tensors(good, 2, flush_cache=False).result(30)
+    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    for prompt, future in [(p, submit(engine, p, **greedy)) for p in asked]:
+        assert future.result(30)[0].token_ids == generate(model, prompt, 12, None)
+
+
 def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
     engine = make_engine(make_model())
     bad = [

@@ -48,6 +48,20 @@ def test_a_flush_forgets_prefixes_but_takes_no_block_from_its_user():
     assert pool.num_free == 3
 
 
+def test_a_spoilt_block_is_found_no_more_and_cleaned_only_when_its_last_user_goes():
+    pool = BlockPool(num_blocks=4, block_size=1)
+    blocks = [pool.allocate(), pool.allocate()]
+    pool.register(blocks, tokens(1, 2), 0, 0)
+    pool.share(blocks[:1])  # somebody else reads the first
+    pool.spoil(blocks)
+    pool.release(blocks)
+    assert pool.match(tokens(1, 2))[0] == []
+    assert pool.take_dirty() == blocks[1:] and pool.take_dirty() == []
+    pool.release(blocks[:1])
+    assert pool.take_dirty() == blocks[:1]
+    assert pool.num_free == pool.num_usable and not pool.spoilt
+
+
 def test_random_use_conserves_blocks():
     random = np.random.default_rng(0)
     pool = BlockPool(num_blocks=20, block_size=2)
