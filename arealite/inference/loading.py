@@ -126,13 +126,14 @@ def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
             f"context_length={context_length} must be between 2 and the model's {own}"
         )
     num_layers, num_kv_heads, head_dim = _cache_shape(model)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
     return ModelShape(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         context_length=context_length or own,
-        eos_ids=_eos_ids(model),
+        eos_ids=_eos_ids(model, vocab_size),
     )
 
 
@@ -158,14 +159,14 @@ def _cache_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     return len(seen), heads.pop(), max(dim for _, dim in seen.values())
 
 
-def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a text; some configs name ones that the model cannot make."""
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    ids = eos if isinstance(eos, list | tuple) else (eos,)
+    return tuple(token for token in ids if token is not None and 0 <= token < vocab_size)
 
 
 def load_tokenizer(path: str) -> Any | None:

@@ -25,7 +25,7 @@ class Postprocessor:
         self.tokenizer = tokenizer
         self.generated_tokens = 0
         self._is_eos = np.zeros(shape.vocab_size, bool)
-        self._is_eos[[token for token in shape.eos_ids if token < shape.vocab_size]] = True
+        self._is_eos[list(shape.eos_ids)] = True
 
     def append(self, result: StepResult) -> list[Sequence]:
         """Store the tokens of one step; returns the sequences that end with it, their `finish_reason` set."""

@@ -172,6 +172,15 @@ def test_stop_token_stop_string_length_and_minimum(make_engine, tokenizer):
     assert by_text.text == text[: text.index(word)]
 
 
+def test_an_end_token_outside_the_vocabulary_is_no_token_at_all(make_engine):
+    model = make_model()
+    model.generation_config.eos_token_id = [96, 500, -1]
+    engine = make_engine(model)
+    assert engine.shape.eos_ids == (96,)
+    (output,) = run(engine, [1, 2, 3], max_new_tokens=6, min_new_tokens=6)
+    assert len(output.token_ids) == 6 and 96 not in output.token_ids
+
+
 def test_abort_returns_what_there_is_and_frees_everything(make_engine):
     engine = make_engine(make_model(), context_length=250)
     endless = {"max_new_tokens": 200, "ignore_eos": True}
