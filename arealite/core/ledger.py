@@ -8,6 +8,7 @@ data: an episode can be neither lost nor entered twice. `rewind` undoes what a k
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import sqlite3
 import threading
@@ -21,6 +22,8 @@ from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import Batch
+
+logger = logging.getLogger("arealite.ledger")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes(
@@ -74,6 +77,13 @@ class RolloutRow(NamedTuple):
     completion: str
 
 
+class _Job(NamedTuple):
+    """One transaction for the writer; `done` is set when it is on disk, or never will be."""
+
+    work: Callable[[sqlite3.Connection], None]
+    done: threading.Event
+
+
 class Ledger:
     """Batched writer of `run.sqlite`. `note*` may be called from any thread; `commit` from the trainer's."""
 
@@ -82,10 +92,9 @@ class Ledger:
         self._pending: dict[int, EpisodeRow] = {}
         self._events: list[tuple[float, str, str]] = []
         self._lock = threading.Lock()
-        self._jobs: queue.Queue[Callable[[sqlite3.Connection], None] | None] = queue.Queue(
-            maxsize=64
-        )
-        self._error: sqlite3.Error | OSError | None = None
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=64)
+        self._error: BaseException | None = None
+        self._error_told = self._transcripts_failed = False
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._thread.start()
         self._run_now(
@@ -104,19 +113,17 @@ class Ledger:
     def commit(self, rollouts: Callable[[], Iterable[RolloutRow]] | None = None) -> None:
         """Write everything noted so far in one transaction, in the background.
 
-        `rollouts` is called on the writer's thread, so that decoding tokens delays nobody.
+        `rollouts` is called on the writer's thread, so that decoding tokens delays nobody. If it raises, the step is written without.
         """
         with self._lock:
             rows, self._pending = list(self._pending.values()), {}
             events, self._events = self._events, []
 
         def job(db: sqlite3.Connection) -> None:
+            texts = [] if rollouts is None else self._make_transcripts(rollouts)
             db.executemany(_UPSERT, rows)
             db.executemany("INSERT INTO events VALUES (?,?,?)", events)
-            if rollouts is not None:
-                db.executemany(
-                    "INSERT OR REPLACE INTO rollouts VALUES (?,?,?,?,?,?,?,?,?)", rollouts()
-                )
+            db.executemany("INSERT OR REPLACE INTO rollouts VALUES (?,?,?,?,?,?,?,?,?)", texts)
 
         self._submit(job)
 
@@ -188,47 +195,74 @@ class Ledger:
         return found
 
     def close(self) -> None:
-        """Write what is noted and end the thread; idempotent."""
-        if self._thread.is_alive():
-            if self._error is None:
+        """Write what is noted and end the thread; idempotent. An error nobody heard of yet is logged: what else ends must still end."""
+        try:
+            if self._thread.is_alive():
                 self.commit()
-            self._jobs.put(None)
-            self._thread.join(timeout=30)
+                self._put(None)
+                self._thread.join(timeout=30)
+            if self._error is not None and not self._error_told:
+                self._require_writer()
+        except AReaLiteError as error:
+            logger.error("%s", error)
 
-    def _run_now(self, job: Callable[[sqlite3.Connection], None]) -> None:
-        done = threading.Event()
+    def _make_transcripts(self, rollouts: Callable[[], Iterable[RolloutRow]]) -> list[RolloutRow]:
+        try:
+            return list(rollouts())
+        # A user's tokenizer may raise whatever: text to look at must not cost the book.
+        except BaseException as error:
+            if not self._transcripts_failed:
+                self._transcripts_failed = True
+                logger.warning(
+                    "no transcripts of this step, nor of any other that fails so: the workflow's `tokenizer` cannot decode "
+                    "(%s: %s). Mend it, or set rollout.dump_rollouts=false",
+                    type(error).__name__,
+                    error,
+                )
+            return []
 
-        def wrapped(db: sqlite3.Connection) -> None:
-            try:
-                job(db)
-            finally:
-                done.set()
-
-        self._submit(wrapped)
+    def _run_now(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        done = self._submit(work)
         while not done.wait(timeout=1.0):
-            if not self._thread.is_alive():
-                break
-        self._raise_error()
+            self._require_writer()
+        if self._error is not None:
+            self._require_writer()
 
-    def _submit(self, job: Callable[[sqlite3.Connection], None]) -> None:
-        self._raise_error()
+    def _submit(self, work: Callable[[sqlite3.Connection], None]) -> threading.Event:
+        self._require_writer()
+        job = _Job(work, threading.Event())
+        self._put(job)
+        return job.done
+
+    def _put(self, job: _Job | None) -> None:
         try:
             self._jobs.put(job, timeout=_PUT_TIMEOUT_S)
         except queue.Full:
-            self._raise_error()
+            self._require_writer()
             raise AReaLiteError(
                 f"the ledger {self.path} has not taken a write for {_PUT_TIMEOUT_S:.0f} s: its disk hangs or is very slow"
             ) from None
 
-    def _raise_error(self) -> None:
+    def _require_writer(self) -> None:
+        """Raise what ended the writer's thread, if it has ended."""
         if self._error is not None:
+            self._error_told = True
+            is_disk = isinstance(self._error, sqlite3.Error | OSError)
+            remedy = (
+                "Free space or fix the folder's rights, then resume the run with recover.mode=auto"
+                if is_disk
+                else "Resume the run with recover.mode=auto; if that ends here too the file is damaged: move it away first"
+            )
+            cause = f"{type(self._error).__name__}: {self._error}"
             raise AReaLiteError(
-                f"the ledger {self.path} cannot be written: {self._error}. Free space or fix the folder's rights, then resume "
-                "the run with recover.mode=auto"
+                f"the ledger {self.path} cannot be written or read: {cause}. {remedy}"
             ) from self._error
+        if not self._thread.is_alive():
+            raise AReaLiteError(f"the ledger {self.path} is closed: nothing is written any more")
 
     def _write(self) -> None:
         """The writer's thread: consumes jobs, one transaction each; the first error ends it."""
+        job: _Job | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=30)
@@ -236,15 +270,18 @@ class Ledger:
                 db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
                 while (job := self._jobs.get()) is not None:
                     with db:
-                        job(db)
+                        job.work(db)
+                    job.done.set()
             finally:
                 db.close()
-        except (sqlite3.Error, OSError) as error:
+        # Nothing is swallowed: the top of a thread hands over whatever ended it, or those who wait would never hear of it.
+        except BaseException as error:
             self._error = error
-            # Whoever waits for room in the queue must get it, to be told at the next write.
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._jobs.get_nowait()
+                    if job is not None:
+                        job.done.set()
+                    job = self._jobs.get_nowait()
 
 
 def _contiguous(batch: Batch) -> Batch:

@@ -23,7 +23,7 @@ def episode_row(
     return EpisodeRow(
         episode.id,
         state,
-        reason,
+        None if reason is None else _writable(reason),
         episode.start_version,
         result.oldest_version if result else None,
         step,
@@ -66,4 +66,11 @@ def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
 
 def _text(tokenizer, ids: torch.Tensor) -> str:
     tokens = ids.tolist()
-    return tokenizer.decode(tokens) if tokenizer is not None else " ".join(map(str, tokens))
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return _writable(str(tokenizer.decode(tokens)))
+
+
+def _writable(text: str) -> str:
+    """Half a character (a lone surrogate), as in text cut between bytes, is no text to SQLite."""
+    return text.encode("utf-8", "replace").decode()

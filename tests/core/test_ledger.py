@@ -49,6 +49,81 @@ def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path):
         Ledger(tmp_path / "file" / "run.sqlite")
 
 
+def test_whatever_ends_the_writer_is_told_to_who_waits_and_who_comes_next(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.save_buffer(3, [(7, make_batch(7))])
+    db = sqlite3.connect(ledger.path)
+    with db:
+        db.execute("UPDATE buffer SET tensors = x'00'")
+    db.close()
+    with pytest.raises(AReaLiteError, match=r"SafetensorError.*Resume the run"):
+        ledger.rewind(step=3, unfinished_from=0, finished=[])
+    for later in (ledger.commit, ledger.flush, ledger.counts, lambda: ledger.save_buffer(4, [])):
+        with pytest.raises(AReaLiteError, match="SafetensorError"):
+            later()
+    ledger.close()
+
+
+def test_what_fails_at_the_commit_has_not_succeeded(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+
+    def violate(db):
+        db.execute("PRAGMA foreign_keys=ON")
+        db.execute("CREATE TABLE a(i INTEGER PRIMARY KEY)")
+        db.execute("CREATE TABLE b(i REFERENCES a(i) DEFERRABLE INITIALLY DEFERRED)")
+        db.execute("INSERT INTO b VALUES (1)")  # noticed by COMMIT only
+
+    with pytest.raises(AReaLiteError, match="IntegrityError"):
+        ledger._run_now(violate)
+    ledger.close()
+
+
+def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.note(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]
+    ledger.close()
+    assert "cannot be written" in caplog.text
+    with pytest.raises(AReaLiteError, match="cannot be written"):
+        ledger.flush()
+
+
+def test_a_closed_ledger_takes_nothing_more(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.close()
+    ledger.close()
+    with pytest.raises(AReaLiteError, match="is closed"):
+        ledger.flush()
+
+
+class Panics:
+    def decode(self, tokens):
+        raise BaseException("a panic in Rust is no Exception")
+
+
+class HalfCharacters:
+    def decode(self, tokens):
+        return chr(0xD800) * len(tokens)
+
+
+@pytest.mark.parametrize("tokenizer, texts", [(object(), 0), (Panics(), 0), (HalfCharacters(), 16)])
+def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(
+    tmp_path, executors, caplog, tokenizer, texts
+):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    executor, workflow = executors(batch_size=4, ledger=ledger), Echo()
+    workflow.tokenizer = tokenizer
+    data = [[{"x": i, "raises": KeyError("\ud800")} if i == 2 else {"x": i} for i in range(8)]]
+    for version in range(2):
+        executor.engine.version = version
+        executor.set_version(version)
+        executor.prepare_batch(data, workflow)
+    assert ledger.counts()["trained"] == 8 and ledger.counts()["failed"] >= 1
+    db = sqlite3.connect(ledger.path)
+    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == texts
+    db.close()
+    assert caplog.text.count("no transcripts") == (0 if texts else 1)
+
+
 def test_the_executor_books_every_episode(tmp_path, executors):
     ledger = Ledger(tmp_path / "run.sqlite")
     executor = executors(batch_size=4, ledger=ledger, max_head_offpolicyness=1)
