@@ -448,16 +448,20 @@ class _Follower:
         try:
             while True:
                 message = json.loads(self.updates.recv_bytes())
-                error = None
-                try:
-                    staged = self.weights.stage(**message)
-                    staged.pairs = self.runner.stage(staged.pairs)
-                    self.staged = staged
-                except WeightUpdateError as refusal:
-                    error = str(refusal)
-                self.updates.send_bytes(json.dumps(error).encode())
+                self.updates.send_bytes(json.dumps(self._stage(**message)).encode())
         except (EOFError, OSError):
             return
+
+    def _stage(self, source: str, path: str) -> str | None:
+        """What is wrong with the new weights; None if they are ready."""
+        try:
+            staged = self.weights.stage(source, path)
+            staged.pairs = self.runner.stage(staged.pairs)
+            self.staged = staged
+        except WeightUpdateError as refusal:
+            return str(refusal)
+        except Exception as error:  # also a bug: rank 0 waits for an answer, and tells who asked
+            return repr(error)
 
 
 def _add_tokens(checksum: int, result: StepResult | None) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
+from arealite.inference.ranks import _Follower
 from arealite.utils.process import process_table
 from tests.inference.conftest import (
     forward_logprobs,
@@ -146,6 +150,24 @@ def test_adapters_are_cut_too(pair, folders, tmp_path):
     for engine in pair:
         engine.unload_adapter().result(60)
     assert pair[0].fingerprint().result(60) == pair[1].fingerprint().result(60)
+
+
+def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
+    class Weights:
+        def stage(self, source, path):
+            raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source]
+
+    ours, theirs = multiprocessing.Pipe()
+    follower = object.__new__(_Follower)
+    follower.weights, follower.updates = Weights(), theirs
+    thread = threading.Thread(target=follower._stage_updates)
+    thread.start()
+    for source, words in [("disk", "MemoryError('no room')"), ("shm", "torn")] * 2:
+        ours.send_bytes(json.dumps({"source": source, "path": "x"}).encode())
+        assert ours.poll(10) and words in json.loads(ours.recv_bytes())
+    ours.close()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_memory_is_released_on_every_rank(pair, model):
