@@ -95,9 +95,9 @@ class _Worker:
             batch = await workflow.arun_episode(engine, data)
             arrays = batch if batch is None else {k: v.numpy(force=True) for k, v in batch.items()}
             write_message(writer, ("result", number, arrays))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # a workflow may raise anything; the owner books it
+        except (
+            BaseException
+        ) as error:  # it may raise anything, also CancelledError; the owner books it
             write_message(
                 writer,
                 (

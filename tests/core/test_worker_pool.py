@@ -12,7 +12,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.waits import NamedWait
-from arealite.core.worker_pool import WorkerPool
+from arealite.core.worker_pool import WorkerError, WorkerPool
 from arealite.core.workflow_executor import WorkflowExecutor
 from tests.core.conftest import make_batch
 
@@ -33,6 +33,8 @@ class Pids(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         if data.get("raises"):
             raise KeyError("in the worker")
+        if data.get("cancels"):
+            raise asyncio.CancelledError
         if data.get("reject"):
             return None
         if "wait_s" in data:
@@ -90,4 +92,10 @@ def test_a_workflow_that_cannot_travel_is_told(executor):
 
     play = executor.runner.pool.play(Local(), {"x": 1})
     with pytest.raises(ConfigError, match="Local cannot be sent to a worker process"):
+        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+
+
+def test_a_workflow_that_cancels_itself_fails_at_once(executor):
+    play = executor.runner.pool.play(Pids(), {"x": 1, "cancels": True})
+    with pytest.raises(WorkerError, match="CancelledError"):
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
