@@ -427,6 +427,6 @@ class Engine(StepLoop):
         return None if lost is None else ServerError(lost)
 
     def _take_waiting(self) -> list[Future]:
-        waiting = [request.future for request in self._requests.values()]
+        requests = list(self._requests.values())  # at once: this may run beside the loop
         self._requests.clear()
-        return waiting
+        return [request.future for request in requests]

@@ -52,6 +52,7 @@ class Scheduler:
         self.max_len = max_len
         self.waiting: deque[Request] = deque()  # requests with samples that were never admitted
         self.preempted: deque[Sequence] = deque()  # they come before `waiting`
+        self.num_unstarted = 0  # samples of `waiting`; counted, because other threads ask
         self.prefilling: list[Sequence] = []
         self.forget()
         # Called before a sequence is preempted: results of steps in flight must be known first.
@@ -68,7 +69,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.preempted) + sum(request.num_unstarted for request in self.waiting)
+        return len(self.preempted) + self.num_unstarted
 
     @property
     def has_work(self) -> bool:
@@ -76,6 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self.num_unstarted += request.num_unstarted
 
     def schedule(self) -> Plan:
         plan = Plan()
@@ -167,6 +169,7 @@ class Scheduler:
                 if used is None:
                     return
                 request.num_unstarted -= 1
+                self.num_unstarted -= 1
                 if request.num_unstarted == 0:
                     self.waiting.popleft()
             else:
@@ -260,6 +263,7 @@ class Scheduler:
         """Forget those of a request's sequences that are not running."""
         if request.num_unstarted:
             self.waiting.remove(request)
+            self.num_unstarted -= request.num_unstarted
             request.num_unstarted = 0
         if any(seq.request is request for seq in self.preempted):
             self.preempted = deque(seq for seq in self.preempted if seq.request is not request)

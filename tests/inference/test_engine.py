@@ -362,6 +362,22 @@ def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
 
 
+def test_counters_are_read_while_requests_come_and_go(make_engine):
+    engine = make_engine(make_model(), max_running_requests=2)
+    engine.pause("in_place").result(10)
+    futures = [submit(engine, [1 + i % 90], n=2, max_new_tokens=1) for i in range(300)]
+    engine.set_version(1).result(10)  # all have been taken in
+    assert engine.stats()["waiting"] == 600
+    assert engine.abort(None).result(10) == 300 and engine.stats()["waiting"] == 0
+    engine.resume().result(10)
+    futures += [submit(engine, [1 + i % 90], max_new_tokens=1) for i in range(600)]
+    while not futures[-1].done():
+        for _ in range(50):
+            engine.stats()
+    assert all(future.result(10) for future in futures)
+    assert engine.stats()["waiting"] == 0
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests_at_once_and_memory_stays_flat(make_engine):
     engine = make_engine(make_model(), max_running_requests=64)
