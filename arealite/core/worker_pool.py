@@ -14,12 +14,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.worker_process import read_message, serve, write_message
+from arealite.core.worker_process import read_message, serve, unpack, write_message
 from arealite.utils.child import fork_context
 
 START_TIMEOUT_S = 120.0
@@ -159,7 +157,7 @@ class _Connection:
             raise
         finally:
             self.waiting.pop(number, None)
-        return arrays if arrays is None else {k: torch.from_numpy(v) for k, v in arrays.items()}
+        return None if arrays is None else unpack(arrays)
 
     def send(self, kind: str, number: int, payload: Any) -> None:
         if not self._writer.is_closing():

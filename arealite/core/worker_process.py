@@ -13,13 +13,19 @@ import struct
 import traceback
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
 from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.child import die_with_owner
 from arealite.utils.config import log_to_file
 
 _HEADER = struct.Struct("<Q")
 _MAX_MESSAGE_BYTES = 1 << 34
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16}
 
 
 class WorkerEngine(Protocol):
@@ -41,6 +47,21 @@ def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     writer.write(_HEADER.pack(len(data)))
     writer.write(data)
+
+
+def pack(batch: Batch) -> dict[str, tuple[np.ndarray, torch.dtype]]:
+    """Tensors as arrays with their types; what numpy does not know (bfloat16, float8) as integers, bit for bit."""
+    return {k: (_storable(v).numpy(force=True), v.dtype) for k, v in batch.items()}
+
+
+def unpack(arrays: dict[str, tuple[np.ndarray, torch.dtype]]) -> Batch:
+    return {k: torch.from_numpy(array).view(dtype) for k, (array, dtype) in arrays.items()}
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point or tensor.dtype in _NUMPY_FLOATS:
+        return tensor
+    return tensor.detach().view(_INTEGER_OF_SIZE[tensor.dtype.itemsize])
 
 
 def serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
@@ -93,8 +114,7 @@ class _Worker:
         engine: InferenceEngine = self.engine
         try:
             batch = await workflow.arun_episode(engine, data)
-            arrays = batch if batch is None else {k: v.numpy(force=True) for k, v in batch.items()}
-            write_message(writer, ("result", number, arrays))
+            write_message(writer, ("result", number, None if batch is None else pack(batch)))
         except (
             BaseException
         ) as error:  # it may raise anything, also CancelledError; the owner books it

@@ -17,6 +17,9 @@ from arealite.core.workflow_executor import WorkflowExecutor
 from tests.core.conftest import make_batch
 
 
+ALL_BITS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(2, -1)  # NaNs, -0.0, …
+
+
 class FollowingEngine:
     """An engine that only knows what it was told."""
 
@@ -40,6 +43,8 @@ class Pids(RolloutWorkflow):
         if "wait_s" in data:
             await asyncio.sleep(data["wait_s"])
         batch = make_batch(data["x"], version=engine.told["version"])
+        for name, dtype in data.get("columns", {}).items():
+            batch[name] = ALL_BITS.view(dtype).clone()
         batch["pid"] = torch.full((2,), os.getpid())
         return batch
 
@@ -99,3 +104,12 @@ def test_a_workflow_that_cancels_itself_fails_at_once(executor):
     play = executor.runner.pool.play(Pids(), {"x": 1, "cancels": True})
     with pytest.raises(WorkerError, match="CancelledError"):
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+
+
+def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):
+    columns = {"a": torch.bfloat16, "b": torch.float8_e5m2, "c": torch.float16}
+    play = executor.runner.pool.play(Pids(), {"x": 1, "columns": columns})
+    batch = executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+    assert {name: batch[name].dtype for name in columns} == columns
+    for name in columns:
+        assert batch[name].view(torch.int16).equal(ALL_BITS)
