@@ -25,6 +25,7 @@ _UNSUPPORTED = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "target_parameters",
     "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config",
 )  # fmt: skip
+_HUGE = 1e9  # no rank, and no alpha that leaves weights finite
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "kaiming")
 
 
@@ -72,6 +73,8 @@ def read_adapter(path: str | Path) -> Adapter:
         settings = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise WeightUpdateError(f"cannot read {folder / SETTINGS}: {error}") from error
+    if not isinstance(settings, dict):
+        raise WeightUpdateError(f"{folder / SETTINGS} must hold an object, got {settings!r:.60}")
     _check_settings(settings, folder)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -105,8 +108,10 @@ def _low_rank(
 ) -> LowRank:
     if set(pair) != {"A", "B"}:
         raise WeightUpdateError(f"{folder}: {module} has lora_{min(pair)} but not its counterpart")
-    rank = int(_by_pattern(settings.get("rank_pattern"), module, settings["r"]))
-    alpha = float(_by_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
+    rank = _setting(settings, "r", "rank_pattern", module, folder)
+    alpha = _setting(settings, "lora_alpha", "alpha_pattern", module, folder)
+    if not rank > 0:
+        raise WeightUpdateError(f"{folder / SETTINGS}: r of {module} must be above 0, got {rank}")
     down, up = pair["A"], pair["B"]
     if down.dim() != 2 or up.dim() != 2 or down.shape[0] != rank or up.shape[1] != rank:
         raise WeightUpdateError(
@@ -116,9 +121,20 @@ def _low_rank(
     return LowRank(down, up, alpha / (rank**0.5 if settings.get("use_rslora") else rank))
 
 
-def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """PEFT's rule: the first pattern that matches the end of the module's name."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def _setting(
+    settings: dict[str, Any], name: str, patterns_name: str, module: str, folder: Path
+) -> int | float:
+    """A number by PEFT's rule: that of the first pattern that matches the end of the module's name, else the common one."""
+    patterns = settings.get(patterns_name) or {}
+    try:
+        matching = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
+        value = next(matching, settings.get(name))
+    except (re.error, AttributeError) as error:
+        raise WeightUpdateError(
+            f"{folder / SETTINGS}: {patterns_name} must map regular expressions to numbers, got {patterns!r:.200}: {error}"
+        ) from error
+    if not (isinstance(value, int | float) and abs(value) < _HUGE):  # as NaN is not
+        raise WeightUpdateError(
+            f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {value!r:.60}"
+        )
+    return value

@@ -46,7 +46,7 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     request = parse(engine, body)
     if flag(body, "stream"):
-        request.want_text = engine.tokenizer is not None
+        request.want_text |= engine.tokenizer is not None
         return await event_stream(http_request, _stream(engine, request))
     outputs = await finish(http_request.app, request)
     for output in outputs:

@@ -81,7 +81,7 @@ class SamplingParams:
         )
         for name, low, high in limits:
             value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # as NaN is not
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise RequestError(

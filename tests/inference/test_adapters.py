@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arealite.api.errors import WeightUpdateError
+from arealite.inference.adapters import read_adapter
 from tests.inference.conftest import (
     forward_logprobs,
     make_model,
@@ -122,6 +123,16 @@ BAD = {
     "moved base": (lambda s, t: s.update(init_lora_weights="pissa"), "pissa"),
     "not LoRA": (lambda s, t: s.update(peft_type="IA3"), "IA3"),
     "rank": (lambda s, t: s.update(r=3), "rank 3"),
+    "no rank": (lambda s, t: s.pop("r"), "r of .* got None"),
+    "rank of nothing": (
+        lambda s, t: (s.update(r=0), t.update({k: v.narrow(int("lora_B" in k), 0, 0).clone() for k, v in t.items()})),
+        "r of .* got 0",
+    ),
+    "no alpha": (lambda s, t: s.update(lora_alpha=None), "lora_alpha of .* got None"),
+    "no number": (lambda s, t: s.update(lora_alpha=float("nan")), "lora_alpha of .* got nan"),
+    "huge alpha": (lambda s, t: s.update(lora_alpha=10**400), "lora_alpha of .* got 1000"),
+    "bad pattern": (lambda s, t: s.update(rank_pattern={"(": 4}), "rank_pattern"),
+    "no patterns": (lambda s, t: s.update(alpha_pattern=["q_proj"]), "alpha_pattern"),
     "no pair": (lambda s, t: t.pop(Q + "lora_B.weight"), "counterpart"),
     "unknown tensor": (lambda s, t: t.update({Q + "weird": torch.ones(1)}), "weird"),
     "unknown module": (
@@ -149,3 +160,11 @@ def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(
         engine.load_adapter(str(tmp_path / "bad"), "v2", 2)
     assert engine.fingerprint().result(30) == before and engine.version == 1
     engine.load_adapter(str(tmp_path / "good"), "v2", 2).result(30)  # the next one is not held up
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
+def test_settings_that_are_no_object_are_refused(content, tmp_path):
+    make_adapter(tmp_path, make_model(), 1)
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(WeightUpdateError, match="object"):
+        read_adapter(tmp_path)

@@ -275,6 +275,9 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
         ([1], {"n": 0}),
         ([1], {"n": 10**6}),
         ([1], {"max_new_tokens": 0}),
+        ([1], {"max_new_tokens": 10**400}),
+        ([1], {"top_k": 10**400}),
+        ([1], {"top_p": float("inf")}),
         ([1], {"logit_bias": {500: 1.0}}),
         ([1], {"stop_token_ids": [97]}),
         ([1], {"stop": ["x"]}),  # no tokenizer

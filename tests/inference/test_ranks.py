@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -141,7 +142,11 @@ def test_adapters_are_cut_too(pair, folders, tmp_path):
     pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32)
     adapted = make_adapter(tmp_path, base, 1)
+    torn = shutil.copytree(tmp_path, tmp_path / "torn")
+    (torn / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for engine in pair:
+        with pytest.raises(WeightUpdateError, match="r of .* got None"):
+            engine.load_adapter(str(torn), "v4", 4)
         engine.update_weights_from_disk(str(folders["qwen2"]), 4).result(60)
         engine.load_adapter(str(tmp_path), "v5", 5).result(60)
     (output,) = run(pair[0], [5, 6, 7], max_new_tokens=12, ignore_eos=True)

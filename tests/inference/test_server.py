@@ -173,6 +173,11 @@ BAD = [
         b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1' + b"0" * 400 + b"}}}",
         "logit_bias",
     ),
+    (
+        "/generate",
+        b'{"input_ids": [1], "sampling_params": {"top_k": 1' + b"0" * 400 + b"}}",
+        "top_k must be",
+    ),
     ("/abort_request", b'{"rid": ["x"]}', "rid must be a string"),
     ("/generate", b'{"input_ids": [99999999999999]}', "vocabulary"),
     ("/generate", b'{"input_ids": []}', "empty"),
