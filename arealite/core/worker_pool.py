@@ -1,7 +1,7 @@
 """Episodes in processes of their own, so that heavy agents and rewards do not share the trainer's interpreter.
 
-Lives on the executor's event loop; `EpisodeRunner` plays through it when `rollout.num_workers` is set, with the same workflow code. A worker that dies is
-replaced, and its episodes are played again elsewhere from the same seeds: nothing is lost, nothing counted twice.
+Lives on the executor's event loop; `EpisodeRunner` plays through it when `rollout.num_workers` is set, with the same workflow code. A worker that dies, or
+is blocked when an episode runs out of time, is replaced, and its episodes are played again elsewhere from the same seeds: nothing is lost, nothing counted twice.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import pickle
 import socket
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.worker_process import read_message, serve, unpack, write_message
 from arealite.utils.child import fork_context
 
+logger = logging.getLogger("arealite.executor")
 START_TIMEOUT_S = 120.0
+MAX_SILENCE_S = 5  # asked for a sign of life: a loop that turns answers at once
 MAX_ATTEMPTS = 3
 
 
@@ -56,13 +59,18 @@ class WorkerPool:
         for _ in range(MAX_ATTEMPTS):
             while not self._workers:
                 await self._wait_for_worker()
-            worker = min(self._workers, key=lambda w: len(w.waiting))
+            worker = min(self._workers, key=lambda w: (w.is_silent, len(w.waiting)))
             try:
                 return await worker.play(next(self._numbers), self._known(workflow), workflow, data)
+            except (
+                asyncio.CancelledError
+            ):  # out of time: does the episode wait, or block its worker?
+                self._watch(worker, worker.ping(), MAX_SILENCE_S)
+                raise
             except _WorkerDied:
                 self._replace(worker)
         raise ServerError(
-            f"{MAX_ATTEMPTS} workers died one after another while they played the same episode"
+            f"{MAX_ATTEMPTS} workers died or were blocked one after another while they played the same episode"
         )
 
     def tell_servers(self) -> None:
@@ -100,8 +108,19 @@ class WorkerPool:
             return
         self._workers.remove(dead)
         dead.kill()
+        dead.give_up_waiting()
         self.num_replaced += 1
         self._starting.add(asyncio.create_task(self._add_worker(), name="a new rollout worker"))
+
+    def _watch(self, worker: _Connection, ping: int, left_s: int) -> None:
+        """Replace a worker that stays silent. Counted in seconds of this loop: one that stood still itself blames nobody."""
+        if worker.last_pong >= ping:
+            return
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(1.0, self._watch, worker, ping, left_s - 1)
+        elif worker in self._workers:
+            logger.warning("rollout worker %d is blocked: it is replaced", worker.process.pid)
+            self._replace(worker)
 
     async def _wait_for_worker(self) -> None:
         done, self._starting = await asyncio.wait(
@@ -120,7 +139,8 @@ class _Connection:
 
     def __init__(self, engine_class: type, config: Any):
         context = fork_context(engine_class.__module__)
-        self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
+        self.last_ping = self.last_pong = 0
         self._knows: set[int] = set()
         self._sock, theirs = socket.socketpair()
         self.process = context.Process(
@@ -149,7 +169,7 @@ class _Connection:
         try:
             self.send("play", number, (workflow_id, data))
             await self._writer.drain()
-            arrays = await future
+            kind, payload = await future
         except ConnectionError:
             raise _WorkerDied from None
         except asyncio.CancelledError:
@@ -157,7 +177,26 @@ class _Connection:
             raise
         finally:
             self.waiting.pop(number, None)
-        return None if arrays is None else unpack(arrays)
+        if kind == "died":
+            raise _WorkerDied
+        if kind == "error":
+            raise WorkerError("{}\n{}".format(*payload))
+        return None if payload is None else unpack(payload)
+
+    @property
+    def is_silent(self) -> bool:
+        return self.last_pong < self.last_ping
+
+    def ping(self) -> int:
+        """Ask for a sign of life; answered when `last_pong` is what this returns."""
+        self.last_ping += 1
+        self.send("ping", self.last_ping, None)
+        return self.last_ping
+
+    def give_up_waiting(self) -> None:
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_result(("died", None))
 
     def send(self, kind: str, number: int, payload: Any) -> None:
         if not self._writer.is_closing():
@@ -185,13 +224,9 @@ class _Connection:
             while True:
                 kind, number, payload = await read_message(reader)
                 future = self.waiting.get(number)
-                if future is None or future.done():
-                    continue
-                if kind == "result":
-                    future.set_result(payload)
-                else:
-                    future.set_exception(WorkerError("{}\n{}".format(*payload)))
+                if kind == "pong":
+                    self.last_pong = number
+                elif future is not None and not future.done():
+                    future.set_result((kind, payload))
         except (asyncio.IncompleteReadError, ConnectionError):
-            for future in self.waiting.values():
-                if not future.done():
-                    future.set_exception(_WorkerDied())
+            self.give_up_waiting()

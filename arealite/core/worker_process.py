@@ -87,6 +87,8 @@ class _Worker:
                     await self.engine.follow(payload)
                 elif kind == "workflow":
                     self.workflows[number] = payload
+                elif kind == "ping":
+                    write_message(writer, ("pong", number, None))
                 elif kind == "cancel":
                     self._cancel(number)
                 elif kind == "play":

@@ -11,11 +11,11 @@ import torch
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core import worker_pool
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerError, WorkerPool
 from arealite.core.workflow_executor import WorkflowExecutor
 from tests.core.conftest import make_batch
-
 
 ALL_BITS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(2, -1)  # NaNs, -0.0, …
 
@@ -40,6 +40,8 @@ class Pids(RolloutWorkflow):
             raise asyncio.CancelledError
         if data.get("reject"):
             return None
+        if data.get("blocks"):
+            time.sleep(1000)
         if "wait_s" in data:
             await asyncio.sleep(data["wait_s"])
         batch = make_batch(data["x"], version=engine.told["version"])
@@ -113,3 +115,28 @@ def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):
     assert {name: batch[name].dtype for name in columns} == columns
     for name in columns:
         assert batch[name].view(torch.int16).equal(ALL_BITS)
+
+
+async def play_for(seconds, pool, data):
+    async with asyncio.timeout(seconds):
+        await pool.play(Pids(), data)
+
+
+async def play_beside_a_blocked_one(pool):
+    """The first worker is blocked by the first episode, the second has one that only waits too long."""
+    rows = [{"x": 0, "blocks": True}, {"x": 0, "wait_s": 1000}]
+    bad = (play_for(1.0, pool, row) for row in rows)
+    good = (pool.play(Pids(), {"x": x}) for x in range(1, 9))
+    return await asyncio.gather(*bad, *good, return_exceptions=True)
+
+
+def test_a_worker_that_blocks_is_replaced_and_costs_its_episode_only(executor, monkeypatch):
+    monkeypatch.setattr(worker_pool, "MAX_SILENCE_S", 1)
+    pool = executor.runner.pool
+    blocked, waits = [worker.process for worker in pool._workers]
+    wait = NamedWait("the test", "episodes", 40)
+    results = executor.run_coroutine(play_beside_a_blocked_one(pool), wait)
+    assert [type(result) for result in results[:2]] == [TimeoutError, TimeoutError]
+    assert [int(batch["input_ids"][0, 0]) for batch in results[2:]] == list(range(1, 9))
+    blocked.join(10)
+    assert pool.num_replaced == 1 and waits.is_alive() and not blocked.is_alive()
