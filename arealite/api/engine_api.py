@@ -108,7 +108,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode (rank 0)."""
+        """Queue one episode (rank 0). After a resume the caller submits again what had not ended at the checkpoint."""
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> Batch:

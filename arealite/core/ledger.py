@@ -147,28 +147,22 @@ class Ledger:
 
         self._run_now(job)
 
-    def rewind(
-        self, step: int, unfinished_from: int, finished: Iterable[int]
-    ) -> list[tuple[int, Batch]]:
+    def rewind(self, step: int, has_ended: Callable[[int], bool]) -> list[tuple[int, Batch]]:
         """Undo what happened after the checkpoint at `step`; returns the episodes that it had buffered.
 
-        The checkpoint knows every episode before `unfinished_from`, and those in `finished`, as ended; all others run
-        again under the same id, except the buffered ones.
+        Of the others, those that had not ended by then, as `has_ended` tells of an id, are struck: they run again.
         """
         buffered: list[tuple[int, Batch]] = []
-        keep = set(finished)
 
         def job(db: sqlite3.Connection) -> None:
             found = db.execute("SELECT id, tensors FROM buffer WHERE step = ? ORDER BY id", (step,))
             buffered.extend((i, load_tensors(blob)) for i, blob in found)
-            keep.update(i for i, _ in buffered)
-            later = db.execute(
-                "SELECT id FROM episodes WHERE id >= ?", (unfinished_from,)
-            ).fetchall()
-            undone = [row for row in later if row[0] not in keep]
+            kept = {i for i, _ in buffered}
+            ids = db.execute("SELECT id FROM episodes").fetchall()
+            undone = [row for row in ids if row[0] not in kept and not has_ended(row[0])]
             for table, key in (("episodes", "id"), ("rollouts", "episode")):
                 db.executemany(f"DELETE FROM {table} WHERE {key} = ?", undone)
-            text = f"resumed at step {step}: {len(undone)} episodes run again, {len(buffered)} were buffered"
+            text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"
             db.execute("INSERT INTO events VALUES (?,?,?)", (time.time(), "recover", text))
 
         self._run_now(job)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -72,9 +72,12 @@ class WorkflowExecutor:
         self._spent: list[list[Episode]] = []
         self._next_manual_id = MANUAL_IDS
         self._next_direct_id = 0
+        # After `load_state_dict`: which calls of `submit`, counted from 0 over the whole run, the caller must make again.
+        self.to_submit_again: list[int] = []
         self._stream: RowStream | None = None
         # state to go on from, until the dataloader is known
         self._resume: dict[str, Any] | None = None
+        self._left_out: set[int] = set()  # rows that the stream does not give out again
         self._is_new_run = True
         self._needed = 0  # finished episodes the trainer waits for; 0 when it does not wait
         self._low_water = -1  # with fewer queued, the trainer wants to queue more
@@ -111,7 +114,11 @@ class WorkflowExecutor:
         return self.runner.run_coroutine(coroutine, wait)
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode; it starts as soon as the staleness rule allows."""
+        """Queue one episode; it starts as soon as the staleness rule allows.
+
+        A checkpoint keeps what has ended, not the rows of what has not: after a resume the caller, who alone has them,
+        submits those in `to_submit_again` again.
+        """
         self._enqueue(self._next_manual_id, data, workflow)
         self._next_manual_id += 1
 
@@ -174,7 +181,7 @@ class WorkflowExecutor:
                 first = self._resume["stream_start"]
             self._stream = RowStream(dataloader, first)
             if self._resume is not None:
-                self._stream.seek(self._resume["position"], set(self._resume["done"]))
+                self._stream.seek(self._resume["position"], self._left_out)
                 self._resume = None
         return self._stream
 
@@ -232,27 +239,31 @@ class WorkflowExecutor:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands between two steps, as JSON; buffered trajectories go to the ledger.
 
-        Every row before `position` and those in `done` have ended; all others, less the buffered ones, run again.
+        Every row before `position` and those in `done` have ended; all others, less the buffered ones, run again. `manual`
+        says the same of submitted episodes.
         """
         with self._lock:
             counts = asdict(self.staleness.counts)
             finished = [e for _, e in sorted(self._finished, key=lambda item: item[0])]
-            waiting = {e.id for e in (*self._pending, *self.runner.running) if e.call is None}
+            others = [e for e in (*self._pending, *self.runner.running) if e.call is None]
         version = self.staleness.version
-        if self._stream is None and self._resume is not None:
-            return {**self._resume, "version": version}
-        pulled = 0 if self._stream is None else self._stream.position
-        unfinished = {i for i in waiting.union(e.id for e in finished) if i < MANUAL_IDS}
-        position = min(unfinished, default=pulled)
         if self.book.ledger is not None:
-            pairs = [(e.id, e.result.batch) for e in finished if e.result and e.id < MANUAL_IDS]
+            pairs = [(e.id, e.result.batch) for e in finished if e.result]
             self.book.ledger.save_buffer(version, pairs)
+        unfinished = {e.id for e in (*finished, *others)}
+        manual = {i for i in unfinished if i >= MANUAL_IDS}
+        start = pulled = 0
+        if self._stream is not None:
+            start, pulled = self._stream.first_id, self._stream.position
+        elif self._resume is not None:
+            start, pulled = self._resume["stream_start"], self._resume["position"]
         return {
             "version": version,
             "counts": counts,
-            "stream_start": 0 if self._stream is None else self._stream.first_id,
-            "position": position,
-            "done": [i for i in range(position, pulled) if i not in unfinished],
+            "stream_start": start,
+            **_ended(pulled, unfinished - manual, self._left_out),
+            "manual": {"next_id": self._next_manual_id, **_ended(self._next_manual_id, manual)},
+            "next_direct_id": self._next_direct_id,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,10 +271,21 @@ class WorkflowExecutor:
         if not self._is_new_run:
             raise TrainingError("load_state_dict comes before the first episode")
         self._is_new_run = False
-        done, version = list(state["done"]), state["version"]
+        version = state["version"]
+        # checkpoints of earlier releases know nothing of submitted episodes
+        manual = {"next_id": MANUAL_IDS, "position": MANUAL_IDS, "done": []} | state.get(
+            "manual", {}
+        )
+        self._next_manual_id = manual["next_id"]
+        self._next_direct_id = state.get("next_direct_id", 0)
+        ended = {*state["done"], *manual["done"]}
+
+        def has_ended(i: int) -> bool:
+            return i in ended or i < (state if i < MANUAL_IDS else manual)["position"]
+
         buffered: list[tuple[int, Batch]] = []
         if self.book.ledger is not None:
-            buffered = self.book.ledger.rewind(version, state["position"], done)
+            buffered = self.book.ledger.rewind(version, has_ended)
         with self._lock:
             self.staleness.load_state_dict(state, len(buffered))
             for episode_id, batch in buffered:
@@ -271,7 +293,18 @@ class WorkflowExecutor:
                 episode.result = check_trajectories(batch)
                 heapq.heappush(self._finished, (episode_id, episode))
                 self.book.note(episode, "buffered")
-        self._resume = {**state, "done": done + [i for i, _ in buffered]}
+        ended.update(i for i, _ in buffered)
+        self._left_out = {i for i in ended if i < MANUAL_IDS}
+        self._resume = state
+        known = range(manual["position"], manual["next_id"])
+        self.to_submit_again = [i - MANUAL_IDS for i in known if i not in ended]
+        if self.to_submit_again:
+            logger.warning(
+                "%d episodes had been submitted and had not ended at the checkpoint; only the caller has their rows, and must "
+                "submit them again (calls of submit, from 0: %s; all are in executor.to_submit_again)",
+                len(self.to_submit_again),
+                self.to_submit_again[:8],
+            )
 
     # --------------------------------------------------------------------------------------- collecting
 
@@ -451,3 +484,10 @@ class WorkflowExecutor:
     def _raise_fatal(self) -> None:
         if self._fatal is not None:
             raise self._fatal
+
+
+def _ended(next_id: int, unfinished: set[int], before: Collection[int] = ()) -> dict[str, Any]:
+    """Ids less than `next_id`, and those ended `before` a resume, less the `unfinished` ones, as `state_dict` names them."""
+    position = min({next_id, *unfinished})
+    done = {*range(position, next_id), *before} - unfinished
+    return {"position": position, "done": sorted(i for i in done if i >= position)}

@@ -34,7 +34,7 @@ def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
         ledger.note(EpisodeRow(i, "trained", step=i // 2))
     ledger.note(EpisodeRow(11, "running"))
     ledger.flush()
-    [(buffered_id, batch)] = ledger.rewind(step=3, unfinished_from=6, finished=[10])
+    [(buffered_id, batch)] = ledger.rewind(step=3, has_ended=lambda i: i < 6 or i == 10)
     assert buffered_id == 7 and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
     assert ledger.counts() == {
         "trained": 7,
@@ -57,7 +57,7 @@ def test_whatever_ends_the_writer_is_told_to_who_waits_and_who_comes_next(tmp_pa
         db.execute("UPDATE buffer SET tensors = x'00'")
     db.close()
     with pytest.raises(AReaLiteError, match=r"SafetensorError.*Resume the run"):
-        ledger.rewind(step=3, unfinished_from=0, finished=[])
+        ledger.rewind(step=3, has_ended=lambda i: False)
     for later in (ledger.commit, ledger.flush, ledger.counts, lambda: ledger.save_buffer(4, [])):
         with pytest.raises(AReaLiteError, match="SafetensorError"):
             later()
