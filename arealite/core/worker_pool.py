@@ -23,6 +23,7 @@ from arealite.utils.child import fork_context
 
 logger = logging.getLogger("arealite.executor")
 START_TIMEOUT_S = 120.0
+RETRY_S = 30.0  # after a start that failed, while other workers play on
 MAX_SILENCE_S = 5  # asked for a sign of life: a loop that turns answers at once
 MAX_ATTEMPTS = 3
 
@@ -80,8 +81,10 @@ class WorkerPool:
             worker.send("servers", 0, state)
 
     async def close(self) -> None:
+        self.count = 0  # none is missing any more
         for task in self._starting:
             task.cancel()
+        self._starting.clear()
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -97,8 +100,11 @@ class WorkerPool:
         return id(workflow)
 
     async def _add_worker(self) -> None:
-        worker = _Connection(*self._make)
-        await worker.open()
+        try:
+            worker = _Connection(*self._make)
+            await worker.open()
+        except (OSError, EOFError) as error:
+            raise _start_error(error) from error
         worker.send("servers", 0, self._server_state())
         self._workers.append(worker)
 
@@ -110,7 +116,21 @@ class WorkerPool:
         dead.kill()
         dead.give_up_waiting()
         self.num_replaced += 1
-        self._starting.add(asyncio.create_task(self._add_worker(), name="a new rollout worker"))
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        for _ in range(self.count - len(self._workers) - len(self._starting)):
+            task = asyncio.create_task(self._add_worker(), name="a new rollout worker")
+            self._starting.add(task)
+            task.add_done_callback(self._has_started)
+
+    def _has_started(self, task: asyncio.Task[None]) -> None:
+        self._starting.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            there = f"{len(self._workers)} of {self.count} rollout workers are left"
+            logger.warning("%s, tried again within %g s: %s", there, RETRY_S, error)
+            asyncio.get_running_loop().call_later(RETRY_S, self._start_missing)
 
     def _watch(self, worker: _Connection, ping: int, left_s: int) -> None:
         """Replace a worker that stays silent. Counted in seconds of this loop: one that stood still itself blames nobody."""
@@ -123,11 +143,27 @@ class WorkerPool:
             self._replace(worker)
 
     async def _wait_for_worker(self) -> None:
-        done, self._starting = await asyncio.wait(
-            self._starting, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()  # one that could not start fails the episode that waits for it
+        """Until one has started; when all that were starting have failed, so does the episode that waits, with the reason."""
+        self._start_missing()
+        if not self._starting:
+            raise ServerError("the rollout workers were closed: no episode can be played any more")
+        done, others = set(), set(self._starting)
+        while others and not self._workers:
+            done, others = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+        if not self._workers:
+            for task in done:
+                task.result()
+
+
+def _start_error(error: Exception) -> ServerError:
+    if isinstance(error, TimeoutError):
+        reason = f"it was not ready after {START_TIMEOUT_S:g} s"
+    else:
+        reason = "its process ended" if isinstance(error, EOFError) else str(error)
+    return ServerError(
+        f"a rollout worker did not start: {reason}. Mend what the log says of it, or set rollout.num_workers=0 to play episodes "
+        "in the trainer's own process"
+    )
 
 
 class _WorkerDied(Exception):
@@ -142,6 +178,7 @@ class _Connection:
         self.waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
         self.last_ping = self.last_pong = 0
         self._knows: set[int] = set()
+        self._reading: asyncio.Task[None] | None = None
         self._sock, theirs = socket.socketpair()
         self.process = context.Process(
             target=serve, args=(theirs, engine_class, config), name="arealite-rollout", daemon=False
@@ -154,10 +191,11 @@ class _Connection:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await read_message(reader)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            self.kill()
-            raise ServerError("a rollout worker did not start: see the log above") from None
-        self._reading = asyncio.create_task(self._read(reader), name=f"worker {self.process.pid}")
+            name = f"worker {self.process.pid}"
+            self._reading = asyncio.create_task(self._read(reader), name=name)
+        finally:
+            if self._reading is None:
+                self.kill()
 
     async def play(
         self, number: int, workflow_id: int, workflow: RolloutWorkflow, data: dict[str, Any]
@@ -205,9 +243,9 @@ class _Connection:
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        if hasattr(self, "_reading"):
+        if self._reading is not None:
             self._reading.cancel()
-            self._writer.close()
+        self._writer.close()
 
     def _teach(self, workflow_id: int, workflow: RolloutWorkflow) -> None:
         try:

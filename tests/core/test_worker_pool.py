@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, ServerError
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core import worker_pool
 from arealite.core.waits import NamedWait
@@ -28,6 +28,15 @@ class FollowingEngine:
 
     async def follow(self, state):
         self.told = state
+
+
+class FragileEngine(FollowingEngine):
+    """Cannot be made while the file that it is given exists."""
+
+    def __init__(self, broken):
+        super().__init__(broken)
+        if broken.exists():
+            raise OSError("broken")
 
 
 class Pids(RolloutWorkflow):
@@ -140,3 +149,41 @@ def test_a_worker_that_blocks_is_replaced_and_costs_its_episode_only(executor, m
     assert [int(batch["input_ids"][0, 0]) for batch in results[2:]] == list(range(1, 9))
     blocked.join(10)
     assert pool.num_replaced == 1 and waits.is_alive() and not blocked.is_alive()
+
+
+def test_workers_that_cannot_start_are_an_error_until_they_can(tmp_path):
+    async def scenario(broken):
+        pool = WorkerPool(2, FragileEngine, broken, lambda: {"version": 0})
+        await pool.start()
+        broken.touch()
+        for worker in pool._workers:
+            worker.process.kill()
+        for _ in range(2):
+            with pytest.raises(ServerError, match=r"not start: its process ended.*num_workers=0"):
+                await pool.play(Pids(), {"x": 1})
+        broken.unlink()
+        assert await pool.play(Pids(), {"x": 1}) is not None
+        await pool.close()
+        with pytest.raises(ServerError, match="closed"):
+            await pool.play(Pids(), {"x": 1})
+
+    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
+
+
+def test_a_pool_that_shrinks_warns_and_grows_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(worker_pool, "RETRY_S", 0.1)
+
+    async def scenario(broken):
+        pool = WorkerPool(2, FragileEngine, broken, lambda: {"version": 0})
+        await pool.start()
+        broken.touch()
+        pool._workers[0].process.kill()
+        assert await pool.play(Pids(), {"x": 1}) is not None
+        await asyncio.wait(pool._starting)
+        assert "1 of 2 rollout workers are left" in caplog.text and len(pool._workers) == 1
+        broken.unlink()
+        while len(pool._workers) < 2:
+            await asyncio.sleep(0.01)
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
