@@ -49,9 +49,6 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
         request.want_text |= engine.tokenizer is not None
         return await event_stream(http_request, _stream(engine, request))
     outputs = await finish(http_request.app, request)
-    for output in outputs:
-        if output.finish_reason.get("status_code") == 500:
-            raise web.HTTPInternalServerError(reason=output.finish_reason["message"])
     parts = [encode_output(engine, request, i, output) for i, output in enumerate(outputs)]
     body = f"[{','.join(parts)}]" if request.params.n > 1 else parts[0]
     return web.Response(body=body.encode(), content_type="application/json")

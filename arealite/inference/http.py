@@ -1,6 +1,7 @@
 """What all HTTP endpoints of the server share: reading JSON, answering errors, the bearer token, awaiting the engine.
 
-Guarantees that a bad request gets a status and a message that says what was wrong, and never a stack trace or a dead server.
+Guarantees that a bad request gets a status and a message that says what was wrong, and never a stack trace or a dead server. What fails in
+a stream that has begun is told as its last event.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -23,6 +25,7 @@ from arealite.utils.http import dumps
 ENGINE = web.AppKey("engine", Engine)
 API_KEY = web.AppKey("api_key", str)
 OPEN_PATHS = ("/health",)
+logger = logging.getLogger("arealite.server")
 
 
 @web.middleware
@@ -30,14 +33,13 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
     try:
         check_token(request)
         return await handler(request)
-    except (RequestError, WeightUpdateError) as error:
-        return error_response(400, str(error))
-    except ServerError as error:
-        return error_response(503, str(error))
-    except web.HTTPException as error:
-        if error.status < 400:
+    except ConnectionResetError:  # the client has gone: there is nobody to tell
+        raise
+    except Exception as error:  # the top of a request: also a bug is told, and ends this one only
+        if isinstance(error, web.HTTPException) and error.status < 400:
             raise
-        return error_response(error.status, error.reason or error.text or "")
+        body = error_body(request, error)
+        return json_response(body, body["error"]["code"])
 
 
 def check_token(request: web.Request) -> None:
@@ -49,9 +51,18 @@ def check_token(request: web.Request) -> None:
         raise web.HTTPUnauthorized(reason="missing or wrong bearer token")
 
 
-def error_response(status: int, message: str) -> web.Response:
-    body = {"error": {"message": message, "code": status}, "success": False, "message": message}
-    return json_response(body, status)
+def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
+    """What a client is told of a failure; the server's log keeps the traceback of one that nobody foresaw."""
+    if isinstance(error, RequestError | WeightUpdateError):
+        status, message = 400, str(error)
+    elif isinstance(error, ServerError):
+        status, message = 503, str(error)
+    elif isinstance(error, web.HTTPException):
+        status, message = error.status, error.reason or error.text or ""
+    else:
+        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        status, message = 500, f"a bug of the server, whose log says more: {error!r}"
+    return {"error": {"message": message, "code": status}, "success": False, "message": message}
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
@@ -130,7 +141,7 @@ async def finish(app: web.Application, request: Request) -> list[SampleOutput]:
     engine = app[ENGINE]
     future = engine.submit(request)
     try:
-        return await app[MAILBOX].wait_for(future)
+        return _whole(await app[MAILBOX].wait_for(future))
     except asyncio.CancelledError:
         engine.abort(request.rid)
         raise
@@ -154,10 +165,18 @@ async def progress(
         while not ended:
             event = await events.get()
             ended = isinstance(event, Future)
-            yield event.result() if ended else event
+            yield _whole(event.result()) if ended else event
     finally:
         if not ended:
             engine.abort(request.rid)
+
+
+def _whole(outputs: list[SampleOutput]) -> list[SampleOutput]:
+    """The outputs, unless numbers that are not finite have ended one of them: those are no tokens, and no JSON."""
+    for output in outputs:
+        if "status_code" in output.finish_reason:
+            raise web.HTTPInternalServerError(reason=output.finish_reason["message"])
+    return outputs
 
 
 async def event_stream(request: web.Request, chunks: AsyncIterator[str]) -> web.StreamResponse:
@@ -169,9 +188,18 @@ async def event_stream(request: web.Request, chunks: AsyncIterator[str]) -> web.
     await response.prepare(request)
     try:
         await response.write(f"data: {first}\n\n".encode())
-        async for chunk in chunks:
+        async for chunk in _tell_failure(request, chunks):
             await response.write(f"data: {chunk}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         await chunks.aclose()
     return response
+
+
+async def _tell_failure(request: web.Request, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The chunks, and if there is no next one because of a failure, that: the status has been sent."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except Exception as error:
+        yield dumps(error_body(request, error)).decode()

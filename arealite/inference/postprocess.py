@@ -50,7 +50,7 @@ class Postprocessor:
         for i in np.flatnonzero(stopped | full | broken | slots.watched[rows]):
             seq = slots.sequence[rows[i]]
             token = int(tokens[i])
-            if slots.watched[rows[i]]:
+            if slots.watched[rows[i]] and not broken[i]:
                 count = int(at[i] + 1 - slots.prompt_len[rows[i]])
                 self._watch(seq, token, float(logprobs[i]), count, is_stop=bool(stopped[i]))
             if broken[i]:

@@ -119,7 +119,7 @@ async def health(http_request: web.Request) -> web.Response:
 
 
 async def health_generate(http_request: web.Request) -> web.Response:
-    """Make one token; fails if that takes more than 30 s (a paused engine makes none)."""
+    """Make one token; fails if it is none, or takes more than 30 s (a paused engine makes none)."""
     request = Request([0], SamplingParams(max_new_tokens=1, temperature=0.0))
     try:
         await asyncio.wait_for(finish(http_request.app, request), timeout=30)

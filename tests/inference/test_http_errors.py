@@ -7,12 +7,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
 from arealite.inference.server import make_app
-from tests.inference.conftest import make_model
+from tests.inference.conftest import generate, make_model
 
 
 def call(engine: Engine, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -53,3 +54,53 @@ def test_text_and_stop_strings_of_a_model_without_tokenizer_are_refused(stream, 
         status, answer = call(engine, "/generate", body | more)
         assert status == 400 and "tokenizer" in message(answer)
     assert call(engine, "/generate", body)[0] == 200
+
+
+def broken_engine(make_engine, num_good: int) -> Engine:
+    """A model that has no finite logits after `num_good` greedy tokens of the prompt [1, 2, 3]."""
+    model = make_model()
+    tokens = generate(model, [1, 2, 3], 100, None)
+    spoilt = [1, 2, 3, *tokens][num_good + 2]
+    assert spoilt not in [1, 2, 3, *tokens][: num_good + 2]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[spoilt] = torch.nan
+    return make_engine(model)
+
+
+GENERATE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 99, "temperature": 0}}
+COMPLETE = {"prompt": [1, 2, 3], "max_tokens": 99, "temperature": 0, "logprobs": 0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE)])
+def test_numbers_that_are_not_finite_are_an_error_everywhere(path, body, stream, make_engine):
+    engine = broken_engine(make_engine, num_good=0)
+    status, answer = call(engine, path, body | {"stream": stream})
+    assert status == 500 and "weights are broken" in message(answer)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE)])
+def test_a_stream_that_has_begun_tells_its_failure_in_an_event(path, body, make_engine):
+    engine = broken_engine(make_engine, num_good=3)
+    status, (*chunks, last) = call(engine, path, body | {"stream": True})
+    assert status == 200 and len(chunks) == 3
+    assert last["error"]["code"] == 500 and "weights are broken" in message(last)
+    assert not any("error" in chunk for chunk in chunks)
+
+
+def test_a_server_with_broken_weights_is_not_healthy(make_engine):
+    model = make_model()
+    engine = make_engine(model)
+    assert call(engine, "/health_generate") == (200, {"status": "ok"})
+    broken = {name: torch.full_like(p, torch.nan) for name, p in model.named_parameters()}
+    engine.update_weights_from_tensors(broken, 1).result(30)
+    status, answer = call(engine, "/health_generate")
+    assert status == 500 and "weights are broken" in message(answer)
+
+
+def test_a_bug_is_logged_and_told_as_one(make_engine, monkeypatch, caplog):
+    engine = make_engine(make_model())
+    monkeypatch.setattr(engine, "stats", lambda: {}["nothing"])
+    status, answer = call(engine, "/server_info")
+    assert status == 500 and "bug" in message(answer) and "KeyError('nothing')" in message(answer)
+    assert "/server_info" in caplog.text and "Traceback" in caplog.text

@@ -145,7 +145,7 @@ def test_adapters_are_cut_too(pair, folders, tmp_path):
     torn = shutil.copytree(tmp_path, tmp_path / "torn")
     (torn / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for engine in pair:
-        with pytest.raises(WeightUpdateError, match="r of .* got None"):
+        with pytest.raises(WeightUpdateError, match=r"r of .* got None"):
             engine.load_adapter(str(torn), "v4", 4)
         engine.update_weights_from_disk(str(folders["qwen2"]), 4).result(60)
         engine.load_adapter(str(tmp_path), "v5", 5).result(60)
