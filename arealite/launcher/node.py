@@ -166,7 +166,7 @@ class NodePart:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
         spread = self.rendezvous(server, place) if len(server.places) > 1 else None
-        command = server_command(self.config, backend, port, spread)
+        command = server_command(self.config, backend, port, spread, server.index)
         name = f"server{server.index}" + (f".{place}" if place else "")
         spec = ChildSpec(name, command, self.logs / f"{name}.log", env, cwd=Path(self.job.cwd))
         child = self.supervisor.start(spec)

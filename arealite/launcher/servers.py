@@ -31,6 +31,7 @@ _VLLM_FLAGS = {
 }
 _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _KEY_ENV = "AREALITE_API_KEY"
+_SEED_STRIDE = 2**32
 
 
 def server_port(config: LaunchConfig, index: int) -> int:
@@ -55,12 +56,17 @@ def sharing_gpus(config: LaunchConfig) -> LaunchConfig:
 
 
 def server_command(
-    config: LaunchConfig, backend: str, port: int, spread: tuple[int, int, str] | None = None
+    config: LaunchConfig,
+    backend: str,
+    port: int,
+    spread: tuple[int, int, str] | None = None,
+    index: int = 0,
 ) -> list[str]:
-    """The command line of one server. `spread` is (nodes, which of them, address of the first) if it spans nodes."""
+    """The command line of server `index`. `spread` is (nodes, which of them, address of the first) if it spans nodes."""
     host = config.server.host
     if backend == "embedded":
-        return [sys.executable, "-m", "arealite.cli.serve", *_embedded_arguments(config, port)]
+        arguments = _embedded_arguments(config, port, index)
+        return [sys.executable, "-m", "arealite.cli.serve", *arguments]
     strategy = _strategy(config)
     python = shlex.quote(sys.executable)
     if backend == "sglang":
@@ -139,14 +145,16 @@ def _get(address: str, path: str, api_key: str | None) -> bytes | None:
         connection.close()
 
 
-def _embedded_arguments(config: LaunchConfig, port: int) -> list[str]:
+def _embedded_arguments(config: LaunchConfig, port: int, index: int) -> list[str]:
     strategy = _strategy(config)
     if strategy.pipeline > 1:
         raise ConfigError(
             f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
         )
     where = {"model_path": config.model_path, "port": port, "tensor_parallel": strategy.tensor}
-    server = dataclasses.replace(config.server, **where)
+    # A server counts up from its seed: farther apart than any counts, two of them never draw the same for one prompt.
+    seed = config.server.seed + index * _SEED_STRIDE
+    server = dataclasses.replace(config.server, **where, seed=seed)
     default = vars(ServerConfig())
     changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}
     arguments = [f"{key}={_yaml(value)}" for key, value in changed.items()]

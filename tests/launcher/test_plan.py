@@ -132,6 +132,19 @@ def test_visible_gpus(monkeypatch):
     assert visible_gpus() == []
 
 
+def test_servers_of_a_job_have_seeds_of_their_own():
+    embedded = config("embedded.d3+d1", server=ServerConfig(seed=7))
+    commands = [server_command(embedded, "embedded", 1, index=i) for i in range(3)]
+    first, second, third = (
+        int(argument.removeprefix("seed="))
+        for command in commands
+        for argument in command
+        if argument.startswith("seed=")
+    )
+    # Each request counts its server's seed up by one: a million of them do not meet.
+    assert first == 7 and min(second - first, third - second) > 10**6
+
+
 def test_server_commands():
     embedded = config("embedded.d1+d1", server=ServerConfig(dtype="float32", api_key="secret"))
     command = server_command(embedded, "embedded", 1234)
