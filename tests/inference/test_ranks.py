@@ -112,6 +112,15 @@ def test_preemption_abort_and_pauses_keep_the_ranks_together(pair, model):
     assert two.scheduler.pool.num_free == two.scheduler.pool.num_usable
 
 
+def test_blocks_of_a_broken_sequence_are_clean_on_every_rank(pair, model):
+    two, _ = pair
+    (prompt,) = prompts(1, low=21, high=22)
+    bias = dict.fromkeys(range(97), -torch.inf)
+    assert "status_code" in run(two, prompt, logit_bias=bias)[0].finish_reason
+    (output,) = run(two, prompt, temperature=0.0, max_new_tokens=12, ignore_eos=True)
+    assert output.cached_tokens == 0 and output.token_ids == generate(model, prompt, 12, None)
+
+
 def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
     two, one = pair
     other = folders["other"]
