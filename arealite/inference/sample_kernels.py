@@ -50,11 +50,13 @@ def threshold_kernel(
         peak, floor = tl.max(highest, 0), tl.min(lowest, 0)
         if min_p > 0.0:
             threshold = peak + tl.log(min_p)
+        # What lies lower has no weight in float32; one logit far below must not coarsen the bisection of the others.
+        near = tl.maximum(floor, peak - 110.0)
         cut_k = floor
         if top_k > 0:
             high = peak
-            for _ in range(HALVINGS):
-                middle = (cut_k + high) * 0.5
+            for step in range(HALVINGS + 1):
+                middle = tl.where(step == 0, near, (cut_k + high) * 0.5)
                 count = tl.zeros([BLOCK], tl.int32)
                 for offset in range(0, vocab_size, BLOCK):
                     inside = offset + at < vocab_size
@@ -65,10 +67,10 @@ def threshold_kernel(
                 high = tl.where(enough, high, middle)
             threshold = tl.maximum(threshold, cut_k)
         if top_p < 1.0:
-            cut_p, high, wanted = cut_k, peak, 0.0
+            cut_p, high, wanted = tl.maximum(cut_k, near), peak, 0.0
             for step in range(HALVINGS + 1):
                 # The first pass measures all that top-k has left.
-                middle = tl.where(step == 0, cut_k, (cut_p + high) * 0.5)
+                middle = tl.where(step == 0, cut_p, (cut_p + high) * 0.5)
                 mass = tl.zeros([BLOCK], tl.float32)
                 for offset in range(0, vocab_size, BLOCK):
                     inside = offset + at < vocab_size

@@ -39,6 +39,9 @@ CASES = [
         "temperature": 1.3,
     },
     {"frequency_penalty": -0.5, "temperature": 0.0},
+    # one far below all others must not make the cut among those coarse
+    {"logit_bias": {7: -1e6}, "top_k": 2, "temperature": 0.1},
+    {"logit_bias": {7: -1e6}, "top_p": 0.9, "temperature": 2.0},
 ]
 
 
