@@ -40,7 +40,7 @@ def normalize(
     GRPO (arXiv 2402.03300): group, group. Dr.GRPO (2503.20783): group, none. LitePPO (2508.08221): group, batch.
     RLOO (2402.14740): group with `leave_one_out`: the mean of the others, `(Σ_g r − r) / (n_g − 1)`.
     The deviation is the unbiased one over the unnormalised rewards. A group of one has deviation 0, and mean of the
-    others 0 under leave-one-out; a group without variance gets exactly 0, not rounding noise divided by `eps`.
+    others 0 under leave-one-out. Where the deviation is 0 there is nothing to scale by: the result is exactly 0.
     """
     if values.shape != group_ids.shape:
         raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} differ in shape")
@@ -55,7 +55,7 @@ def normalize(
         owner = groups if std_level == "group" else whole
         std = _std(values, owner)
         flat = _spread(values, owner) == 0
-        centred = torch.where(flat & (std_level == mean_level), 0.0, centred / (std + eps))
+        centred = torch.where(flat, 0.0, centred / (std + eps))
     return centred.float()
 
 

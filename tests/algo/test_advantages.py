@@ -55,10 +55,11 @@ def test_normalize_equals_the_definition(mean_level, std_level, leave_one_out):
     assert ours.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_groups_without_signal_get_exactly_zero():
-    rewards = torch.tensor([0.1, 0.1, 0.1, 5.0, 1.0, 0.0])
+@pytest.mark.parametrize("mean_level", LEVELS)
+def test_groups_without_signal_get_exactly_zero(mean_level):
+    rewards = torch.tensor([0.1, 0.1, 0.1, 5.0, 9.0, -9.0])
     groups = torch.tensor([0, 0, 0, 1, 2, 2])
-    result = normalize(rewards, groups)
+    result = normalize(rewards, groups, mean_level)
     assert result[:4].tolist() == [0.0] * 4  # equal rewards, and a group of one
     assert result[4] > 0 > result[5]
 
