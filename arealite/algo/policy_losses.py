@@ -16,6 +16,9 @@ from torch import Tensor
 
 from arealite.api.io_struct import Stat
 
+# Beyond it a ratio says no more (e^20 = 5e8), and e^89 is infinite: times a gradient of 0, which clipping gives, that would be NaN.
+_MAX_LOG_RATIO = 20.0
+
 
 class Tokens(NamedTuple):
     """What every objective sees, `[N]` each. `weights` is 0 on tokens that are not trained."""
@@ -31,8 +34,9 @@ class Tokens(NamedTuple):
         return self.weights > 0
 
     def log_ratio(self) -> Tensor:
-        """`log u = logp − prox`, 0 where not trained (there the log-probs may hold anything)."""
-        return torch.where(self.mask, self.logp - self.prox_logp, 0.0)
+        """`log u = logp − prox` within ±20, 0 where not trained (there the log-probs may hold anything)."""
+        log_ratio = torch.where(self.mask, self.logp - self.prox_logp, 0.0)
+        return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 class Clip(NamedTuple):

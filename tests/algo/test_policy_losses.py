@@ -143,6 +143,22 @@ def test_tokens_that_are_not_trained_may_hold_anything(loss_fn):
     assert torch.isfinite(tokens.logp.grad).all()
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("loss_fn", [lambda t: clip_loss(t, CLIP, 3.0), lambda t: gspo_loss(t, CLIP), sapo_loss])  # fmt: skip
+def test_a_ratio_beyond_all_numbers_costs_its_own_gradient_only(loss_fn, advantage):
+    """exp(200) is infinite in fp32; the other sequence's gradient is as without it."""
+    prox, owner = torch.full((4,), -201.0), torch.tensor([0, 0, 1, 1])
+    logp = torch.tensor([-1.0, -1.0, -201.05, -200.9], requires_grad=True)
+    tokens = Tokens(logp, prox, torch.full((4,), advantage), torch.ones(4), owner)
+    loss, stats = loss_fn(tokens)
+    (grad,) = torch.autograd.grad(loss, logp)
+    alone = Tokens(*(x[2:] for x in tokens[:4]), torch.tensor([0, 0]))
+    (expected,) = torch.autograd.grad(loss_fn(alone)[0], logp)
+    assert grad[:2].tolist() == [0.0, 0.0] and expected[2:].abs().min() > 0
+    assert torch.equal(grad[2:], expected[2:])
+    assert math.isfinite(loss.item()) and all(math.isfinite(stat.total) for stat in stats.values())
+
+
 def test_all_objectives_agree_on_policy():
     """At ratio 1 every objective has the gradient of REINFORCE."""
     tokens = example()
