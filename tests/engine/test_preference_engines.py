@@ -87,6 +87,19 @@ def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
     assert torch.equal(other.compute_values(batch), values)
 
 
+def test_the_first_update_of_a_normalised_critic_is_not_clipped_away(model_dirs):
+    """Returns far from 0 change the scale at once; clipping goes by what the network gave, not by that scale."""
+    critic = started(
+        FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True)
+    )
+    batch = random_batch(LENGTHS)
+    mask = batch["loss_mask"].bool()
+    batch["returns"] = torch.where(mask, 10.0 + torch.randn(mask.shape), 0.0)
+    batch["values"] = critic.compute_values(batch)
+    stats = critic.ppo_update(batch)[0]
+    assert stats["value_clip_share"] == 0.0 and stats["grad_norm"] > 0.1
+
+
 def test_critic_names_what_is_missing(model_dirs):
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))
     with pytest.raises(TrainingError, match="compute_values"):

@@ -53,12 +53,14 @@ class FSDPPPOCritic(FSDPEngine):
                 "actor.compute_advantages(batch)"
             )
         mask = batch["loss_mask"].bool()
+        batch = dict(batch)
+        # Old values as the network gave them, on the scale that `compute_values` had: it has yet to learn the new one.
+        mean, std = self._scale()
+        batch["values"] = (batch["values"] - mean) / std
         if self.config.value_norm:
             self._take_in(batch["returns"][mask])
         mean, std = self._scale()
-        batch = dict(batch)
         batch["returns"] = (batch["returns"] - mean) / std
-        batch["values"] = (batch["values"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
         return [self.train_batch(select_rows(batch, rows), self._loss, _weight) for rows in parts]
 
