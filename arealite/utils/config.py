@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import logging
 import os
+import re
 import sys
 import types
 import typing
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -135,7 +137,7 @@ def _sources(argv: list[str]) -> Iterator[tuple[str, DictConfig]]:
         yield path, _at_home(_read_file(path))
     for override in overrides:
         try:
-            yield f"override {override!r}", _at_home(OmegaConf.from_dotlist([override]))
+            yield f"override {override!r}", _at_home(_read_override(override))
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"cannot read the override {override!r}: {error}") from error
 
@@ -151,16 +153,48 @@ def _at_home(values: DictConfig) -> DictConfig:
     return values
 
 
+def _read_override(override: str) -> DictConfig:
+    key, _, value = override.partition("=")
+    values = OmegaConf.create({})
+    OmegaConf.update(values, key, yaml.load(value, Loader=_Loader))
+    return values
+
+
 def _read_file(path: str) -> DictConfig:
     try:
-        values = OmegaConf.load(path)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, DictConfig):
-        raise ConfigError(f"{path} must hold `key: value` pairs at the top, not a list")
-    return values
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must hold `key: value` pairs at the top, not a {type(values).__name__}")  # fmt: skip
+    return OmegaConf.create(values or {})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers are those one means: `24:00:00` is not 86400, `007` not 7, a date is text, and 1e-5 is a float. A key given twice is an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if isinstance(key, str) and key != "<<" and key in keys[:i]:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key} is there twice", node.start_mark)  # fmt: skip
+        return node
+
+
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+}
+_TAG = "tag:yaml.org,2002:"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if tag.removeprefix(_TAG) not in (*_NUMBERS, "timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}  # fmt: skip
+for _kind, _form in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_form})$"), list("-+.0123456789"))
 
 
 # -------------------------------------------------------------------------------------------------- checks

@@ -46,6 +46,31 @@ def test_home_is_expanded_in_files_and_overrides(tmp_path):
     assert config.sglang == {"x": f"{home}/y"}
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        *((text, text) for text in ("24:00:00", "16:00", "1:30.5", "0123", "007", "2026-01-31")),
+        *(("1e-5", 1e-5), ("3e4", 3e4), ("0.5", 0.5), ("-.5", -0.5), ("12", 12), ("-3", -3), ("0", 0), ("1_000", 1000), ("0x1f", 31)),
+        *(("'12'", "12"), ("null", None), ("", None), ("true", True), ("[1, 007, {a: 1:30}]", [1, "007", {"a": "1:30"}])),
+    ],
+)  # fmt: skip
+def test_values_are_what_is_written(tmp_path, written, meant):
+    """YAML 1.1 would make 24:00:00 a number of base 60, and 0123 one of base 8."""
+    (tmp_path / "a.yaml").write_text(f"a: {{b: {written}}}\n")
+    for argv in (["--config", str(tmp_path / "a.yaml")], [f"a.b={written}"]):
+        found = load_plain(argv).a.b
+        assert found == meant and isinstance(found, float) == isinstance(meant, float)
+
+
+def test_text_with_the_look_of_a_number_comes_through_whole(tmp_path):
+    config = load("launcher.slurm.time=24:00:00", "trial_name=007", "server.api_key=0123")
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    again = load_config(["--config", str(tmp_path / "c.yaml")], GRPOConfig)
+    for read in (config, again):
+        assert read.launcher.slurm == {"time": "24:00:00"}
+        assert (read.trial_name, read.server.api_key) == ("007", "0123")
+
+
 def test_free_form_sections_take_any_key():
     config = load("sglang.mem_fraction_static=0.5", "sglang.attention_backend=fa3", "vllm.x=[1,2]")
     assert config.sglang == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
@@ -88,7 +113,7 @@ def test_unknown_key_names_its_file(tmp_path):
     assert "a.yaml" in message and "rollout.max_head_offpolicyness" in message
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n"])
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "12\n", "a: {b: 1, b: 2}\n"])
 def test_files_that_are_no_configuration(tmp_path, text):
     (tmp_path / "a.yaml").write_text(text)
     assert "a.yaml" in refusal("--config", str(tmp_path / "a.yaml"))
