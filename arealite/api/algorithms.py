@@ -151,6 +151,14 @@ def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
         not (config.kl_ctl and config.kl_loss_coef),
         "the KL to the reference goes either into the reward (kl_ctl) or into the loss (kl_loss_coef), not both",
     )
+    require(
+        config.kl_estimator in (None, "k1", "k2", "k3"),
+        f"kl_estimator={config.kl_estimator} is none of k1, k2, k3 and null",
+    )
+    require(
+        not (config.kl_loss_coef and config.kl_estimator == "k1"),
+        "the gradient of k1 does not depend on the reference: with kl_loss_coef use kl_estimator=k3 (or k2)",
+    )
     adapts = config.kl_target is not None
     require(config.kl_ctl or not adapts, "kl_target adapts kl_ctl: set kl_ctl > 0 too")
     length_used = objective.loss_mean == "constant" or config.overlong_buffer is not None

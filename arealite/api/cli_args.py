@@ -212,7 +212,7 @@ class BaseExperimentConfig(Section):
     controller: bool = _help(
         "Ray only: one driver runs the script, each engine has devices.", False
     )
-    seed: int = _help("Seed of data order, sampling and initial weights.", 1)
+    seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1)
     total_train_epochs: int = _help("Passes over the training set.", 1, AT_LEAST_1)
     total_train_steps: int | None = _help("Stop after so many steps, if earlier.", None)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")

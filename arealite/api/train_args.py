@@ -38,6 +38,7 @@ class TrainEngineConfig(Section):
 
     path: str = _help("Hugging Face folder or hub name of the model.")
     init_from_scratch: bool = _help("Random weights; of `path` only config and tokenizer.", False)
+    seed: int = _help("Of weights that are not loaded: a new head, adapters, random ones.", 1)
     dtype: str = _choice("Compute type.", "bfloat16", "float32", "float16")
     param_dtype: str = _choice("What the optimizer holds.", "float32", "bfloat16", "float16")
     device: str = _choice("auto: cuda where there is one.", "auto", "cpu", "cuda")
@@ -126,7 +127,9 @@ class PPOActorConfig(TrainEngineConfig):
     kl_ctl: float = _help("Weight of the KL to the reference in the reward.", 0.0, NOT_NEGATIVE)
     kl_target: float | None = _help("Adapt kl_ctl to keep the KL per sequence near this.", None)
     kl_loss_coef: float = _help("Weight of the KL to the reference in the loss.", 0.0, NOT_NEGATIVE)
-    kl_estimator: str = _choice("Of the KL to the reference, per token.", "k1", "k2", "k3")
+    kl_estimator: str | None = _help(
+        "k1, k2 or k3, of the KL to the reference; null: k1 in the reward, k3 in the loss.", None
+    )
     entropy_coef: float = _help("Weight of the entropy bonus.", 0.0)
     distill_coef: float = _help("Weight of the reverse KL to the teacher.", 0.0)
     discount: float = _help("GAE gamma.", 1.0, SHARE)

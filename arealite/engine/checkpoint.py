@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -264,6 +265,9 @@ def _read_metadata(path: str) -> dict:
 
 
 def _model_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    if isinstance(engine.module, FSDPModule):
+        # A forward pass alone leaves the outermost weights gathered: tensors that neither optimizer nor backward pass know.
+        engine.module.reshard()
     return {f"model/{n}": p.detach() for n, p in engine.model.named_parameters()}
 
 
@@ -275,9 +279,11 @@ def _training_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
             state[f"optim/{name}/{key}"] = value
     state["counters"] = torch.tensor([engine.lr_step, engine.bad_steps, engine._version])
     state |= {f"extra/{key}": value for key, value in engine.extra_state().items()}
-    words = torch.from_numpy(numpy.random.get_state()[1].copy()).view(torch.int32)
+    _, keys, *rest = numpy.random.get_state()
+    words = torch.from_numpy(keys.copy()).view(torch.int32)
     python = torch.tensor(random.getstate()[1], dtype=torch.int64)
     rng = {"torch": torch.get_rng_state(), "python": python, "numpy": words}
+    rng["numpy_rest"] = torch.tensor(rest, dtype=torch.float64)  # position, and half of a pair
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     return state | {f"rng/{distributed.rank()}/{key}": value for key, value in rng.items()}
@@ -294,7 +300,9 @@ def _restore_training_state(engine: FSDPEngine, state: dict[str, torch.Tensor]) 
         return  # more ranks than before: the new ones keep the state they were seeded with
     torch.set_rng_state(rng["torch"])
     random.setstate((3, tuple(rng["python"].tolist()), None))
-    numpy.random.set_state(("MT19937", rng["numpy"].view(torch.uint32).numpy(), 624))
+    at, has_half, half = rng["numpy_rest"].tolist() if "numpy_rest" in rng else (624, 0, 0.0)
+    words = rng["numpy"].view(torch.uint32).numpy()
+    numpy.random.set_state(("MT19937", words, int(at), int(has_half), half))
     if "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"])
 

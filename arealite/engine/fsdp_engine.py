@@ -115,7 +115,10 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
             self._set_lr()
 
     def _load(self, config: TrainEngineConfig) -> PreTrainedModel:
-        return hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(config.seed)  # of what is drawn: a new head, adapters
+            return hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
 
     def _prepare_layers(self, model: PreTrainedModel) -> None:
         if self.config.gradient_checkpointing:
@@ -229,13 +232,18 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
 
     def _compute_loss(self, micro_batches, loss_fn, loss_weight_fn, backward) -> dict[str, Stat]:
         weight = self._total_weight(micro_batches, loss_weight_fn)
+        # float16 would flush to zero what is a small share of a large batch: divided later, in the optimizer's type
+        divides_later = self.config.dtype == "float16"
+        share = 1.0 if divides_later else 1.0 / weight
         stats: dict[str, Stat] = {}
         for mb in micro_batches:
             loss, mb_stats = loss_fn(self._forward(mb), mb.data)
             if backward:
                 # FSDP averages gradients over its ranks; the loss is a sum over them.
-                (loss * (self.dp_size * self.parallel.context / weight)).backward()
+                (loss * (self.dp_size * self.parallel.context * share)).backward()
             _merge(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+        if backward and divides_later:
+            scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
 
     @torch.no_grad()
@@ -417,7 +425,8 @@ def _units(batch: Batch, max_tokens: int) -> list[list[int]]:
         return [[row] for row in range(len(batch["attention_mask"]))]
     members: dict[int, list[int]] = {}
     for row, owner in enumerate(batch[key].tolist()):
-        members.setdefault(owner, []).append(row)
+        is_alone = key == "pair_ids" and owner <= 0  # a filler, or an answer to another prompt
+        members.setdefault(-1 - row if is_alone else owner, []).append(row)
     if key == "pair_ids":
         return list(members.values())
     tokens, units = seq_lengths(batch).tolist(), []

@@ -34,7 +34,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     warmup = round(config.warmup_steps_proportion * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
-    if config.lr_scheduler_type == "constant":
+    if config.lr_scheduler_type == "constant" or not total_steps:  # no end is known
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.lr_scheduler_type == "linear":

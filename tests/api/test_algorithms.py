@@ -56,6 +56,8 @@ def test_some_definitions():
             "leaves out",
         ),
         (actor("grpo", kl_ctl=0.1, kl_loss_coef=0.1), "not both"),
+        (actor("grpo", kl_loss_coef=0.1, kl_estimator="k1"), "does not depend on the reference"),
+        (actor("grpo", kl_ctl=0.1, kl_estimator="k4"), "none of k1"),
         (actor("grpo", kl_target=6.0), "set kl_ctl"),
         (actor("grpo", max_answer_length=100), "neither is set"),
         (actor("grpo", entropy_coef=0.1), "skip_zero_advantage=false"),

@@ -4,6 +4,7 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
@@ -53,16 +54,41 @@ def test_dcp_resume_is_exact(model_dirs, tmp_path):
     engine = trained_engine(model_dirs["qwen2"])
     engine.set_version(7)
     meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    numpy.random.standard_normal(5)  # in the middle of a block, and of a pair
     engine.save(meta)
-    noise = torch.rand(3)
+    noise, drawn = torch.rand(3), numpy.random.standard_normal(3).tolist()
     expected = [engine.train_lm(BATCH) for _ in range(3)]
     resumed = trained_engine(model_dirs["qwen2"], steps=0)
     resumed.load(meta)
     assert resumed.get_version() == 7 and resumed.lr_step == 2
     assert torch.equal(torch.rand(3), noise)
+    assert numpy.random.standard_normal(3).tolist() == drawn
     for before in expected:
         after = resumed.train_lm(BATCH)
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
+
+
+def test_a_forward_pass_before_saving_or_loading_changes_nothing(model_dirs, tmp_path):
+    """It leaves weights gathered where they are sharded: by two types, also on one rank."""
+
+    def make(steps):
+        config = engine_config(model_dirs["qwen2"])
+        config.dtype = "bfloat16"
+        engine = FSDPLMEngine(config)
+        engine.initialize(SPEC)
+        for _ in range(steps):
+            engine.train_lm(BATCH)
+        return engine
+
+    engine = make(2)
+    meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
+    engine.forward(BATCH)
+    engine.save(meta)
+    expected = [engine.train_lm(BATCH)["grad_norm"] for _ in range(2)]
+    resumed = make(1)
+    resumed.forward(BATCH)
+    resumed.load(meta)
+    assert [resumed.train_lm(BATCH)["grad_norm"] for _ in range(2)] == expected
 
 
 def test_a_checkpoint_before_the_first_step_resumes(model_dirs, tmp_path):

@@ -15,6 +15,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.lowmem_adamw import LowMemoryAdamW, load_moment, store_rounded
 from arealite.engine.optim import make_optimizer
 from arealite.engine.parallel import check_layout
+from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
 from arealite.utils.data import select_rows
 
@@ -276,3 +277,40 @@ def test_a_token_outside_the_vocabulary_is_named(model_dirs, token):
     batch["input_ids"][1, 2] = token
     with pytest.raises(TrainingError, match=f"token {token}, and the model's vocabulary {VOCAB}"):
         engine.train_lm(batch)
+
+
+def test_float16_keeps_what_is_a_small_share_of_a_large_batch(model_dirs):
+    """Gradients against those of float32, when all other tokens of a batch of millions are elsewhere."""
+    norms = []
+    for dtype in ("float32", "float16"):
+        config = engine_config(model_dirs["qwen2"])
+        config.dtype = dtype
+        engine = FSDPLMEngine(config)
+        engine.initialize(SPEC)
+        batch = random_batch([5, 12, 7, 9])
+
+        def weight(mb):
+            return mb["loss_mask"].sum() * 1e5
+
+        norms.append(engine.train_batch(batch, lm_loss, weight)["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def test_without_a_known_end_the_rate_stays(model_dirs):
+    config = engine_config(model_dirs["qwen2"])
+    config.optimizer.lr_scheduler_type = "linear"
+    engine = FSDPLMEngine(config)
+    engine.initialize()
+    for _ in range(3):
+        engine.step_lr_scheduler()
+    assert engine.optimizer.param_groups[0]["lr"] == config.optimizer.lr
+
+
+def test_a_new_head_depends_on_the_seed_alone(model_dirs):
+    heads = []
+    for seed in (1, 1, 2):
+        torch.rand(1)
+        engine = FSDPRWEngine(engine_config(model_dirs["qwen2"], seed=seed))
+        engine.initialize(SPEC)
+        heads.append(engine.model.score.weight.detach().clone())
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])

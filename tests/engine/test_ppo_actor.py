@@ -127,6 +127,21 @@ def test_kl_to_the_reference_is_in_the_reward(model_dirs):
     assert torch.allclose(scores.diff(), torch.full((len(scores) - 1,), 0.1), atol=1e-5)
 
 
+def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
+    """With equal rewards there is nothing else: the gradient must tell two references apart."""
+    norms = []
+    for shift in (0.0, 1.0):
+        options = {"kl_loss_coef": 1.0, "skip_zero_advantage": False}
+        actor = make_actor(model_dirs["qwen2"], **options)
+        batch = random_batch(LENGTHS)
+        batch["rewards"][:] = 1.0
+        batch["prox_logp"] = actor.compute_logp(batch)
+        batch["ref_logp"] = batch["prox_logp"] - shift * batch["loss_mask"]
+        actor.compute_advantages(batch)
+        norms.append(actor.ppo_update(batch)[0]["grad_norm"])
+    assert norms[0] < 1e-3 < 0.1 < norms[1]
+
+
 def test_forgotten_steps_are_named(model_dirs):
     actor = make_actor(model_dirs["qwen2"])
     with pytest.raises(TrainingError, match=r"advantages.*prox_logp"):

@@ -116,7 +116,9 @@ class FSDPPPOActor(FSDPEngine):
             return None
         reference = _required(batch, "ref_logp", "actor.kl_ctl", "ref")
         current = batch.get("prox_logp", batch["logprobs"])
-        return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator), 0.0)
+        return torch.where(
+            mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0
+        )
 
     def _adapt_kl(self, kl: torch.Tensor) -> None:
         total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))

@@ -49,7 +49,7 @@ def policy_loss(
     if config.entropy_coef:
         loss = loss + config.entropy_coef * entropy_bonus(outputs["entropy"], weights)
     if config.kl_loss_coef:
-        kl = kl_estimate(logp, mb["ref_logp"], config.kl_estimator)
+        kl = kl_estimate(logp, mb["ref_logp"], config.kl_estimator or "k3")
         loss = loss + config.kl_loss_coef * kl_loss(kl, weights)
         stats["kl_loss"] = Stat(torch.where(mask, kl, 0.0).detach().sum(), mask.sum())
     return loss, stats
