@@ -8,11 +8,13 @@ Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,16 @@ from arealite.utils.process import tail
 
 _CLIENT_TIMEOUT_S = 60.0
 _LOOK_INTERVAL_S = 1.0
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+# A controller that restarts is away for a while; the job runs on without it.
+_SILENCE_S = 600.0
+_FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "NODE_FAIL"}
+_ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", *_FAILED}
 # Keys of launcher.slurm that are not sbatch's.
 _OURS = ("wrap",)
+
+
+class NoAnswer(AReaLiteError):
+    """A Slurm command failed, or its controller did not answer."""
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
@@ -103,6 +112,7 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
 def _follow(job: Job, job_id: str) -> int:
     """Copy rank 0's output to the console until the job has ended; a signal cancels the job."""
     shown = Follower(job.run_dir.logs / "rank0.log")
+    silent_since = None
     with Stop() as stop:
         while True:
             stop.wait(_LOOK_INTERVAL_S)
@@ -111,10 +121,30 @@ def _follow(job: Job, job_id: str) -> int:
                 print(f"cancelling Slurm job {job_id}", file=sys.stderr, flush=True)
                 _client("scancel", "--full", job_id)
                 return 128 + stop.number
-            state, code = _state(job_id)
+            try:
+                state, code = _state(job_id)
+            except NoAnswer as error:
+                silent_since = _bear(error, job_id, silent_since)
+                continue
+            silent_since = None
             if state in _ENDED:
                 shown.copy()
                 return _report(job, job_id, state, code)
+
+
+def _bear(error: NoAnswer, job_id: str, since: float | None) -> float:
+    """Nothing is known of the job: most likely it runs, and only a long silence ends it. Returns since when there is silence."""
+    if since is None:
+        print(f"warning: {error}\nSlurm job {job_id} goes on, asking again", file=sys.stderr, flush=True)  # fmt: skip
+        return time.monotonic()
+    if time.monotonic() - since < _SILENCE_S:
+        return since
+    with contextlib.suppress(NoAnswer):
+        _client("scancel", "--full", job_id)
+    raise NoAnswer(
+        f"nothing was heard of Slurm job {job_id} for {_SILENCE_S / 60:.0f} minutes; it was told to end (if `squeue -j {job_id}` still "
+        f"shows it: `scancel {job_id}`). The last answer: {error}"
+    ) from error
 
 
 def _report(job: Job, job_id: str, state: str, code: int) -> int:
@@ -139,11 +169,11 @@ def _client(*command: str) -> str:
     try:
         result = subprocess.run(command, text=True, capture_output=True, timeout=_CLIENT_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise AReaLiteError(
+        raise NoAnswer(
             f"`{shlex.join(command)}` did not answer within {_CLIENT_TIMEOUT_S:.0f} s: is slurmctld running?"
         ) from error
     if result.returncode != 0:
-        raise AReaLiteError(f"`{shlex.join(command)}` failed: {result.stderr.strip()}")
+        raise NoAnswer(f"`{shlex.join(command)}` failed: {result.stderr.strip()}")
     return result.stdout.strip()
 
 

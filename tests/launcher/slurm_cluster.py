@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from arealite.utils.network import free_port
@@ -102,6 +106,19 @@ class SlurmCluster:
                     os.kill(pid, 9)
                 except ProcessLookupError:
                     continue
+
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """slurmctld is gone within the block, and comes back after it with the state it had."""
+        pidfile = self.folder / "slurmctld.pid"
+        pidfd = os.pidfd_open(int(pidfile.read_text()))
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        select.select([pidfd], [], [], 30)
+        os.close(pidfd)
+        try:
+            yield
+        finally:
+            self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
 
     def client(self, *command: str) -> str:
         env = {**os.environ, **self.env}

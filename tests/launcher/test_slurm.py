@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import AllocationError
+from arealite.launcher import slurm
 from arealite.launcher.slurm import launch
 from tests.launcher.conftest import wait_until_gone
 from tests.launcher.slurm_cluster import SlurmCluster
@@ -69,6 +70,72 @@ def test_a_plan_that_does_not_fit_is_refused(work, arguments):
         AllocationError, match=r"needs 16 devices .* but there are 8 \(2 node\(s\): 4 \+ 4\)"
     ):
         launch("script.py", argv)
+
+
+@pytest.fixture
+def clients(work, monkeypatch):
+    """Slurm's commands as small scripts: `scontrol` runs the lines of the file `answers`, one each time, the last one for ever."""
+    (work / "bin").mkdir()
+    scripts = {
+        "sbatch": "echo 7",
+        "scancel": "echo cancelled >> cancelled",
+        "scontrol": 'n=$(cat asked 2>/dev/null || echo 1); echo $((n + 1)) > asked\neval "$({ sed -n "${n}p" answers; tail -1 answers; } | head -1)"',
+    }  # fmt: skip
+    for name, text in scripts.items():
+        (work / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (work / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{work / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_LOOK_INTERVAL_S", 0.01)
+    return work
+
+
+AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
+
+
+def test_a_controller_that_is_away_for_a_while_costs_nothing(clients, arguments, capsys):
+    """The job's names, without which its nodes end, stay while nothing is known of it."""
+    kept = "ls runs/e/t/names >> seen"
+    running = f"mkdir -p runs/e/t/names/x; {kept}; echo JobState=RUNNING ExitCode=0:0"
+    lines = [running, f"{kept}; {AWAY}", f"{kept}; {AWAY}", running, "echo JobState=COMPLETED"]
+    (clients / "answers").write_text("\n".join(lines))
+    assert launch("script.py", on_cpu(arguments, mode="sglang.d2+d2")) == 0
+    captured = capsys.readouterr()
+    assert "Slurm job 7: COMPLETED" in captured.out
+    assert captured.err.count("Slurm job 7 goes on") == 1, "said once"
+    assert (clients / "seen").read_text().split() == ["x"] * 4
+    assert not (clients / "cancelled").exists()
+
+
+def test_a_controller_that_stays_away_is_an_error(clients, arguments, monkeypatch):
+    monkeypatch.setattr(slurm, "_SILENCE_S", 0.0)
+    (clients / "answers").write_text(AWAY)
+    with pytest.raises(
+        slurm.NoAnswer, match=r"nothing was heard of Slurm job 7 .*Unable to contact"
+    ):
+        launch("script.py", on_cpu(arguments, mode="sglang.d2+d2"))
+    assert (clients / "cancelled").exists()
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"])  # fmt: skip
+def test_every_final_state_ends_the_wait(clients, arguments, state):
+    end = f"echo JobState={state} ExitCode=0:0"
+    (clients / "answers").write_text(f"echo JobState=RUNNING\n{end}\necho JobState=COMPLETED")
+    assert launch("script.py", on_cpu(arguments, mode="sglang.d2+d2")) == 1
+
+
+@pytest.mark.slurm
+def test_a_job_outlives_a_restart_of_the_controller(work, arguments, slurm_cluster):
+    argv = on_cpu(arguments, "cluster.n_gpus_per_node=2", "tokenizer_path=until", mode="sglang.d1+d1")  # fmt: skip
+    process = start(slurm_cluster, argv)
+    wait_for((work / "up0").exists)
+    with slurm_cluster.without_controller():
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any("goes on, asking again" in line for line in lines)
+    (work / "finish").touch()
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and "COMPLETED" in out, out
+    wait_until_gone(work, 30)
 
 
 @pytest.mark.slurm
