@@ -98,7 +98,12 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
         return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
     for request in requests:
         engine.check(request)  # one that is refused refuses all, before any has begun
-    groups = await asyncio.gather(*(finish(http_request.app, request) for request in requests))
+    tasks = [asyncio.create_task(finish(http_request.app, request)) for request in requests]
+    try:
+        groups = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # those that are left when one fails: nobody reads them
     return json_response(_result(engine, requests, groups, body, chat=False))
 
 
