@@ -2,7 +2,7 @@
 
 The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get the adapter alone through a folder
 (`rollout.weight_update=disk`), merged weights under the model's own names otherwise; checkpoints are adapter folders that
-`PeftModel.from_pretrained` reads.
+`PeftModel.from_pretrained` reads. The scalar head of critics and reward models, which is new, is trained and saved whole beside them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from arealite.api.errors import ConfigError
 from arealite.engine.parallel import whole
 
 _ADAPTER = "default"
+_HEAD = "score"  # of models for sequence classification
 
 
 def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
@@ -27,12 +28,14 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("lora_rank needs the package peft: pip install peft") from error
+    targets = [name for name in config.lora_targets if name != _HEAD]
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=2 * config.lora_rank,
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(config.lora_targets) or "all-linear",
+        target_modules=targets if config.lora_targets else "all-linear",
+        task_type="SEQ_CLS" if hasattr(model, _HEAD) else "CAUSAL_LM",
     )
     try:
         inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
@@ -42,7 +45,11 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
             f"lora_targets={list(config.lora_targets)} fits no layer of the model: choose from {sorted(names)}"
         ) from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_(is_adapter(name) or _is_head(name))
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith(f"{_HEAD}.")
 
 
 def is_adapter(name: str) -> bool:
@@ -64,9 +71,9 @@ def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Adapter parameters under the names of PEFT's files."""
+    """Adapter parameters, and a scalar head's, under the names of PEFT's files."""
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if is_adapter(name) or _is_head(name):
             yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), parameter
 
 
@@ -74,5 +81,5 @@ def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None
     """PEFT's `adapter_config.json`."""
     settings = model.peft_config[_ADAPTER]
     settings.base_model_name_or_path = base_model
-    settings.task_type = "CAUSAL_LM"
+    settings.modules_to_save = [_HEAD] if hasattr(model, _HEAD) else None
     settings.save_pretrained(str(folder))

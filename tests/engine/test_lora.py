@@ -3,11 +3,12 @@
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.published import read_published
+from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
@@ -69,6 +70,38 @@ def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
     expected = engine.forward(BATCH)["logp"][mask]
     torch.testing.assert_close(logp_of(merged)[mask], expected, atol=1e-4, rtol=1e-4)
     engine.destroy()
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "score"]])
+def test_a_reward_models_head_is_trained_and_travels_with_the_adapters(
+    model_dirs, tmp_path, targets
+):
+    def reward_model(seed):
+        torch.manual_seed(seed)  # the head is drawn
+        config = engine_config(model_dirs["qwen2"], lora_rank=4, lora_targets=targets)
+        engine = FSDPRWEngine(config)
+        engine.initialize(SPEC)
+        return engine
+
+    engine = reward_model(0)
+    head = engine.model.score.weight.detach().clone()
+    pairs = {"pair_ids": torch.tensor([1, 2, 1, 2]), "is_chosen": torch.tensor([1, 0, 0, 1])}
+    for _ in range(10):
+        engine.train_rw(BATCH | pairs)
+    assert not torch.equal(engine.model.score.weight, head)
+    expected = engine.score(BATCH)
+    saved = SaveLoadMeta(str(tmp_path / "adapter"), "hf")
+    engine.save(saved)
+
+    fresh = reward_model(1)
+    assert not torch.equal(fresh.score(BATCH), expected)
+    fresh.load(saved)
+    assert torch.equal(fresh.score(BATCH), expected)
+    base = AutoModelForSequenceClassification.from_pretrained(model_dirs["qwen2"], num_labels=1)
+    adapted = peft.PeftModel.from_pretrained(base, saved.path)
+    inputs = {k: BATCH[k] for k in ("input_ids", "attention_mask")}
+    scores = adapted(**inputs).logits.squeeze(-1).detach()
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
 def _losses_on_rank(rank, path):
