@@ -83,7 +83,7 @@ def batch_script(job: Job) -> str:
     node = [sys.executable, "-m", "arealite.launcher.node", str(job.path)]
     srun = ["srun", "--kill-on-bad-exit=1", "--label", *_flags(containers)]
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH {flag}" for flag in _flags(flags)]
+    lines += [f"#SBATCH {_quote(flag)}" for flag in _flags(flags)]
     lines += [
         "",
         "# One task per node: it starts that node's servers and trainer ranks and ends with them.",
@@ -104,6 +104,14 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
         elif value is not False and value is not None:
             shown.append(f"{name}={value}")
     return shown
+
+
+def _quote(flag: str) -> str:
+    """As sbatch reads it: in its quotes, unlike in a shell's single ones, a backslash escapes."""
+    if shlex.quote(flag) == flag:
+        return flag
+    escaped = flag.replace("\\", r"\\").replace('"', r"\"")
+    return f'"{escaped}"'
 
 
 # ---------------------------------------------------------------------------------------------- following

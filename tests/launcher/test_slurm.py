@@ -64,6 +64,14 @@ def test_the_batch_script_can_be_read(work, arguments, capsys):
     assert not Path("runs").exists()
 
 
+def test_values_with_spaces_are_quoted_in_the_batch_script(work, arguments, capsys):
+    argv = arguments("cluster.fileroot=my runs", 'launcher.slurm.comment=a "b" \\ c\'s')
+    assert launch("script.py", argv, dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert f'#SBATCH "--output={work}/my runs/e/t/logs/slurm-%j.log"\n' in out
+    assert '#SBATCH "--comment=a \\"b\\" \\\\ c\'s"\n' in out
+
+
 def test_a_plan_that_does_not_fit_is_refused(work, arguments):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
     with pytest.raises(
@@ -141,15 +149,17 @@ def test_a_job_outlives_a_restart_of_the_controller(work, arguments, slurm_clust
 @pytest.mark.slurm
 def test_a_job_over_four_nodes(work, arguments, slurm_cluster):
     # The seeds' command, scaled: three nodes generate, one trains.
-    argv = on_cpu(
-        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
-    )
+    sizes, spaces = ("cluster.n_nodes=4", "cluster.n_gpus_per_node=2"), "cluster.fileroot=my runs"
+    comment = 'launcher.slurm.comment=a "b" \\ c\'s'
+    argv = on_cpu(arguments, *sizes, spaces, comment, mode="sglang.d6p1t1+d2p1t1")
     process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     assert "rank 0 of 2" in out and "COMPLETED" in out
     (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
     assert len(set(addresses.split(","))) == 6
+    shown = slurm_cluster.client("scontrol", "show", "job", re.findall(r"Slurm job (\d+)", out)[0])
+    assert 'Comment=a "b" \\ c\'s' in shown and "/my runs/e/t/logs/slurm-" in shown
     wait_until_gone(work, 30)
 
 
