@@ -1,5 +1,7 @@
 """Finding and comparing final answers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from arealite.api.errors import DatasetError
@@ -53,3 +55,82 @@ def test_rewards():
     assert math_reward(completion="", answer="0.5", **common) == 0.0
     with pytest.raises(DatasetError, match="column `answer`"):
         gsm8k_reward(completion="1", **common)
+
+
+def reward(completion: str, answer: str) -> float:
+    return math_reward("", completion, [], [], answer=answer)
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("\\boxed{\\text{yes}}", "\\text{yes}"),
+        ("\\boxed{\\text{(B)}}", "(B)"),
+        ("\\boxed{1\\frac{1}{2}}", "1.5"),
+        ("\\boxed{-1\\frac12}", "-3/2"),
+        ("\\boxed{1 1/2}", "1.5"),
+        ("\\boxed{70{,}000}", "70,000"),
+        ("\\boxed{70\\,000}", "70000"),
+        ("\\boxed{−5}", "-5"),
+        ("\\boxed{18 dollars}", "18"),
+        ("\\boxed{\\text{18 dollars}}", "18"),
+        ("\\boxed{12\\text{ m}^2}", "12"),
+        ("\\boxed{60 miles per hour}", "60"),
+        ("\\boxed{€12}", "12"),
+        ("\\boxed{x=18}", "18"),
+        ("\\boxed{5 \\times 3 = 15}", "15"),
+        ("\\boxed{0 apples}", "0"),
+        ("She has 1{,}000 apples.", "1000"),
+        ("The final answer is $\\frac{3}{4}$.", "3/4"),
+        ("The answer is $1\\frac{1}{2}$ cups.", "1.5"),
+        ("The answer is 5 + 3 = 8", "8"),
+        ("The answer is 5 apples + 3 apples = 8 apples.", "8"),
+        ("The answer is 12 when x = 3", "12"),
+        ("The answer is 18 because 20 - 2 = 18", "18"),
+    ],
+)
+def test_right_answers_in_other_words(completion, answer):
+    assert reward(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("\\boxed{\\text{no}}", "\\text{yes}"),
+        ("\\boxed{\\text{(B)}}", "\\text{(A)}"),
+        ("\\boxed{}", "\\text{Evelyn}"),
+        ("\\boxed{\\text{}}", ""),
+        ("\\boxed{1\\frac{1}{2}}", "5.5"),
+        ("\\boxed{1 1/2}", "5.5"),
+        ("\\boxed{18 20}", "1820"),
+        ("\\boxed{18, 20}", "20"),
+        ("\\boxed{18 or 20}", "18"),
+        ("\\boxed{18-20}", "18"),
+        ("\\boxed{18 apples and 20 pears}", "18"),
+        ("\\boxed{x=18, y=20}", "20"),
+        ("\\boxed{x=18 or x=20}", "20"),
+        ("\\boxed{2x = 18}", "18"),
+        ("\\boxed{x >= 18}", "18"),
+        ("\\boxed{18x}", "18"),
+        ("\\boxed{m^2}", "2"),
+        ("\\boxed{5 cm}", "5 m"),
+        ("\\boxed{3 million}", "3"),
+        ("\\boxed{3 and a half}", "3"),
+        ("\\boxed{50%}", "0.5"),
+        ("\\boxed{1.000}", "1,000"),
+        ("\\boxed{1,2}", "12"),
+        ("The answer is 18 or 20", "18"),
+        ("The answer is 18-20", "18"),
+        ("The answer is 5 + 3", "5"),
+    ],
+)
+def test_wrong_answers_stay_wrong(completion, answer):
+    assert reward(completion, answer) == 0.0
+
+
+def test_expressions_are_compared_by_algebra_in_any_thread():
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as threads:
+        for run in (reward, lambda *args: threads.submit(reward, *args).result(60)):
+            assert run("\\boxed{(x+1)^2}", "x^2+2x+1") == 1.0
+            assert run("\\boxed{(x+1)^2}", "x^2+1") == 0.0
