@@ -12,7 +12,6 @@ from typing import Any
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import DatasetError
-from arealite.utils.distributed import world_size
 
 Row = dict[str, Any]
 
@@ -20,20 +19,13 @@ Row = dict[str, Any]
 class StatefulDataLoader:
     """Cuts rows into batches of `config.batch_size`; a last incomplete batch of an epoch is left out."""
 
-    def __init__(
-        self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1, num_ranks: int = 0
-    ):
-        """`num_ranks`: those that share a batch; by default all that there are."""
-        size, num_ranks = config.batch_size, num_ranks or world_size()
+    def __init__(self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1):
+        size = config.batch_size
         if not rows:
             raise DatasetError(f"the dataset {config.path} has no rows")
         if len(rows) < size:
             raise DatasetError(
                 f"the dataset {config.path} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add rows"
-            )
-        if size % num_ranks:
-            raise DatasetError(
-                f"batch_size={size} is not divisible by {num_ranks} trainer ranks: use a multiple of {num_ranks}"
             )
         self.rows = rows
         self.batch_size = size

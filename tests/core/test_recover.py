@@ -31,7 +31,7 @@ class Job:
     def __init__(self, folder, eta, state=None):
         rows = [{"x": i} for i in range(24)]
         config = DatasetConfig(path="rows", batch_size=4, shuffle=True)
-        self.loader = StatefulDataLoader(rows, config, num_ranks=1)
+        self.loader = StatefulDataLoader(rows, config)
         self.engine = StubEngine()
         options = InferenceEngineConfig(max_head_offpolicyness=eta, batch_timeout_s=20)
         self.executor = WorkflowExecutor(

@@ -1,6 +1,6 @@
 import pytest
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import DatasetConfig, SFTConfig, TrainEngineConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset import StatefulDataLoader
 
@@ -44,8 +44,19 @@ def test_impossible_sizes_are_named():
         make(rows=0)
     with pytest.raises(DatasetError, match="has 2 rows, fewer than one batch: lower batch_size=3"):
         make(rows=2)
-    with pytest.raises(DatasetError, match="batch_size=3 is not divisible by 2 trainer ranks"):
-        make(num_ranks=2)
+
+
+def test_ranks_that_share_a_replica_need_no_rows_of_their_own(monkeypatch):
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="d2t4",
+        train_dataset=DatasetConfig(path="d", batch_size=4),
+        model=TrainEngineConfig(path="m"),
+    )
+    config.check()  # the number of data-parallel ranks is checked here, and only here
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert len(make(size=config.train_dataset.batch_size)) == 2
 
 
 def test_a_changed_dataset_is_not_resumed():
