@@ -140,6 +140,10 @@ class NodePart:
         codes = map(int, self.names.list("ended/").values())
         return next((code for code in codes if code), 0)
 
+    def wait_for(self, wanted: list[str]) -> dict[str, str]:
+        """What other nodes publish under these names."""
+        return wait_for_names(self.names, wanted, self.config.setup_timeout_s, f"node {self.node}")
+
     # -------------------------------------------------------------------------------------------- servers
 
     def start_mps(self) -> None:
@@ -183,9 +187,7 @@ class NodePart:
         name = f"server-rendezvous/{server.index}"
         if place == 0:
             self.names.publish(name, f"{self.host}:{free_port(self.host)}")
-        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
-        found = wait_for_names(self.names, name, 1, timeout_s, who)
-        return len(server.places), place, found[name]
+        return len(server.places), place, self.wait_for([name])[name]
 
     def publish_healthy(self) -> None:
         """Servers that have come up get their name; one that is late is an error."""
@@ -236,12 +238,10 @@ class NodePart:
 
     def meet_servers(self) -> tuple[list[str], str]:
         """(addresses of all servers, where the ranks meet), once they are known."""
-        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
         if self.plan.ranks_on(self.node)[0].rank == 0:
             self.names.publish("master", f"{self.host}:{self.trainer_port()}")
-        servers = wait_for_names(self.names, "servers/", len(self.plan.servers), timeout_s, who)
-        master = wait_for_names(self.names, "master", 1, timeout_s, who)["master"]
-        return list(servers.values()), master
+        servers = self.wait_for([f"servers/{server.index}" for server in self.plan.servers])
+        return list(servers.values()), self.wait_for(["master"])["master"]
 
     def trainer_port(self) -> int:
         port = self.config.launcher.trainer_port or free_port(self.host)

@@ -87,7 +87,7 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
     if node == 0:
         job.save()
         names.publish("job", job.id)
-    found = wait_for_names(names, "job", 1, job.config.setup_timeout_s, f"node {node}")
+    found = wait_for_names(names, ["job"], job.config.setup_timeout_s, f"node {node}")
     agreed = Job.load(path)
     if agreed.id != found["job"]:
         raise ConfigError(f"{path} is of another job: is {job.run_dir.path} on a shared folder?")

@@ -149,17 +149,18 @@ def elastic_names(run_dir: RunDir) -> FileNames:
     return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
 
 
-def wait_for_names(names: FileNames, prefix: str, count: int, timeout_s: float, who: str) -> dict:
-    """Wait until `count` names with this prefix live; raises `WaitTimeout` that says which are there."""
+def wait_for_names(names: FileNames, wanted: list[str], timeout_s: float, who: str) -> dict:
+    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` that says which are missing."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while True:
-        found = names.list(prefix)
-        if len(found) >= count:
-            return found
+        living = names.list(os.path.commonpath(wanted)) if wanted else {}
+        missing = [name for name in wanted if name not in living]
+        if not missing:
+            return {name: living[name] for name in wanted}
         if time.monotonic() > deadline:
             raise WaitTimeout(
-                f"{who} waited {timeout_s:.0f} s for {count} names {prefix}*; there are {len(found)}: {', '.join(found) or 'none'}"
+                f"{who} waited {timeout_s:.0f} s for {len(wanted)} names; not there: {', '.join(missing)}"
             )
         names.renew()
         pause.wait(_LOOK_INTERVAL_S)
