@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.engine.parallel import whole
+from arealite.engine.vision import has_vision, language_model
 
 _ADAPTER = "default"
 _HEAD = "score"  # of models for sequence classification
@@ -35,6 +36,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         lora_dropout=0.0,
         bias="none",
         target_modules=targets if config.lora_targets else "all-linear",
+        exclude_modules=_frozen_towers(model, config),
         task_type="SEQ_CLS" if hasattr(model, _HEAD) else "CAUSAL_LM",
     )
     try:
@@ -46,6 +48,17 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or _is_head(name))
+    if has_vision(model.config) and not config.freeze_vision:
+        # Images bring gradients to the first layer's input. FSDP wants that on ranks without images too.
+        model.enable_input_require_grads()
+
+
+def _frozen_towers(model: PreTrainedModel, config: TrainEngineConfig) -> str | None:
+    """What PEFT leaves alone, as a pattern of names: beside the language model, a frozen vision tower and its projector."""
+    if not (has_vision(model.config) and config.freeze_vision):
+        return None
+    towers = (n for n, m in model.base_model.named_children() if m is not language_model(model))
+    return rf"{model.base_model_prefix}\.({'|'.join(towers)})\..*"
 
 
 def _is_head(name: str) -> bool:

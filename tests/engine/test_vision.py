@@ -135,19 +135,37 @@ def test_the_language_model_learns_and_vision_stays(vlm_dirs, kind, tmp_path):
         assert torch.equal(parameter, engine.model.get_parameter(name)), name
 
 
-def _losses_on_rank(rank, path, freeze_vision):
-    engine = vlm_engine(path, freeze_vision=freeze_vision)
+def _losses_on_rank(rank, path, freeze_vision, lora_rank):
+    torch.manual_seed(0)
+    engine = vlm_engine(path, freeze_vision=freeze_vision, lora_rank=lora_rank)
     batch = vlm_batch("qwen")
     # rank 1 has no image at all
     rows = [0, 1, 2, 3] if rank is None else [[0, 2, 3], [1]][rank]
     return [engine.train_lm(select_rows(batch, rows))["loss"] for _ in range(4)]
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("freeze_vision", [True, False])
-def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks, freeze_vision):
-    one = _losses_on_rank(None, vlm_dirs["qwen"], freeze_vision)
-    two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"], freeze_vision)
+def test_ranks_with_and_without_images_train_like_one(
+    vlm_dirs, two_ranks, freeze_vision, lora_rank
+):
+    one = _losses_on_rank(None, vlm_dirs["qwen"], freeze_vision, lora_rank)
+    two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"], freeze_vision, lora_rank)
     assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("targets", [[], ["down_proj"]])  # qwen has one in both towers
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_a_frozen_vision_tower_gets_no_adapters(vlm_dirs, kind, targets, tmp_path):
+    peft = pytest.importorskip("peft")
+    engine = vlm_engine(vlm_dirs[kind], lora_rank=4, lora_targets=targets)
+    adapters = [n for n, _ in engine.model.named_parameters() if "lora_" in n]
+    assert adapters and all("language_model" in n for n in adapters)
+    assert adapters == [n for n, p in engine.model.named_parameters() if p.requires_grad]
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
+    plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind])
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").base_model.model
+    assert [n for n, _ in adapted.named_parameters() if "lora_" in n] == adapters
 
 
 def test_images_are_not_cut_into_pieces(vlm_dirs):
