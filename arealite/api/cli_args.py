@@ -322,12 +322,7 @@ class GRPOConfig(BaseExperimentConfig):
             "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp",
         )
         self._check_minibatches()
-        limit = self.server.context_length
-        _require(
-            limit is None or limit > self.gconfig.max_new_tokens,
-            f"server.context_length={limit} leaves no room for a prompt: it must be more than gconfig.max_new_tokens="
-            f"{self.gconfig.max_new_tokens}",
-        )
+        self._check_room()
         _require(
             actor.max_answer_length in (None, self.gconfig.max_new_tokens),
             f"actor.max_answer_length={actor.max_answer_length} differs from gconfig.max_new_tokens="
@@ -337,6 +332,14 @@ class GRPOConfig(BaseExperimentConfig):
             self.gconfig.temperature == 0 or actor.temperature == self.gconfig.temperature,
             f"actor.temperature={actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
             "log-probs of the two sides would not be of the same distribution",
+        )
+
+    def _check_room(self) -> None:
+        limit = self.server.context_length
+        _require(
+            limit is None or limit > self.gconfig.max_new_tokens,
+            f"server.context_length={limit} leaves no room for a prompt: it must be more than gconfig.max_new_tokens="
+            f"{self.gconfig.max_new_tokens}",
         )
 
     def _check_minibatches(self) -> None:
@@ -349,3 +352,15 @@ class GRPOConfig(BaseExperimentConfig):
                 f"step (train_dataset.batch_size={prompts} times gconfig.n_samples={self.gconfig.n_samples} over {ranks} data-parallel ranks): "
                 "lower it",
             )
+
+
+@dataclass
+class EvalConfig(GRPOConfig):
+    """Evaluation without training: the same tree, without what only training demands (greedy, one sample, any temperature)."""
+
+    def check(self) -> None:
+        Section.check(self)
+        _require(
+            self.valid_dataset is not None, "evaluation needs a dataset: set valid_dataset.path"
+        )
+        self._check_room()

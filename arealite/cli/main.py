@@ -24,6 +24,7 @@ from arealite.api.cli_args import (
     BaseExperimentConfig,
     DatasetConfig,
     DPOConfig,
+    EvalConfig,
     FreqConfig,
     GenerationHyperparameters,
     GRPOConfig,
@@ -45,7 +46,7 @@ TRAINERS = {
     "sft": (sft, SFTConfig),
     "rw": (rw, RWConfig),
     "dpo": (dpo, DPOConfig),
-    None: (evaluate, GRPOConfig),
+    None: (evaluate, EvalConfig),
 }
 MODES = ("local", "torchrun", "ray", "slurm")
 DEFAULT_MODEL = "Qwen/Qwen2-0.5B"
@@ -121,7 +122,7 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     tree = getattr(config.trainer, config.trainer.type or "grpo")
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
     common["trial_name"] = config.trial_name or config.trainer.type or "eval"
-    alone = "embedded.d1p1t1+d1p1t1" if script_config is GRPOConfig else "d1"
+    alone = "embedded.d1p1t1+d1p1t1" if issubclass(script_config, GRPOConfig) else "d1"
     common["allocation_mode"] = config.allocation_mode or alone
     flat = script_config(**common, **vars(tree))
     flat.check()

@@ -10,16 +10,21 @@ from typing import Any
 
 import torch
 
-from arealite.api.cli_args import GRPOConfig
+from arealite.api.cli_args import EvalConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
-from arealite.utils.distributed import all_reduce_stats, data_size
+from arealite.utils.distributed import (
+    all_reduce_stats,
+    data_size,
+    destroy_process_group,
+    init_process_group,
+    rank,
+)
 from arealite.utils.rundir import RunDir
 from arealite.utils.stats_logger import StatsLogger
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -46,9 +51,9 @@ def evaluate(
 
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts when `trainer.type=null`."""
-    config = load_config(argv, GRPOConfig)
-    if config.valid_dataset is None:
-        raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
+    config = load_config(argv, EvalConfig)
+    assert config.valid_dataset is not None
+    init_process_group("cpu")  # no model is held here: ranks only share out the samples
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.valid_dataset)
     rows = task.rl_rows(config.valid_dataset, tokenizer)
@@ -58,9 +63,11 @@ def main(argv: list[str]) -> None:
         stats = evaluate(rollout, rows, RLVRWorkflow(task.reward, config.gconfig, tokenizer))
     finally:
         rollout.destroy()
+        destroy_process_group()
     StatsLogger(config, RunDir(config)).commit(0, stats)
-    for name, value in stats.items():
-        print(f"{name:24} {value:.4f}")
+    if rank() == 0:
+        for name, value in stats.items():
+            print(f"{name:24} {value:.4f}")
 
 
 if __name__ == "__main__":

@@ -26,14 +26,24 @@ def cli(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_path, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "sampling"),
+    [
+        ("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]),
+        ("embedded.d1+d2", ["n_samples=1", "temperature=0"]),
+    ],
+)
+def test_evaluation_without_training_reports_the_mean_reward(
+    model_path, gsm8k_path, tmp_path, layout, sampling
+):
     printed = cli(
         tmp_path,
-        *("trainer.type=null", f"valid_dataset.path={gsm8k_path}"),
+        *("trainer.type=null", f"valid_dataset.path={gsm8k_path}", f"allocation_mode={layout}"),
         *(f"trainer.grpo.actor.path={model_path}", "trainer.grpo.gconfig.max_new_tokens=4"),
-        *("trainer.grpo.gconfig.n_samples=2", "trainer.grpo.server.max_total_tokens=8192"),
+        *(f"trainer.grpo.gconfig.{key}" for key in sampling),
+        "trainer.grpo.server.max_total_tokens=8192",
     )
-    assert "eval/reward" in printed
+    assert printed.count("eval/reward") == 1
     (line,) = (tmp_path / "arealite" / "eval" / "stats.jsonl").read_text().splitlines()
     stats = json.loads(line)
     assert stats["eval/num_prompts"] == 32 and 0 <= stats["eval/reward"] <= 1
