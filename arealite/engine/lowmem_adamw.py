@@ -1,8 +1,8 @@
 """AdamW with its two moments in 16 or 8 bits instead of 32: a half or a quarter of the optimizer's memory.
 
 Used for `optimizer.type=adamw_bf16` and `adamw_8bit`. All arithmetic is fp32; what is stored in fewer bits (moments, and weights
-where those are bfloat16) is rounded stochastically, so that small updates are kept on average instead of lost. States have
-the parameter's shape and placement, so sharding and checkpoints treat them like any other.
+where those are bfloat16) is rounded stochastically, so that small updates are kept on average instead of lost. Ranks that hold the
+same values round them alike. States have the parameter's shape and placement, so sharding and checkpoints treat them like any other.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         assert closure is None, "this optimizer takes no closure"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        pairs = ((p, group) for group in self.param_groups for p in group["params"])
+        for number, (parameter, group) in enumerate(pairs):
+            if parameter.grad is not None:
+                self._update(parameter, group, number)
 
-    def _update(self, parameter: torch.nn.Parameter, group: dict) -> None:
+    def _update(self, parameter: torch.nn.Parameter, group: dict, number: int) -> None:
         state = self.state[parameter]
         if not state:
             self._make_state(parameter, state)
         state["step"] += 1
         count = float(state["step"])
+        # drawn from nothing that a rank has of its own, nor that a checkpoint would have to keep
+        noise = torch.Generator(local(parameter).device)
+        noise.manual_seed(hash((number, int(count), *_place(parameter))))
         beta1, beta2 = group["betas"]
         weight, grad = local(parameter), local(parameter.grad).float()
         mean = load_moment(state, "exp_avg").lerp_(grad, 1.0 - beta1)
         square = load_moment(state, "exp_avg_sq").mul_(beta2)
         square.addcmul_(grad, grad, value=1.0 - beta2)
-        store_moment(state, "exp_avg", mean)
-        store_moment(state, "exp_avg_sq", square)
+        store_moment(state, "exp_avg", mean, noise)
+        store_moment(state, "exp_avg_sq", square, noise)
         step = mean.div_(1.0 - beta1**count)
         step.div_((square.div_(1.0 - beta2**count)).sqrt_().add_(group["eps"]))
         updated = weight.float() * (1.0 - group["lr"] * group["weight_decay"]) - group["lr"] * step
-        store_rounded(weight, updated)
+        store_rounded(weight, updated, noise)
 
     def _make_state(self, parameter: torch.nn.Parameter, state: dict) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -63,6 +66,14 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             state[key] = torch.zeros_like(parameter, dtype=dtype)
             if coded:
                 state[f"{key}_scale"] = _zero_scales(parameter)
+
+
+def _place(parameter: torch.Tensor) -> list[int]:
+    """Which part of a sharded parameter is here: equal on ranks that hold the same, such as the norms of a tensor group."""
+    if not isinstance(parameter, DTensor):
+        return []
+    places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return [index for index, placement in places if not placement.is_replicate()]
 
 
 def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
@@ -92,17 +103,18 @@ def load_moment(state: dict, key: str) -> torch.Tensor:
     return value.view(stored.shape)
 
 
-def store_moment(state: dict, key: str, value: torch.Tensor) -> None:
+def store_moment(state: dict, key: str, value: torch.Tensor, noise: torch.Generator) -> None:
     stored = local(state[key])
     if f"{key}_scale" not in state:
-        store_rounded(stored, value)
+        store_rounded(stored, value, noise)
         return
     _, levels, power = _CODES[key]
     scale = local(state[f"{key}_scale"])
     blocks = _blocks(value, scale)
     scale.copy_(blocks.abs().amax(dim=-1) if value.numel() else scale)
     share = (blocks / scale.clamp(min=1e-38)[..., None]).view(stored.shape)
-    code = share.abs().pow_(1.0 / power).mul_(levels).add_(torch.rand_like(share)).floor_()
+    dither = torch.rand(share.shape, device=share.device, generator=noise)
+    code = share.abs().pow_(1.0 / power).mul_(levels).add_(dither).floor_()
     code.clamp_(max=levels)
     if stored.dtype == torch.uint8:
         # A second moment of zero under a first that is not would make a huge step.
@@ -114,11 +126,12 @@ def _blocks(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return value.view(*scale.shape, value.shape[-1] // max(scale.shape[-1], 1))
 
 
-def store_rounded(target: torch.Tensor, value: torch.Tensor) -> None:
+def store_rounded(target: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
     """Copy fp32 `value` into `target`; into bfloat16 it goes up or down at random, right on average."""
     if target.dtype != torch.bfloat16:
         target.copy_(value)
         return
-    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device)
-    bits = (value.contiguous().view(torch.int32) + noise) & -(1 << 16)
+    options = {"dtype": torch.int32, "device": value.device, "generator": noise}
+    dither = torch.randint(0, 1 << 16, value.shape, **options)
+    bits = (value.contiguous().view(torch.int32) + dither) & -(1 << 16)
     target.copy_(bits.view(torch.float32))

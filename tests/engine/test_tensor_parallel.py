@@ -12,6 +12,7 @@ from arealite.api.io_struct import Stat
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
+from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.engine.shared_prefix import plan_piece
 from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.utils import distributed
@@ -112,6 +113,27 @@ def test_entropy_and_values_on_two_ranks(model_dirs, two_ranks, kind, layout):
     expected = _values_and_entropy(0, model_dirs[kind], "d1")
     for answer in two_ranks.run(_values_and_entropy, model_dirs[kind], layout):
         assert answer == pytest.approx(expected, rel=1e-4)
+
+
+def _replicated_weights(rank, path, optimizer):
+    """After some steps, what each rank of a tensor group holds whole; ranks have random states of their own."""
+    engine = FSDPLMEngine(
+        engine_config(path, param_dtype="bfloat16"), AllocationMode.from_str("t2").train
+    )
+    engine.config.optimizer.type = optimizer
+    engine.initialize(SPEC)
+    torch.manual_seed(rank)
+    for _ in range(5):
+        engine.train_lm(random_batch(LENGTHS))
+    parameters = engine.model.named_parameters()
+    return {n: p.to_local().tolist() for n, p in parameters if p.device_mesh.ndim == 1}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_8bit"])
+def test_replicated_weights_are_rounded_alike(model_dirs, two_ranks, optimizer):
+    one, two = two_ranks.run(_replicated_weights, model_dirs["qwen3"], optimizer)
+    assert one == two
+    assert "model.norm.weight" in one and "model.layers.0.self_attn.q_norm.weight" in one
 
 
 def test_a_ring_asks_only_as_far_back_as_sequences_reach():
