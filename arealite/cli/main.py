@@ -11,7 +11,9 @@ launcher that `mode` names. Run `--help` for all keys; `--dry-run` prints what w
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import os
 import tempfile
 import typing
 from collections.abc import Callable
@@ -129,15 +131,27 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     return flat
 
 
+def _written(flat: BaseExperimentConfig, folder: Path) -> Path:
+    """The file that ranks read, named by its content: config.yaml is written by the launcher once no other run goes on there."""
+    text = to_yaml(flat)
+    path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+    aside = path.with_suffix(f".{os.getpid()}")  # a rank may be reading it
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text)
+        aside.replace(path)
+    except OSError as error:
+        raise RunDir(folder).unwritable(error) from error
+    return path
+
+
 def main(argv: list[str]) -> int:
     dry_run = "--dry-run" in argv
     config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig)
     loop, _ = TRAINERS[config.trainer.type]
     flat = flatten(config)
     with tempfile.TemporaryDirectory() as nowhere:
-        path = Path(nowhere) / "config.yaml" if dry_run else RunDir(flat).config_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_yaml(flat))
+        path = _written(flat, Path(nowhere) if dry_run else RunDir(flat).path)
         # One launcher is imported, not all: Ray and Slurm are optional.
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
         return launcher.launch(Path(loop.__file__), ["--config", str(path)], dry_run)
