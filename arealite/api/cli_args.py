@@ -242,6 +242,10 @@ class BaseExperimentConfig(Section):
             f"train_dataset.batch_size={size} is not divisible by the {num_shares} data-parallel ranks of "
             f"allocation_mode={self.allocation_mode}: use a multiple of {num_shares}",
         )
+        train = AllocationMode.from_str(self.allocation_mode).train
+        for part in vars(self).values():
+            if isinstance(part, TrainEngineConfig) and train is not None:
+                part.check_tensor_parallel(train.tensor)
 
     @property
     def num_shares(self) -> int:

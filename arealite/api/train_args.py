@@ -66,6 +66,13 @@ class TrainEngineConfig(Section):
             "cpu_offload moves weights from the accelerator to the host: with device=cpu they are there already",
         )
 
+    def check_tensor_parallel(self, size: int) -> None:
+        _require(
+            size == 1 or not self.lora_rank,
+            f"lora_rank={self.lora_rank} with t{size}: layers with adapters are not split over tensor ranks. Use t1 and give those ranks to d "
+            "(FSDP spreads the weights over them too) or c",
+        )
+
 
 @dataclass
 class NormConfig(Section):

@@ -73,6 +73,7 @@ class FSDPEngine(TrainEngine, metaclass=Placed):
         self.parallel = fold_pipeline(parallel or ParallelStrategy(data=distributed.world_size()))
         check_layout(self.parallel, self.hf_config, distributed.world_size())
         check_vision_layout(self.hf_config, self.parallel)
+        config.check_tensor_parallel(self.parallel.tensor)
         self.device = config.device
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -54,7 +54,7 @@ def _split_rows(module: nn.Module, layout: Layout) -> None:
     """Each rank of the tensor group holds an equal range of dimension 0 of the module's parameters."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         split = distribute_tensor(parameter.detach(), layout.mesh["tp"], [Shard(0)])
-        module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
+        module.register_parameter(name, nn.Parameter(split))
 
 
 class _SumGrads(torch.autograd.Function):
@@ -180,8 +180,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         temperature, softcap, chunk, group = ctx.settings
         grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp
         grad_states = torch.zeros_like(states)
-        trained = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
             inputs = states[part].to(weight.dtype)
@@ -190,7 +189,6 @@ class _ShardedLogprobs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part], temperature, softcap, weight.dtype, here[part],
             )  # fmt: skip
             grad_states[part] = (grad @ weight).to(states.dtype)
-            if grad_weight is not None:
-                grad_weight += grad.T @ inputs
+            grad_weight += grad.T @ inputs
         dist.all_reduce(grad_states, group=group)
-        return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None  # fmt: skip
+        return grad_states, grad_weight.to(weight.dtype), None, None, None

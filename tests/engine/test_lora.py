@@ -5,11 +5,14 @@ import torch
 from engine_testing import SPEC, engine_config, random_batch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.published import read_published
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils import distributed
 from arealite.utils.data import select_rows
 
 peft = pytest.importorskip("peft")
@@ -120,3 +123,16 @@ def test_adapters_on_two_ranks_learn_as_on_one(model_dirs, two_ranks):
 def test_targets_that_do_not_exist_are_refused(model_dirs):
     with pytest.raises(ConfigError, match="q_proj"):
         lora_engine(model_dirs["qwen2"], lora_targets=["query"])
+
+
+def test_tensor_parallel_is_refused_before_servers_start(model_dirs, monkeypatch):
+    model = engine_config(model_dirs["qwen2"], lora_rank=4)
+    config = SFTConfig("e", "t", allocation_mode="d1t2", model=model)
+    with pytest.raises(ConfigError, match="lora_rank=4 with t2"):
+        config.check()
+    config.allocation_mode = "d2"
+    config.check()
+    # a script that makes its own engines
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="lora_rank=4 with t2"):
+        FSDPLMEngine(model, AllocationMode.from_str("t2").train)
