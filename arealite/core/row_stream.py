@@ -96,12 +96,13 @@ class RowStream:
     def _seek_dataloader(self, num_rows: int) -> int:
         """Wind a dataloader that can be wound to the batch that holds row `num_rows`; returns that batch's first row."""
         loader: Any = self.dataloader
-        if not hasattr(loader, "load_state_dict"):
-            return 0  # starts over; the rows before are read and left out
+        state = loader.state_dict() if hasattr(loader, "load_state_dict") else {}
+        if not {"epoch", "position"} <= state.keys() or not hasattr(loader, "batch_size"):
+            return 0  # it cannot be wound: starts over; the rows before are read and left out
         rows_per_epoch = len(loader) * loader.batch_size
         epoch, rest = divmod(num_rows, rows_per_epoch)
         position = rest // loader.batch_size
-        loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
+        loader.load_state_dict({**state, "epoch": epoch, "position": position})
         return epoch * rows_per_epoch + position * loader.batch_size
 
     def _describe(self) -> str:

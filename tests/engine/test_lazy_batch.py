@@ -1,14 +1,20 @@
 """What a script may do with a batch that lives in the object store, without fetching more than it reads."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.engine.controller.engines import Controller
 from arealite.engine.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor, select
 from arealite.trainer.evaluate import evaluate
 
 
 class Ended:
     """A call that has ended, with two shares of columns."""
+
+    order = None
 
     def __init__(self, shares, fetched):
         self.refs, self.fetched = shares, fetched
@@ -110,3 +116,33 @@ def test_statistics_are_a_sequence(batch):
     assert len(stats) == 2 and stats[1] == {"loss": 2.0} and not isinstance(stats, list)
     stats += [{"critic/loss": 3.0}]
     assert stats == [{"loss": 1.0}, {"loss": 2.0}, {"critic/loss": 3.0}]
+
+
+class Store:
+    """As much of Ray as keeps what is put into it."""
+
+    def put(self, value):
+        return value
+
+    def get(self, values):
+        return values
+
+
+def test_a_batch_of_the_script_comes_back_in_its_order_and_width():
+    """Dealt out to two ranks by pairs, with padding that no share needs."""
+    driver = SimpleNamespace(ray=Store(), num_shares=2, tensor_bytes=0, wait=lambda heads: None)
+    controller = Controller(driver, object, "actor", [], None, ParallelStrategy())  # pyright: ignore
+    mask = torch.arange(9) < torch.tensor([3, 2, 5, 6, 4, 1])[:, None]
+    ids = torch.arange(54).view(6, 9) * mask
+    pairs = torch.tensor([1, 2, 1, 2, 3, 3])
+    given = {"input_ids": ids, "attention_mask": mask.long(), "pair_ids": pairs}
+    lazy = controller._put(given)
+    assert torch.equal(lazy["input_ids"].tensor(), ids)
+    assert torch.equal(lazy["pair_ids"].tensor(), pairs)
+    lazy["advantages"] = ids * 2.0  # and back again what the script adds
+    lazy["rewards"] = torch.arange(6.0)
+    assert torch.equal(lazy["advantages"].tensor(), ids * 2.0)
+    assert lazy["rewards"].tensor().tolist() == list(range(6))
+    copied = controller._put(dict(lazy) | {"weights": pairs * 1.0})
+    assert torch.equal(copied["weights"].tensor(), pairs * 1.0)
+    assert torch.equal(copied["input_ids"].tensor(), ids)

@@ -42,6 +42,9 @@ class Call:
         self.ended: dict[int, Head] = {}
         self.owners: list[Any] = []  # of each share, the actor that has it
         self.refs: list[Any] = []  # of each share, the columns that it leaves
+        # Of a batch that the script made: where its rows are among those of the shares, and how wide it is.
+        self.order: torch.Tensor | None = None
+        self.width = 0
 
     def head(self, rank: int = 0) -> Head:
         self.driver.wait([self.heads[rank]] if self.heads else [])
@@ -74,7 +77,13 @@ class Call:
     def put(self, column: torch.Tensor) -> Call:
         """A column that the driver has (named ""), cut into the same shares."""
         shapes = self.shapes()
-        return put(self.driver, [{"": part} for part in cut(column, shapes)], shapes)
+        if self.order is not None:
+            column = column[self.order.argsort()]
+            if column.dim() > 1 and column.shape[1] == self.width:
+                column = column[:, : max(length for _, length in shapes)]
+        made = put(self.driver, [{"": part} for part in cut(column, shapes)], shapes)
+        made.order, made.width = self.order, self.width
+        return made
 
 
 def put(driver: Driver, shares: list[Batch], shapes: list[torch.Size]) -> Call:
@@ -170,6 +179,8 @@ class Controller:
         payload = self.driver.dumps(request)
         call = Call(self.driver, self, request.method, [])
         call.on_batch = bool(layers)
+        if layers:
+            call.order, call.width = layers[0].call.order, layers[0].call.width
         for index, rank in enumerate(self.ranks):
             first = index // self.replica * each
             mine = [ref for layer in layers for ref in layer.call.refs[first : first + each]]
@@ -224,6 +235,13 @@ class Controller:
 
     def _put(self, batch: Batch) -> LazyBatch:
         """A batch that the script made itself, of a fixed dataset: pairs and groups stay together, as `share` would deal them out."""
+        if isinstance(
+            batch.get("input_ids"), LazyTensor
+        ):  # the script's copy of one that engines have
+            kept = {k: v for k, v in batch.items() if isinstance(v, LazyTensor)}
+            lazy = LazyBatch([value.under(name) for name, value in kept.items()])
+            lazy.update({k: v for k, v in batch.items() if k not in kept})
+            return lazy
         real = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
         parts = self.driver.num_shares
         owners = real.get("pair_ids", real.get("group_ids", torch.arange(len(real["input_ids"]))))
@@ -235,7 +253,10 @@ class Controller:
                 f"a batch of {len(place)} rows cannot be shared by {parts} ranks: raise train_dataset.batch_size"
             )
         shapes = [share["attention_mask"].shape for share in shares]
-        lazy = LazyBatch([Layer(put(self.driver, shares, shapes))])
+        made = put(self.driver, shares, shapes)
+        made.order = torch.tensor([row for mine in rows for row in mine]).argsort()
+        made.width = real["attention_mask"].shape[1]
+        lazy = LazyBatch([Layer(made)])
         lazy.update({k: v for k, v in batch.items() if isinstance(v, LazyTensor)})
         return lazy
 
@@ -265,10 +286,10 @@ class RolloutController(Controller):
         self._call(self.cls.update_weights, meta)
 
     async def agenerate(self, request: Any) -> Any:
-        return await self._call_all(Request("agenerate", [request])).heads[0]
+        return (await self._call_all(Request("agenerate", [request])).heads[0]).value
 
     async def agenerate_group(self, request: Any) -> Any:
-        return await self._call_all(Request("agenerate_group", [request])).heads[0]
+        return (await self._call_all(Request("agenerate_group", [request])).heads[0]).value
 
     def stats(self) -> dict[str, float]:
         return self._call(self.cls.stats) | self.driver.take_stats()

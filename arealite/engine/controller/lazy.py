@@ -65,11 +65,15 @@ class LazyTensor:
         self._tensor: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Its numbers: the rows of all shares, padded alike."""
+        """Its numbers: the rows of all shares, padded alike; of a batch that the script made, in its order and width."""
         if self._tensor is None:
-            name = self._column
-            parts = [{"attention_mask": p, name: p} for p in self._call.fetch(name)]
-            self._tensor = concat_padded(parts)[name]
+            name, call = self._column, self._call
+            parts = call.fetch(name)
+            first = parts[0]
+            if call.order is not None and first.dim() > 1 and first.shape[1] == call.shapes()[0][1]:
+                parts.append(first.new_empty(0, call.width, *first.shape[2:]))
+            joined = concat_padded([{"attention_mask": p, name: p} for p in parts])[name]
+            self._tensor = joined if call.order is None else joined[call.order]
         return self._tensor
 
     def under(self, name: str) -> Layer:
