@@ -22,8 +22,14 @@ class DPOTrainer(SFTTrainer):
 
     engine_class = FSDPDPOEngine
 
-    def __init__(self, config: DPOConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase):
-        super().__init__(config, rows, tokenizer)
+    def __init__(
+        self,
+        config: DPOConfig,
+        rows: list[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        valid_rows: list[Row] | None = None,
+    ):
+        super().__init__(config, rows, tokenizer, valid_rows)
         self.ref = None
         if config.ref is not None:
             self.ref = FSDPEngine(replace(config.ref, optimizer=None), self.parallel)
@@ -33,18 +39,26 @@ class DPOTrainer(SFTTrainer):
         return collate_pairs(rows, self.tokenizer)
 
     def update(self, batch: Batch) -> dict[str, float]:
+        return self.engine.train_dpo(self._with_reference(batch))
+
+    def measure(self, batch: Batch) -> dict[str, float]:
+        return self.engine.evaluate_dpo(self._with_reference(batch))
+
+    def _with_reference(self, batch: Batch) -> Batch:
         if self.engine.config.loss == "kto":
             batch = with_mismatched(batch)
         if self.ref is not None:
             batch["ref_logp"] = self.ref.forward(batch)["logp"]
-        return self.engine.train_dpo(batch)
+        return batch
 
 
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, DPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    DPOTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
+    rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset
+    valid_rows = get_preferences(valid, tokenizer) if valid else None
+    DPOTrainer(config, rows, tokenizer, valid_rows).train()
 
 
 if __name__ == "__main__":

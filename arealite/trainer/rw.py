@@ -22,12 +22,17 @@ class RWTrainer(SFTTrainer):
     def update(self, batch: Batch) -> dict[str, float]:
         return self.engine.train_rw(batch)
 
+    def measure(self, batch: Batch) -> dict[str, float]:
+        return self.engine.evaluate_rw(batch)
+
 
 def main(argv: list[str]) -> None:
     """What `arealite.cli.main` starts on every rank."""
     config = load_config(argv, RWConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    RWTrainer(config, get_preferences(config.train_dataset, tokenizer), tokenizer).train()
+    rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset
+    valid_rows = get_preferences(valid, tokenizer) if valid else None
+    RWTrainer(config, rows, tokenizer, valid_rows).train()
 
 
 if __name__ == "__main__":

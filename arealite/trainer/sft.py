@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
+from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -32,8 +33,13 @@ class SFTTrainer:
         config: SFTConfig | RWConfig | DPOConfig,
         rows: list[Row],
         tokenizer: PreTrainedTokenizerBase,
+        valid_rows: list[Row] | None = None,
     ):
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.valid_rows = config, tokenizer, valid_rows
+        if valid_rows is not None and len(valid_rows) < config.num_shares:
+            raise DatasetError(
+                f"the validation set has {len(valid_rows)} rows, and each of {config.num_shares} data-parallel ranks needs one: give more"
+            )
         self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
@@ -49,9 +55,20 @@ class SFTTrainer:
     def update(self, batch: Batch) -> dict[str, float]:
         return self.engine.train_lm(batch)
 
+    def measure(self, batch: Batch) -> dict[str, float]:
+        """The statistics of `update`, without one."""
+        return self.engine.evaluate_lm(batch)
+
+    def evaluate(self) -> dict[str, float]:
+        """`eval/loss` and what else the loss tells, over all validation rows."""
+        assert self.valid_rows is not None
+        stats = self.measure(self.collate(self.engine.share(self.valid_rows)))
+        return {f"eval/{name}": value for name, value in stats.items()}
+
     def train(self) -> None:
         batches = self.dataloader.cycle()
-        parts = {"dataloader": self.dataloader, "tokenizer": self.tokenizer}
+        parts: dict[str, Any] = {"dataloader": self.dataloader, "tokenizer": self.tokenizer}
+        parts["evaluate"] = None if self.valid_rows is None else self.evaluate
         with Run(self.config, self.spec, self.engine, **parts) as run:
             for step in run.steps():
                 batch = self.collate(self.engine.share(next(batches)))
@@ -66,7 +83,9 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, SFTConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = find_task(config.train_dataset).sft_rows(config.train_dataset, tokenizer)
-    SFTTrainer(config, rows, tokenizer).train()
+    valid = config.valid_dataset
+    valid_rows = find_task(valid).sft_rows(valid, tokenizer) if valid else None
+    SFTTrainer(config, rows, tokenizer, valid_rows).train()
 
 
 if __name__ == "__main__":

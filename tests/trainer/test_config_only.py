@@ -59,12 +59,15 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     if kind == "dpo":
         keys += [f"trainer.dpo.ref.path={model_path}", "trainer.dpo.ref.dtype=float32"]
     data = [f"train_dataset.path={pairs}", "train_dataset.batch_size=4"]
+    data += [f"valid_dataset.path={pairs}", "evaluator.freq_epochs=2"]
     cli(
         tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data
     )
     lines = (tmp_path / "arealite" / kind / "stats.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    assert losses[-1] < losses[0]
+    steps = [json.loads(line) for line in lines]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [step["step"] for step in steps if "eval/loss" in step] == [3, 7]
+    assert steps[7]["eval/loss"] < steps[3]["eval/loss"] and steps[7]["eval/accuracy"] == 1
 
 
 @pytest.mark.parametrize(
