@@ -35,6 +35,14 @@ from arealite.utils.network import free_port, host_address, is_free
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 
 
+class Failed(AReaLiteError):
+    """A rank of this node or another node failed; this one ends with `code`."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
 def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = None) -> int:
     """Run this node's part to its end; returns the exit code. Leaves no process behind."""
     names = FileNames(job.names_folder)
@@ -42,16 +50,18 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
         job.held() if node == 0 else nullcontext() as lock,
         Supervisor(job.config.launcher.stop_timeout_s, lock) as supervisor,
     ):
-        supervisor.remove_at_end(job.run_dir.shared_weights)
+        if node >= 0:  # a server of a pool leaves while the job goes on
+            supervisor.remove_at_end(job.run_dir.shared_weights)
         part = (make_part or NodePart)(job, node, names, supervisor)
+        code = 0
         try:
-            code = part.run()
+            part.run()
         except Interrupted as interrupt:
             print(f"{interrupt}: ending {len(supervisor.children)} processes", file=sys.stderr)
             code = 128 + interrupt.number
         except AReaLiteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            code = 1
+            code = error.code if isinstance(error, Failed) else 1
         part.elastic.close()
         try:  # the other nodes learn of it, and end too
             names.publish(f"ended/{node}", str(code))
@@ -73,6 +83,7 @@ class NodePart:
         self.addresses: list[str] = []
         self.followers: list[Child] = []
         self.ranks: list[Child] = []
+        self.ended: dict[int, int] = {}
         self.num_restarts = 0
         self.is_up = False
         self.elastic = elastic_names(job.run_dir)
@@ -81,7 +92,7 @@ class NodePart:
         if self.plan.shares_gpus:
             self.config = sharing_gpus(self.config)
 
-    def run(self) -> int:
+    def run(self) -> None:
         began = time.monotonic()
         if self.plan.shares_gpus:
             self.start_mps()
@@ -94,55 +105,52 @@ class NodePart:
             took_s = time.monotonic() - began
             what = f"{len(self.servers)} {self.plan.mode.gen_backend} server(s)"
             print(f"{what} ready in {took_s:.1f} s: {', '.join(self.addresses)}", flush=True)
-        if self.plan.ranks_on(self.node):
-            self.start_ranks()
-            while self.ranks:
-                code = self.turn()
-                if code:
-                    return code
-            return 0
-        return self.serve_until_ranks_end()
-
-    def serve_until_ranks_end(self) -> int:
-        """A node without ranks goes on as long as any node with ranks does."""
-        others = {f"ended/{rank.node}" for rank in self.plan.ranks}
-        while True:
+        if not self.plan.ranks_on(self.node):
+            return self.serve_until_ranks_end()
+        self.start_ranks()
+        while self.ranks:
             self.turn()
-            ended = self.names.list("ended/")
-            failed = [int(code) for name, code in ended.items() if name in others and int(code)]
-            if failed or others <= set(ended):
-                return failed[0] if failed else 0
 
-    def turn(self) -> int:
-        """Sleep until something happens, and see to it. Returns the code of a rank that failed, else 0."""
+    def serve_until_ranks_end(self) -> None:
+        """A node without ranks goes on as long as any node with ranks does."""
+        self.wait_for(["master"])
+        while not self.ended.keys() >= {rank.node for rank in self.plan.ranks}:
+            self.turn()
+
+    def turn(self, wait_s: float = _RUNNING_WAKE_S) -> None:
+        """Sleep until something happens, and see to it. What ends this node is raised: a signal, a failure here or elsewhere."""
         self.names.renew()
         self.elastic.renew()
         self.publish_healthy()
-        for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else _RUNNING_WAKE_S):
+        for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else wait_s):
             if child in self.ranks:
                 self.ranks.remove(child)
                 if child.code:
-                    print(f"error: {child.describe_end()}", file=sys.stderr, flush=True)
                     code = child.code if child.code > 0 else 128 - child.code
                     # Nobody asked the launcher to end: a failure as any other.
-                    return 1 if code in INTERRUPTED else code
+                    raise Failed(child.describe_end(), 1 if code in INTERRUPTED else code)
             elif child is self.mps:
                 print(f"warning: {child.describe_end()}; GPUs are used in turns", flush=True)
             else:
                 self.server_ended(child)
-        code = self.failure_elsewhere() if self.ranks else 0
-        if code:
-            print("error: another node failed; see its log", file=sys.stderr, flush=True)
-        return code
+        self.check_others()
 
-    def failure_elsewhere(self) -> int:
-        """The code of a node that has failed, else 0."""
-        codes = map(int, self.names.list("ended/").values())
-        return next((code for code in codes if code), 0)
+    def check_others(self) -> None:
+        """Note who has ended, for names lapse, and end with whoever failed."""
+        for name, code in self.names.list("ended/").items():
+            self.ended[int(name.removeprefix("ended/"))] = int(code)
+        for node, code in self.ended.items():
+            if code and self.needs(node):
+                raise Failed(f"node {node} failed; see its log", code)
+
+    def needs(self, node: int) -> bool:
+        """Whether the job cannot go on without it; servers of a pool, below 0, are extra."""
+        return node >= 0
 
     def wait_for(self, wanted: list[str]) -> dict[str, str]:
-        """What other nodes publish under these names."""
-        return wait_for_names(self.names, wanted, self.config.setup_timeout_s, f"node {self.node}")
+        """What other nodes publish under these names; meanwhile this one is watched as ever."""
+        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
+        return wait_for_names(self.names, wanted, timeout_s, who, self.turn)
 
     # -------------------------------------------------------------------------------------------- servers
 

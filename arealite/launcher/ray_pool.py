@@ -29,12 +29,12 @@ BUSY_LOOKS, IDLE_LOOKS = 2, 15
 class PoolPart(NodePart):
     """One server beyond the plan; ends when the job does, and with an error if the server does."""
 
-    def run(self) -> int:
+    def run(self) -> None:
         assert self.plan.mode.gen is not None
         self.is_up = True  # so that it joins by lease
         devices = tuple(range(self.plan.mode.gen.instance_size)) if self.job.on_gpu else ()
         self.start_server(ServerPlan(pool_index(self.node), ((self.node, devices),)))
-        return self.serve_until_ranks_end()
+        self.serve_until_ranks_end()
 
     def server_ended(self, child: Child) -> None:
         raise ServerError(f"a server of the pool died: {child.describe_end()}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.local import command_line
-from arealite.launcher.node import NodePart, run_node
+from arealite.launcher.node import Failed, NodePart, run_node
 from arealite.launcher.plan import cluster_slots, local_slots, read_launch_config
 from arealite.launcher.supervisor import ChildSpec
 from arealite.utils.config import run_main
@@ -100,22 +101,31 @@ class TorchrunPart(NodePart):
     def __init__(self, *args: Any, meeting: FileNames | None = None):
         super().__init__(*args)
         self.meeting = meeting
+        # Of machines that have come: since when the lease is missing, None while it lives.
+        self.gone_since: dict[int, float | None] = {}
         nodes = len({rank.node for rank in self.plan.ranks})
         self.min_nodes = min(self.config.cluster.min_nodes or nodes, nodes)
         self.is_elastic = self.min_nodes < nodes
 
-    def turn(self) -> int:
-        if self.meeting is not None:
-            self.meeting.renew()
-        return super().turn()
-
-    def failure_elsewhere(self) -> int:
+    def needs(self, node: int) -> bool:
         """An elastic job outlives any machine but those it cannot do without."""
-        if not self.is_elastic:
-            return super().failure_elsewhere()
-        ended = self.names.list("ended/").items()
-        vital = [int(c) for name, c in ended if int(name.split("/")[1]) < self.min_nodes]
-        return next((code for code in vital if code), 0)
+        return node < self.min_nodes if self.is_elastic else super().needs(node)
+
+    def check_others(self) -> None:
+        """A machine with ranks whose lease has lapsed, and stays so, has failed without a word."""
+        super().check_others()
+        if self.meeting is None:
+            return
+        self.meeting.renew()
+        now, living = time.monotonic(), self.meeting.list("node/")
+        for node in {rank.node for rank in self.plan.ranks} - self.ended.keys():
+            if f"node/{node}" in living:
+                self.gone_since[node] = None
+            elif node in self.gone_since and self.needs(node):
+                # All leases are late after the shared folder hung: their owners get time to renew them.
+                since = self.gone_since[node] = self.gone_since[node] or now
+                if now - since > self.meeting.ttl_s:
+                    raise Failed(f"node {node} is gone: its machine or its launcher was killed", 1)
 
     def start_ranks(self) -> None:
         servers, master = self.meet_servers()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,10 +148,18 @@ def elastic_names(run_dir: RunDir) -> FileNames:
     return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
 
 
-def wait_for_names(names: FileNames, wanted: list[str], timeout_s: float, who: str) -> dict:
-    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` that says which are missing."""
+def wait_for_names(
+    names: FileNames,
+    wanted: list[str],
+    timeout_s: float,
+    who: str,
+    pause: Callable[[float], object] = time.sleep,
+) -> dict[str, str]:
+    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` that says which are missing.
+
+    `pause` is called between two looks: whoever has other duties sees to them there.
+    """
     deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
     while True:
         living = names.list(os.path.commonpath(wanted)) if wanted else {}
         missing = [name for name in wanted if name not in living]
@@ -163,4 +170,4 @@ def wait_for_names(names: FileNames, wanted: list[str], timeout_s: float, who: s
                 f"{who} waited {timeout_s:.0f} s for {len(wanted)} names; not there: {', '.join(missing)}"
             )
         names.renew()
-        pause.wait(_LOOK_INTERVAL_S)
+        pause(_LOOK_INTERVAL_S)

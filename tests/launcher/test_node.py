@@ -1,0 +1,97 @@
+"""One node of several: how it waits for the others, and when it ends with them."""
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+
+from arealite.launcher.job import Job
+from arealite.launcher.node import Failed, NodePart, run_node
+from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.supervisor import Supervisor
+from arealite.launcher.torchrun import TorchrunPart
+from arealite.utils.names import FileNames
+from tests.launcher.conftest import wait_until_gone
+
+SIZES = ("cluster.n_gpus_per_node=2", "server.device=cpu", "actor.device=cpu")
+
+
+@pytest.fixture
+def make_job(work, arguments):
+    """A saved job of nodes with two places each: the servers are on node 0, the ranks on the others."""
+
+    def make(mode: str = "sglang.d2+d2") -> Job:
+        argv = arguments(*SIZES, "rollout.setup_timeout_s=60", mode=mode)
+        config = read_launch_config("script.py", argv)
+        job = Job(config, "script.py", argv, *cluster_slots(config))
+        job.save()
+        return job
+
+    yield make
+    wait_until_gone(work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_node_that_waits_for_servers(make_job, number):
+    job = make_job()
+    waiting = subprocess.Popen([sys.executable, "-m", "arealite.launcher.node", job.path, "1"])
+    deadline, names = time.monotonic() + 30, FileNames(job.names_folder)
+    while not names.get("master"):  # the last thing that it does before it waits
+        assert time.monotonic() < deadline and waiting.poll() is None
+        time.sleep(0.05)
+    waiting.send_signal(number)
+    assert waiting.wait(20) == 128 + number
+
+
+def test_a_node_that_waits_ends_with_one_that_failed(make_job, capsys):
+    job = make_job()
+    FileNames(job.names_folder).publish("ended/0", "3")
+    assert run_node(job, 1) == 3
+    assert "node 0 failed; see its log" in capsys.readouterr().err
+
+
+def test_servers_end_when_the_machine_with_the_ranks_is_gone(make_job, capsys):
+    """Killed outright, it cannot say that it ended: its lease lapses."""
+    job = make_job()
+    names, meeting = FileNames(job.names_folder), FileNames(job.run_dir.names, ttl_s=0.5)
+    names.publish("master", "127.0.0.1:1")
+    FileNames(job.run_dir.names, ttl_s=0.5).publish("node/1", "elsewhere/1")  # nobody renews it
+    assert run_node(job, 0, partial(TorchrunPart, meeting=meeting)) == 1
+    assert "node 1 is gone" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_machine_killed_outright_ends_the_others(work, make_job, arguments):
+    argv = arguments(*SIZES, "cluster.n_nodes=2", "tokenizer_path=wait")
+    run = [sys.executable, "-m", "arealite.launcher.torchrun", "script.py", *argv]
+    machines = [subprocess.Popen(run) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while not (work / "up0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    holder = FileNames(work / "runs/e/t/names").get("node/1")
+    assert holder is not None
+    ranks = next(m for m in machines if m.pid == int(holder.split("/")[1]))
+    machines.remove(ranks)
+    ranks.kill()
+    assert machines[0].wait(60) == 1
+
+
+def test_who_has_ended_is_remembered_when_its_name_has_lapsed(make_job):
+    job = make_job(mode="sglang.d2+d4")
+    names = FileNames(job.names_folder)
+    names.publish("master", "127.0.0.1:1")
+    with Supervisor() as supervisor:
+        part = NodePart(job, 0, names, supervisor)
+        names.publish("ended/1", "0")
+        names.publish("ended/-1", "1")  # a server of the pool costs nothing but itself
+        part.check_others()
+        names.withdraw("ended/1")
+        names.publish("ended/2", "0")
+        part.serve_until_ranks_end()
+        names.publish("ended/2", "1")
+        with pytest.raises(Failed, match="node 2 failed"):
+            part.check_others()
