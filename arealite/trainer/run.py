@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import CheckpointError, WaitTimeout
+from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote import RemoteEngine
@@ -54,6 +54,11 @@ class Run:
         tokenizer: PreTrainedTokenizerBase | None = None,
         evaluate: Callable[[], dict[str, float]] | None = None,
     ):
+        if evaluate is None and any(vars(config.evaluator).values()):
+            raise ConfigError(
+                "evaluator says when to run the validation set, but this script gives its Run no `evaluate`: leave evaluator out, or "
+                "use `python -m arealite.cli.main`, whose loops have one"
+            )
         self.config, self.spec, self.rollout = config, spec, rollout
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
         # The first engine is the policy: it is what is exported and what servers generate with.

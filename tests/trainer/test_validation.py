@@ -7,7 +7,7 @@ import json
 import pytest
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, TrainEngineConfig
-from arealite.api.errors import DatasetError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.trainer.sft import SFTTrainer
 from arealite.utils.rundir import RunDir
 from tests.engine.engine_testing import engine_config
@@ -45,3 +45,9 @@ def test_a_validation_set_smaller_than_the_ranks_is_refused(model_path, tokenize
     config.allocation_mode = "d2"
     with pytest.raises(DatasetError, match="has 1 rows, and each of 2 data-parallel ranks"):
         SFTTrainer(config, make_rows([5] * 8), tokenizer, make_rows([4]))
+
+
+def test_a_script_that_evaluates_nothing_says_so(model_path, tokenizer, tmp_path):
+    trainer = SFTTrainer(make_config(model_path, tmp_path), make_rows([5] * 8), tokenizer)
+    with pytest.raises(ConfigError, match="gives its Run no `evaluate`"):
+        trainer.train()
