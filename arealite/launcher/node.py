@@ -175,7 +175,7 @@ class NodePart:
         env = {"OMP_NUM_THREADS": str(self.plan.threads), **server_env(self.config, backend)}
         env |= self.mps_env
         if self.gpus and devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
         spread = self.rendezvous(server, place) if len(server.places) > 1 else None
         command = server_command(self.config, backend, port, spread, server.index)
@@ -277,9 +277,10 @@ class NodePart:
             env["AREALITE_API_KEY"] = self.config.server.api_key
         if self.plan.engines:
             env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
-        devices = [rank.device for rank in self.plan.ranks_on(self.node)]
-        if self.gpus and None not in devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.gpus[d]) for d in devices)
+        ranks = self.plan.ranks_on(self.node)
+        devices = [rank.device for rank in ranks if rank.device is not None]
+        if self.gpus and devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         return env
 
     def rank_spec(self, rank: int, env: dict[str, str]) -> ChildSpec:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +210,18 @@ def _view(values: Any, text: str) -> LaunchConfig:
 # ------------------------------------------------------------------------------------------------ devices
 
 
-def visible_gpus() -> list[int]:
-    """Indices of the accelerators of this machine that this process may use."""
+def visible_gpus() -> list[str]:
+    """The accelerators of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, `GPU-…` or `MIG-…`."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [int(d) for d in chosen.split(",") if d.strip().isdigit()]
+        names = [name.strip() for name in chosen.split(",")]
+        # CUDA too stops at the first that is none (`-1`, Slurm's `NoDevFiles`).
+        return list(takewhile(lambda n: n.isdigit() or n.startswith(("GPU-", "MIG-")), names))
     if shutil.which("nvidia-smi") is None:
         return []
     listing = subprocess.run(["nvidia-smi", "-L"], text=True, capture_output=True, timeout=60)
-    return list(range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines())))
+    count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    return [str(index) for index in range(count)]
 
 
 def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Plan:

@@ -68,13 +68,13 @@ def test_one_gpu_is_shared_through_mps(work, arguments, dies):
     daemon.chmod(0o755)
     path = f"{daemon.parent}:{os.environ['PATH']}"
     mode = arguments("tokenizer_path=wait", mode="sglang.d1+d1")
-    process = start(mode, CUDA_VISIBLE_DEVICES="3", PATH=path, TMPDIR=str(work))
+    process = start(mode, CUDA_VISIBLE_DEVICES="GPU-8932f937", PATH=path, TMPDIR=str(work))
     wait_for(work / "up0", work / "mps")
     flag, folder = (work / "mps").read_text().split()
     assert flag == "-f" and Path(folder).is_dir()
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert f"devices 3 mps {folder}" in out and ("GPUs are used in turns" in out) is dies
+    assert f"devices GPU-8932f937 mps {folder}" in out and ("GPUs are used in turns" in out) is dies
     assert f"starts {folder}" in (RUN / "logs" / "server0.log").read_text()
     wait_until_gone(work)  # the warden, which clears the folder away
     assert not Path(folder).exists()

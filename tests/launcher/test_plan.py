@@ -125,11 +125,16 @@ def test_servers_leave_memory_to_a_trainer_on_their_gpus():
     assert shared.vllm == {"gpu_memory_utilization": 0.4}
 
 
-def test_visible_gpus(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert visible_gpus() == [2, 5]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        *(("2,5", ["2", "5"]), ("", []), ("-1", []), ("NoDevFiles", []), ("0,-1,1", ["0"])),
+        *(("GPU-8932f937, GPU-1111", ["GPU-8932f937", "GPU-1111"]), ("MIG-abc", ["MIG-abc"])),
+    ],
+)
+def test_visible_gpus(monkeypatch, chosen, names):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == names
 
 
 def test_servers_of_a_job_have_seeds_of_their_own():
