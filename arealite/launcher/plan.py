@@ -238,6 +238,9 @@ def make_plan(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Pla
         raise AllocationError(_arithmetic(config, mode, gen_need, train_need, nodes))
     gen_slots, count = slots if gen_need else None, len(nodes)
     servers = tuple(_place_server(i, mode, gen_slots, count) for i in range(mode.num_servers))
+    spread = next((s for s in servers if len(s.places) > 1), None)
+    if mode.gen_backend == "embedded" and spread:
+        raise ConfigError(_spread(config, spread, nodes))
     rank_slots = slots[gen_need:] if train_need and not engines else None
     ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
     others = mode.train_world_size * len(engines)
@@ -305,6 +308,14 @@ def _place_ranks(count: int, slots: list[tuple[int, int]] | None, nodes: int) ->
         ranks.append(RankPlan(rank, on_node[node], node, device))
         on_node[node] += 1
     return ranks
+
+
+def _spread(config: LaunchConfig, server: ServerPlan, nodes: list[list[int]]) -> str:
+    where = ", ".join(f"{len(devices)} of node {node}" for node, devices in server.places)
+    return (
+        f"allocation_mode={config.allocation_mode}: embedded server {server.index} would have devices on several nodes ({where}), and it cannot span "
+        f"them. Nodes have {len(nodes[0])} devices: give it a tensor size (t) that divides that number, or use sglang or vllm."
+    )
 
 
 def _arithmetic(

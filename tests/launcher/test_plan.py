@@ -42,6 +42,20 @@ def test_a_server_may_span_nodes():
     assert [r.node for r in plan.ranks] == [2] * 4 + [3] * 4
 
 
+@pytest.mark.parametrize(
+    ("mode", "size", "where"),
+    [
+        ("embedded.d1t16+d8", 8, "server 0 .*8 of node 0, 8 of node 1"),
+        ("embedded.d3t2+d3", 3, "server 1 .*1 of node 0, 1 of node 1"),
+    ],
+)
+def test_an_embedded_server_may_not(mode, size, where):
+    for on_gpu in (True, False):
+        with pytest.raises(ConfigError, match=where):
+            make_plan(config(mode), [list(range(size))] * 3, on_gpu)
+    assert make_plan(config(mode.replace("embedded", "sglang")), [list(range(size))] * 3, True)
+
+
 def test_too_few_devices_are_refused_with_the_arithmetic():
     with pytest.raises(AllocationError) as caught:
         make_plan(config("sglang.d4t2+d8"), [EIGHT], True)
