@@ -17,14 +17,16 @@ _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+"
 _NUMBER = re.compile(rf"[-+]?(?:\d+ +\d+ */ *\d+|{_PLAIN})")  # the first is mixed, as 1 1/2
 _FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_DROP = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°")
+_DROP = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\[()\[\]]"
+)
 # Words after a number that are its unit (`18 dollars`, `5 km/h`, `12 cm^2`), not a part of its value.
 _UNIT_WORD = r"(?!(?:and|or|to|plus|minus|times|over|half|hundred|thousand|[mb]illion|dozen)\b)(?:[^\W\d_]{2,}|[mgslhLVWNJK]\b)(?: ?\^\{?[23]\}?|[²³])?"
 _WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*", re.I)
 # What `=` may follow for the number after it to be the answer: a name, or a sum. After `2x =` it is not.
 _LEFT = re.compile(r"[^\d,;<>!]*|[^A-Za-z;<>!]*")
 # Two numbers with something between them: none of the two is the answer.
-_SUM = re.compile(rf"(?:{_NUMBER.pattern})[\sA-Za-z()]*?(?:[-+*/^×÷–]|\bor\b|\bto\b)[\s(]*\d")
+_SUM = re.compile(rf"(?:{_NUMBER.pattern})[\sA-Za-z()]*?(?:[-+*/^×÷–]|\bor\b|\bto\b)[\s({{]*\d")
 _HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
 
 
@@ -75,6 +77,8 @@ def _stated(line: str) -> str:
     if number and _SUM.match(cleaned, number.start()):
         _, equals, result = cleaned.rpartition("=")
         number = _NUMBER.search(result) if equals else None
+    elif number and "\\" in cleaned[: number.end()] + cleaned[number.end() :].lstrip()[:1]:
+        number = None  # \sqrt{2} or 3\pi
     return number.group() if number else line.rstrip(".")
 
 

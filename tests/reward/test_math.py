@@ -87,6 +87,9 @@ def reward(completion: str, answer: str) -> float:
         ("The answer is 5 apples + 3 apples = 8 apples.", "8"),
         ("The answer is 12 when x = 3", "12"),
         ("The answer is 18 because 20 - 2 = 18", "18"),
+        ("The answer is \\( 18 \\).", "18"),
+        ("The answer is $2\\sqrt{3}$.", "2\\sqrt{3}"),
+        ("The answer is $2x + 3$.", "2x+3"),
     ],
 )
 def test_right_answers_in_other_words(completion, answer):
@@ -122,6 +125,9 @@ def test_right_answers_in_other_words(completion, answer):
         ("The answer is 18 or 20", "18"),
         ("The answer is 18-20", "18"),
         ("The answer is 5 + 3", "5"),
+        ("The answer is $\\sqrt{2}$", "2"),
+        ("The answer is $3\\pi$", "3"),
+        ("The answer is $2^{10}$", "2"),
     ],
 )
 def test_wrong_answers_stay_wrong(completion, answer):
