@@ -4,10 +4,19 @@ import pytest
 import torch
 from engine_testing import MODELS, Ranks, make_model
 
+from arealite.utils import distributed
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left():
+    """An engine of two types makes a process group, also for one rank; whoever comes later would be its rank 0."""
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
