@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from concurrent.futures import wait
+import sys
 from pathlib import Path
 
 import pytest
@@ -366,7 +366,16 @@ def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]
 
 
-def test_counters_are_read_while_requests_come_and_go(make_engine):
+@pytest.fixture
+def eager_threads():
+    """Threads take turns so often that they meet in the middle of everything."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_counters_are_read_while_requests_come_and_go(make_engine, eager_threads):
     engine = make_engine(make_model(), max_running_requests=2)
     engine.pause("in_place").result(10)
     futures = [submit(engine, [1 + i % 90], n=2, max_new_tokens=1) for i in range(300)]
@@ -375,9 +384,8 @@ def test_counters_are_read_while_requests_come_and_go(make_engine):
     assert engine.abort(None).result(10) == 300 and engine.stats()["waiting"] == 0
     engine.resume().result(10)
     futures += [submit(engine, [1 + i % 90], max_new_tokens=1) for i in range(300)]
-    while wait(futures[-1:], timeout=0.002).not_done:  # meanwhile the engine's thread goes on
-        for _ in range(20):
-            engine.stats()
+    while not futures[-1].done():
+        engine.stats()
     assert all(future.result(10) for future in futures)
     assert engine.stats()["waiting"] == 0
 
