@@ -71,6 +71,7 @@ class Ranks:
         self._shared: SharedWeights | None = None
         self._closing = False
         self._reaping = threading.Lock()
+        self.num_loads = 0  # updates that all ranks were told to take
         for rank in range(1, size):
             steps, their_steps = context.Pipe()
             updates, their_updates = context.Pipe()
@@ -98,7 +99,7 @@ class Ranks:
     @contextmanager
     def staging(self, source: str, path: str) -> Iterator[None]:
         """The other ranks read and check new weights while this one does; fails if any of them refuses."""
-        self._send(self._updates, {"source": source, "path": path})
+        self._send(self._updates, {"source": source, "path": path, "after": self.num_loads})
         try:
             yield
         finally:
@@ -256,6 +257,7 @@ class ParallelRunner:
         return _SharedStep(step, self)
 
     def load(self, pairs: list) -> None:
+        self.ranks.num_loads += 1
         self.ranks.send("load")
         self.runner.load(pairs)
 
@@ -333,6 +335,7 @@ class _Follower:
         self.weights = ServedWeights(self.model, shards)
         self.device = next(self.model.parameters()).device
         self.staged: Staged | None = None
+        self.num_loads, self.loaded = 0, threading.Condition()
         self.runner: Any = None
         self.in_flight: deque[Any] = deque()
         self.num_collected = self.checksum = 0
@@ -386,6 +389,9 @@ class _Follower:
         self.runner.load(self.staged.pairs)
         self.weights.accept(self.staged)
         self.staged = None
+        with self.loaded:
+            self.num_loads += 1
+            self.loaded.notify_all()
 
     def clear(self, blocks: list[int]) -> None:
         self.runner.clear_blocks(blocks)
@@ -452,8 +458,12 @@ class _Follower:
         except (EOFError, OSError):
             return
 
-    def _stage(self, source: str, path: str) -> str | None:
-        """What is wrong with the new weights; None if they are ready."""
+    def _stage(self, source: str, path: str, after: int = 0) -> str | None:
+        """What is wrong with the new weights; None if they are ready. Begins when the updates before it are in use here too."""
+        if after:
+            with self.loaded:
+                if not self.loaded.wait_for(lambda: self.num_loads >= after, _ANSWER_S / 2):
+                    return "the update before this one was not taken in time"
         try:
             staged = self.weights.stage(source, path)
             staged.pairs = self.runner.stage(staged.pairs)
