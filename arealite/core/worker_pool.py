@@ -63,9 +63,8 @@ class WorkerPool:
             worker = min(self._workers, key=lambda w: (w.is_silent, len(w.waiting)))
             try:
                 return await worker.play(next(self._numbers), self._known(workflow), workflow, data)
-            except (
-                asyncio.CancelledError
-            ):  # out of time: does the episode wait, or block its worker?
+            except asyncio.CancelledError:
+                # out of time: does the episode wait, or block its worker?
                 self._watch(worker, worker.ping(), MAX_SILENCE_S)
                 raise
             except _WorkerDied:

@@ -46,6 +46,7 @@ _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
 _ANSWER_S = 600.0  # to start, or to read a large model from a slow disk
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
+_NOTHING = "nothing"  # to read: a rank answers when it has taken all updates so far
 
 
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Any:
@@ -188,6 +189,8 @@ class ParallelWeights(ServedWeights):
     def stage_tensors(self, weights: Weights, source: str) -> Staged:
         # Only this rank has received them: the others map them from shared memory.
         staged = super().stage_tensors(weights, source)
+        with self.ranks.staging(_NOTHING, ""):
+            pass  # until they have copied what was there before
         with self.ranks.staging("shm", self.ranks.share(weights)):
             return staged
 
@@ -464,6 +467,8 @@ class _Follower:
             with self.loaded:
                 if not self.loaded.wait_for(lambda: self.num_loads >= after, _ANSWER_S / 2):
                     return "the update before this one was not taken in time"
+        if source == _NOTHING:
+            return None
         try:
             staged = self.weights.stage(source, path)
             staged.pairs = self.runner.stage(staged.pairs)

@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import threading
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.ranks import _Follower
+from arealite.inference.weights import Staged
 from arealite.utils.process import process_table
 from tests.inference.conftest import (
     forward_logprobs,
@@ -182,6 +185,26 @@ def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
     ours.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_rank_reads_new_weights_only_when_the_last_ones_are_in_use():
+    """Else an adapter would be merged with weights that are about to go, and what waits for its turn be overwritten."""
+    seen = []
+    follower = object.__new__(_Follower)
+    follower.weights = SimpleNamespace(
+        stage=lambda source, path: seen.append(follower.num_loads) or Staged([]), accept=seen.append
+    )
+    follower.runner = SimpleNamespace(stage=lambda pairs: pairs, load=lambda pairs: None)
+    follower.num_loads, follower.loaded, follower.in_flight = 0, threading.Condition(), deque()
+    assert follower._stage("disk", "one") is None
+    first = follower.staged
+    thread = threading.Thread(target=follower._stage, args=("adapter", "two", 1))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and follower.staged is first and seen == [0]
+    follower.load()
+    thread.join(10)
+    assert not thread.is_alive() and seen == [0, first, 1] and follower.staged is not first
 
 
 def test_memory_is_released_on_every_rank(pair, model):

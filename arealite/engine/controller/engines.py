@@ -235,9 +235,8 @@ class Controller:
 
     def _put(self, batch: Batch) -> LazyBatch:
         """A batch that the script made itself, of a fixed dataset: pairs and groups stay together, as `share` would deal them out."""
-        if isinstance(
-            batch.get("input_ids"), LazyTensor
-        ):  # the script's copy of one that engines have
+        if isinstance(batch.get("input_ids"), LazyTensor):
+            # the script's copy of one that engines have
             kept = {k: v for k, v in batch.items() if isinstance(v, LazyTensor)}
             lazy = LazyBatch([value.under(name) for name, value in kept.items()])
             lazy.update({k: v for k, v in batch.items() if k not in kept})
