@@ -43,15 +43,28 @@ class Counts:
         )
 
 
-class _Trials(NamedTuple):
-    """How a longer lead is tried: over how many batches, what part of the waiting may be left, and how long not again if it was more."""
+class _Rules(NamedTuple):
+    """How a longer lead is tried: over how many batches, what part of the waiting it must end, and how long not again if it did not."""
 
     window: int
-    left: float
+    gain: float
     rest: int
 
 
-_FIRST, _LATER = _Trials(4, 0.5, 128), _Trials(16, 0.7, 1024)
+_FIRST, _LATER = _Rules(4, 0.5, 128), _Rules(16, 0.3, 1024)
+
+
+class _Trial(NamedTuple):
+    """The shorter lead: how long a batch was waited for with it, and how long a step took."""
+
+    batches: int
+    wait_s: float
+    step_s: float
+
+    def paid(self, wait_s: float, step_s: float, gain: float) -> bool:
+        """Was the waiting ended, and not paid for by a trainer that more generation beside it slows down?"""
+        saved_s = self.wait_s - wait_s
+        return saved_s >= gain * self.wait_s and self.step_s - step_s >= saved_s / 2
 
 
 class Lead:
@@ -59,8 +72,9 @@ class Lead:
 
     With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. When the trainer had to wait, a longer
     lead goes on trial: at first, after few batches, as long as would end the waiting if it were for something that more episodes do not slow down (a
-    judge, a tool); it stays if that halves the waiting. Later ones are twice as long and must end three tenths of it. Where generation is what takes the time
-    the trainer waits all the same, and the lead goes back, for a long time. One fewer when a whole batch was always left over.
+    judge, a tool); it stays if that halves the waiting and the step gets shorter by it. Later ones are twice as long and must end three tenths of it. Where
+    generation is what takes the time the trainer waits all the same, or works more slowly beside it, and the lead goes back, for a long time. One fewer when
+    a whole batch was always left over.
     """
 
     def __init__(self, max_staleness: int):
@@ -69,7 +83,7 @@ class Lead:
         self._to_skip = _FILLING_BATCHES
         self._to_rest = 0  # batches until a longer lead may be tried again
         self._window: list[tuple[float, float, bool]] = []
-        self._trial: tuple[int, float] | None = None  # the shorter lead, and how long it waited
+        self._trial: _Trial | None = None
         self._rules = _FIRST
 
     def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
@@ -88,12 +102,12 @@ class Lead:
         trial, rules, self._trial = self._trial, self._rules, None
         if trial is not None:
             self._rules = _LATER
-        if trial is not None and wait_s > rules.left * trial[1]:
+        if trial is not None and not trial.paid(wait_s, step_s, rules.gain):
             self._to_rest = rules.rest
-            self._change(trial[0])
+            self._change(trial.batches)
         elif wait_s > _NOTICEABLE * step_s:
             if self.batches < self.max_batches and not self._to_rest:
-                self._trial = (self.batches, wait_s)
+                self._trial = _Trial(self.batches, wait_s, step_s)
                 enough = math.ceil((self.batches + 1) * step_s / max(step_s - wait_s, 1e-6)) - 1
                 longer = enough if self._rules is _FIRST else 2 * self.batches
                 self._change(min(longer, self.max_batches))

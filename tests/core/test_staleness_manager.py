@@ -45,12 +45,12 @@ def test_lost_or_doubled_episodes_are_noticed():
         staleness.counts.check()
 
 
-def leads(lead, wait_s, batches=100, has_spare_batch=False):
-    """The lead after each batch, if the trainer waits `wait_s(lead)` and then works for a second."""
+def leads(lead, wait_s, batches=100, has_spare_batch=False, work_s=lambda batches: 1.0):
+    """The lead after each batch, if the trainer waits `wait_s(lead)` and then works for `work_s(lead)`."""
     seen = []
     for _ in range(batches):
         waited_s = wait_s(lead.batches)
-        lead.adapt(waited_s, waited_s + 1, has_spare_batch)
+        lead.adapt(waited_s, waited_s + work_s(lead.batches), has_spare_batch)
         seen.append(lead.batches)
     return seen
 
@@ -77,6 +77,16 @@ def test_no_running_ahead_that_does_not_help():
     assert set(seen) == {1, 2} and set(seen[100:]) == {1}
     seen = leads(generation_takes_all_the_time, lambda batches: 2 / batches**2, batches=1100)
     assert seen[800] == 1 and seen[-1] == 4
+
+
+def test_no_running_ahead_that_slows_the_trainer_down():
+    """On a GPU that both share more generation ends the waiting, and the update takes as much longer."""
+
+    def lead_after(work_s):
+        return leads(Lead(4), lambda b: 0.4 / b**2, 60, work_s=work_s)[-1]
+
+    assert lead_after(lambda batches: 1.0) > 1
+    assert lead_after(lambda batches: 1.0 + 0.3 * (batches > 1)) == 1
 
 
 def test_the_lead_only_ever_holds_back():
