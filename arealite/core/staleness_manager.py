@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 UNLIMITED = 1 << 30
@@ -55,16 +55,16 @@ _FIRST, _LATER = _Rules(4, 0.5, 128), _Rules(16, 0.3, 1024)
 
 
 class _Trial(NamedTuple):
-    """The shorter lead: how long a batch was waited for with it, and how long a step took."""
+    """The shorter lead: how long a batch was waited for with it, and how long the trainer then worked."""
 
     batches: int
     wait_s: float
-    step_s: float
+    work_s: float
 
-    def paid(self, wait_s: float, step_s: float, gain: float) -> bool:
+    def paid(self, wait_s: float, work_s: float, gain: float) -> bool:
         """Was the waiting ended, and not paid for by a trainer that more generation beside it slows down?"""
         saved_s = self.wait_s - wait_s
-        return saved_s >= gain * self.wait_s and self.step_s - step_s >= saved_s / 2
+        return saved_s >= gain * self.wait_s and work_s - self.work_s <= saved_s / 2
 
 
 class Lead:
@@ -72,7 +72,7 @@ class Lead:
 
     With η alone a fast generator fills η batches and every sample waits until it is η versions old, for nothing. When the trainer had to wait, a longer
     lead goes on trial: at first, after few batches, as long as would end the waiting if it were for something that more episodes do not slow down (a
-    judge, a tool); it stays if that halves the waiting and the step gets shorter by it. Later ones are twice as long and must end three tenths of it. Where
+    judge, a tool); it stays if that halves the waiting, does not slow the trainer's work down, and still helps after many batches. Later ones are twice as long and must end three tenths of it. Where
     generation is what takes the time the trainer waits all the same, or works more slowly beside it, and the lead goes back, for a long time. One fewer when
     a whole batch was always left over.
     """
@@ -82,7 +82,7 @@ class Lead:
         self.batches = self.min_batches
         self._to_skip = _FILLING_BATCHES
         self._to_rest = 0  # batches until a longer lead may be tried again
-        self._window: list[tuple[float, float, bool]] = []
+        self._window: list[tuple[float, float, bool]] = []  # waited, worked, whole batch left over
         self._trial: _Trial | None = None
         self._rules = _FIRST
 
@@ -92,23 +92,26 @@ class Lead:
         if self._to_skip:
             self._to_skip -= 1
             return
-        self._window.append((wait_s, step_s, has_spare_batch))
+        self._window.append((wait_s, step_s - wait_s, has_spare_batch))
         if len(self._window) == self._rules.window:
-            waits_s, steps_s, spare = zip(*self._window, strict=True)
+            waits_s, works_s, spare = zip(*self._window, strict=True)
             self._window = []
-            self._review(mean(waits_s), mean(steps_s), all(spare))
+            # a step with an evaluation or a checkpoint in it says nothing of the others
+            self._review(mean(waits_s), median(works_s), all(spare))
 
-    def _review(self, wait_s: float, step_s: float, had_spare_batch: bool) -> None:
+    def _review(self, wait_s: float, work_s: float, had_spare_batch: bool) -> None:
         trial, rules, self._trial = self._trial, self._rules, None
         if trial is not None:
             self._rules = _LATER
-        if trial is not None and not trial.paid(wait_s, step_s, rules.gain):
+        if trial is not None and not trial.paid(wait_s, work_s, rules.gain):
             self._to_rest = rules.rest
             self._change(trial.batches)
-        elif wait_s > _NOTICEABLE * step_s:
+        elif trial is not None and rules is _FIRST:
+            self._trial = trial  # the few batches may have been lucky: once more, over many
+        elif wait_s > _NOTICEABLE * (wait_s + work_s):
             if self.batches < self.max_batches and not self._to_rest:
-                self._trial = _Trial(self.batches, wait_s, step_s)
-                enough = math.ceil((self.batches + 1) * step_s / max(step_s - wait_s, 1e-6)) - 1
+                self._trial = _Trial(self.batches, wait_s, work_s)
+                enough = math.ceil((self.batches + 1) * (1 + wait_s / max(work_s, 1e-6))) - 1
                 longer = enough if self._rules is _FIRST else 2 * self.batches
                 self._change(min(longer, self.max_batches))
         elif had_spare_batch:

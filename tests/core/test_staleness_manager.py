@@ -1,5 +1,7 @@
 """Admission and accounting."""
 
+import itertools
+
 import pytest
 
 from arealite.core.staleness_manager import Lead, StalenessManager
@@ -72,6 +74,9 @@ def test_no_running_ahead_that_does_not_help():
     seen = leads(Lead(max_staleness=4), lambda batches: 1.0 if batches == 1 else 0.6, 400)
     assert seen[5] == 3 and set(seen[20:100]) == {1}
     assert max(seen[150:]) == 4 and set(seen[250:]) == {2}
+    tried = itertools.count()  # a few batches that come at once prove nothing
+    lucky = leads(Lead(4), lambda b: 0.0 if b > 1 and next(tried) < 8 else 1.0, 60)
+    assert max(lucky) == 3 and lucky[-1] == 1
     # after a while it is tried again, after a second time only much later
     seen = leads(generation_takes_all_the_time, lambda batches: 1.0, batches=200)
     assert set(seen) == {1, 2} and set(seen[100:]) == {1}
@@ -87,6 +92,8 @@ def test_no_running_ahead_that_slows_the_trainer_down():
 
     assert lead_after(lambda batches: 1.0) > 1
     assert lead_after(lambda batches: 1.0 + 0.3 * (batches > 1)) == 1
+    steps = itertools.count()  # every fifth one with an evaluation
+    assert lead_after(lambda batches: 1.0 if next(steps) % 5 else 20.0) > 1
 
 
 def test_the_lead_only_ever_holds_back():
