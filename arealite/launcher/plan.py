@@ -127,7 +127,7 @@ def read_launch_config(script: str, argv: list[str], controls: bool = False) -> 
     `controls` says whether the launcher has a controller mode.
     """
     text = _resolved(script, argv) if script.endswith(".py") else ""
-    config = _view(OmegaConf.create(text) if text else load_plain(argv), text)
+    config = _view(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig), text)
     if config.controller and not controls:
         raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
     return config

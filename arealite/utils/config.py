@@ -44,7 +44,7 @@ def load_config(argv: list[str], cls: type[T]) -> T:
         _print_to_reader(help_text(cls))
         raise SystemExit(0)
     node = OmegaConf.structured(cls)
-    for source, values in _sources(argv):
+    for source, values in _sources(argv, cls):
         _check_keys(values, cls, source)
         try:
             node = OmegaConf.merge(node, values)
@@ -59,10 +59,10 @@ def load_config(argv: list[str], cls: type[T]) -> T:
     return config
 
 
-def load_plain(argv: list[str]) -> DictConfig:
-    """The same arguments merged without a schema, for who only needs a few common keys."""
+def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
+    """The same arguments merged without a schema, for who only needs a few common keys; those of `cls` that are text stay as written."""
     node = OmegaConf.create({})
-    for source, values in _sources(argv):
+    for source, values in _sources(argv, cls):
         try:
             node = OmegaConf.merge(node, values)
         except OmegaConfBaseException as error:
@@ -117,7 +117,7 @@ def log_to_file() -> None:
 # ------------------------------------------------------------------------------------------------- sources
 
 
-def _sources(argv: list[str]) -> Iterator[tuple[str, DictConfig]]:
+def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:
     """(where it is from, nested values): all files in order first, then all overrides."""
     files, overrides = [], []
     arguments = iter(argv)
@@ -134,10 +134,10 @@ def _sources(argv: list[str]) -> Iterator[tuple[str, DictConfig]]:
         else:
             raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
     for path in files:
-        yield path, _at_home(_read_file(path))
+        yield path, _at_home(_read_file(path, cls))
     for override in overrides:
         try:
-            yield f"override {override!r}", _at_home(_read_override(override))
+            yield f"override {override!r}", _at_home(_read_override(override, cls))
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"cannot read the override {override!r}: {error}") from error
 
@@ -153,16 +153,22 @@ def _at_home(values: DictConfig) -> DictConfig:
     return values
 
 
-def _read_override(override: str) -> DictConfig:
-    key, _, value = override.partition("=")
+def _read_override(override: str, kind: Any) -> DictConfig:
+    key, _, text = override.partition("=")
+    for name in key.split("."):
+        section = _dataclass_of(kind)
+        kind = typing.get_type_hints(section).get(name) if section else None
+    # For a field of text what was typed is the text, unless it is null or in quotes: `#1`, `a: b` and nothing at all are not YAML here.
+    null = ("~", "null") if kind is str else ("", "~", "null")
+    typed = _without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
     values = OmegaConf.create({})
-    OmegaConf.update(values, key, yaml.load(value, Loader=_Loader))
+    OmegaConf.update(values, key, text if typed else _read_yaml(text, kind))
     return values
 
 
-def _read_file(path: str) -> DictConfig:
+def _read_file(path: str, cls: type | None) -> DictConfig:
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        values = _read_yaml(Path(path).read_text(encoding="utf-8"), cls)
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (YAMLError, UnicodeDecodeError) as error:
@@ -170,6 +176,29 @@ def _read_file(path: str) -> DictConfig:
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path} must hold `key: value` pairs at the top, not a {type(values).__name__}")  # fmt: skip
     return OmegaConf.create(values or {})
+
+
+def _read_yaml(text: str, kind: Any) -> Any:
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _keep_text(node, kind)
+    return loader.construct_document(node)
+
+
+def _keep_text(node: yaml.Node, kind: Any) -> None:
+    """What stands where the schema has text is text, however it looks: a trial 1.10 is not 1.1, one named `on` not True."""
+    kind = _without_null(kind)
+    if kind is str and node.tag in (_TAG + "int", _TAG + "float", _TAG + "bool"):
+        node.tag = _TAG + "str"
+    elif isinstance(node, yaml.SequenceNode) and typing.get_origin(kind) is list:
+        for item in node.value:
+            _keep_text(item, typing.get_args(kind)[0])
+    elif isinstance(node, yaml.MappingNode) and dataclasses.is_dataclass(kind):
+        kinds = typing.get_type_hints(kind)
+        for key, value in node.value:
+            _keep_text(value, kind if key.value == "<<" else kinds.get(str(key.value)))
 
 
 class _Loader(yaml.SafeLoader):
@@ -299,9 +328,14 @@ def _default_text(field: dataclasses.Field) -> str:
 
 def _dataclass_of(kind: Any) -> type | None:
     """The dataclass in `X` or `X | None`, if there is one."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
-    found = [o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)]
-    return found[0] if found else None
+    kind = _without_null(kind)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _without_null(kind: Any) -> Any:
+    """`X` of `X` or `X | None`."""
+    options = [o for o in typing.get_args(kind) if o is not type(None)] if _is_union(kind) else []
+    return options[0] if len(options) == 1 else kind
 
 
 def _is_union(kind: Any) -> bool:

@@ -71,6 +71,31 @@ def test_text_with_the_look_of_a_number_comes_through_whole(tmp_path):
         assert (read.trial_name, read.server.api_key) == ("007", "0123")
 
 
+@pytest.mark.parametrize("text", ["1.10", "1_000", "0x10", "1e3", "on", "true", "2.0", "'1.10'"])
+def test_a_field_of_text_gets_the_text_as_it_is_written(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(
+        f"tokenizer_path: {text}\nserver: {{api_key: {text}}}\ngconfig: {{stop: [{text}]}}\n"
+    )
+    for argv in (
+        ["--config", str(tmp_path / "a.yaml")],
+        [f"tokenizer_path={text}", f"server={{api_key: {text}}}", f"gconfig.stop=[{text}]"],
+        [f"tokenizer_path={text}", f"server.api_key={text}", f"gconfig={{stop: [{text}]}}"],
+    ):
+        config = load(*argv)
+        read = (config.tokenizer_path, config.server.api_key, *config.gconfig.stop)
+        assert read == (text.strip("'"),) * 3
+
+
+def test_null_and_nothing_given_for_text():
+    config = load(
+        "server.api_key=null", "tokenizer_path=", "valid_dataset.path=v", "valid_dataset.name="
+    )
+    assert (config.server.api_key, config.tokenizer_path) == (None, "")
+    assert config.valid_dataset is not None and config.valid_dataset.name is None
+    assert "trial_name" in refusal("trial_name=null")
+    assert load("server.api_key=#1: @").server.api_key == "#1: @"
+
+
 def test_free_form_sections_take_any_key():
     config = load("sglang.mem_fraction_static=0.5", "sglang.attention_backend=fa3", "vllm.x=[1,2]")
     assert config.sglang == {"mem_fraction_static": 0.5, "attention_backend": "fa3"}
