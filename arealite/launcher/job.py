@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from arealite.api.errors import ConfigError
 from arealite.launcher.plan import LaunchConfig, Plan, cluster_slots, make_plan
 from arealite.launcher.servers import server_command
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, run_path
 
 _ENDING_S = 5.0
 # Tells the driver of controller mode which job it is of: the path of job.json.
@@ -97,7 +97,7 @@ class Job:
     @property
     def run_dir(self) -> RunDir:
         config = self.config
-        return RunDir(Path(config.cluster.fileroot) / config.experiment_name / config.trial_name)
+        return RunDir(run_path(config.cluster.fileroot, config.experiment_name, config.trial_name))
 
     @property
     def path(self) -> Path:

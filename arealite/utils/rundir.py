@@ -31,8 +31,9 @@ class RunDir:
     """Paths of one run. Give a configuration, or the path of a run that exists."""
 
     def __init__(self, where: BaseExperimentConfig | str | Path):
-        named = isinstance(where, str | Path)
-        self.path = path = Path(where).absolute() if named else _path_of(where)
+        if not isinstance(where, str | Path):
+            where = run_path(where.cluster.fileroot, where.experiment_name, where.trial_name)
+        self.path = path = Path(where).absolute()
         self.config_path = path / "config.yaml"
         self.stats_path = path / "stats.jsonl"
         self.db_path = path / "run.sqlite"
@@ -108,11 +109,11 @@ def _lives_here(holder: str) -> bool:
     return info is not None and not info.zombie
 
 
-def _path_of(config: BaseExperimentConfig) -> Path:
-    for key in ("experiment_name", "trial_name"):
-        if not _NAME.fullmatch(getattr(config, key)):
+def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
+    """The path of the run that is so named."""
+    for key, name in (("experiment_name", experiment_name), ("trial_name", trial_name)):
+        if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{key}={getattr(config, key)!r} becomes a folder: use letters, digits, '.', '_' and '-'"
+                f"{key}={name!r} becomes a folder: use letters, digits, '.', '_' and '-'"
             )
-    root = Path(config.cluster.fileroot).expanduser().absolute()
-    return root / config.experiment_name / config.trial_name
+    return Path(fileroot).expanduser().absolute() / experiment_name / trial_name

@@ -256,6 +256,8 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
         launch("script.py", arguments("actor.path=/nowhere"))
     with pytest.raises(ConfigError, match=r"no dataset at /nowhere \(train_dataset.path\)"):
         launch("script.py", arguments("train_dataset.path=/nowhere"))
+    with pytest.raises(ConfigError, match="trial_name='' becomes a folder"):
+        launch("script.py", arguments("trial_name="))
     assert not Path("runs").exists()
 
 
