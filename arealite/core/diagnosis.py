@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 import time
 import traceback
+from types import FrameType
 from typing import Any
 
 from arealite.api.errors import TrainingError
 from arealite.core.episode import Episode
+from arealite.core.event_loop import keep_running
 from arealite.core.staleness_manager import Counts, StalenessManager
 from arealite.utils.console import tell
 
 logger = logging.getLogger("arealite.executor")
+_STDLIB = os.path.dirname(os.__file__)
+
+
+def describe(error: BaseException) -> str:
+    """Its type and words. One of a user's own may fail to print itself: whoever books it must not fail with it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as second:
+        return f"{type(error).__name__}, which raises {type(second).__name__} when it is printed"
 
 
 class FailureStreak:
@@ -30,17 +43,17 @@ class FailureStreak:
     def add(self, episode_id: int, error: BaseException) -> TrainingError | None:
         """Log a failure; the error to stop the run with when there were too many."""
         trace = error if self.count < 3 else None  # the rest tells nothing new
-        logger.error("episode %d failed: %r", episode_id, error, exc_info=trace)
+        logger.error("episode %d failed: %s", episode_id, describe(error), exc_info=trace)
         if self.count == 0:
             self.first = error
         self.count += 1
         if self.count == 3:
-            tell(f"warning: 3 episodes in a row failed: {error!r} (more in the log)")
+            tell(f"warning: 3 episodes in a row failed: {describe(error)} (more in the log)")
         if self.count < self.limit:
             return None
         fatal = TrainingError(
-            f"{self.count} episodes in a row failed (rollout.max_failed_episodes). The first cause was "
-            f"{type(self.first).__name__}: {self.first}\nThe log has its traceback."
+            f"{self.count} episodes in a row failed (rollout.max_failed_episodes). The first cause was {describe(self.first or error)}\n"
+            "The log has its traceback."
         )
         fatal.__cause__ = self.first
         return fatal
@@ -60,17 +73,40 @@ def describe_wait(episode: Episode) -> str:
     """Where a running episode hangs (its innermost line outside asyncio), for the message of an expired wait."""
     place = "a place unknown"
     awaited: Any = episode.task.get_coro() if episode.task is not None else None
-    waited_s = time.monotonic() - episode.started_at
-    for top in sys._current_frames().values():
-        inside = [frame for frame, _ in traceback.walk_stack(top)]
-        if getattr(awaited, "cr_frame", None) in inside:
-            place = f"{top.f_code.co_qualname} ({top.f_code.co_filename}:{top.f_lineno})"
-            return f"episode {episode.id}, started {waited_s:.0f} s ago, holds up all others in {place}, which does not await"
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
         if "/asyncio/" not in frame.f_code.co_filename:
-            place = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            place = _place(frame)
         awaited = awaited.cr_await
-    return f"episode {episode.id}, started {waited_s:.0f} s ago, waits in {place}"
+    return f"{_name(episode)} waits in {place}"
+
+
+def describe_block(thread_id: int | None) -> str | None:
+    """What the loop's thread does instead of waiting for events, if it does: code that does not await holds up all episodes, whoever's it is."""
+    top = sys._current_frames().get(thread_id or 0)
+    if top is None:
+        return None
+    stack = [frame for frame, _ in traceback.walk_stack(top)]
+    turning = [i for i, frame in enumerate(stack) if frame.f_code is keep_running.__code__]
+    inside = stack[: turning[0]] if turning else []
+    busy = [frame for frame in inside if not re.search(r"/asyncio/|/selectors\.py", _file(frame))]
+    if not busy:
+        return None
+    written_by_user = (f for f in busy if not _file(f).startswith(_STDLIB))
+    episodes = (frame.f_locals.get("episode") for frame in busy)
+    who = next((_name(e) for e in episodes if isinstance(e, Episode)), "a task that a workflow started")  # fmt: skip
+    return f"{who} holds up all others in {_place(next(written_by_user, busy[0]))}, which does not await"
+
+
+def _name(episode: Episode) -> str:
+    return f"episode {episode.id}, started {time.monotonic() - episode.started_at:.0f} s ago,"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_qualname} ({_file(frame)}:{frame.f_lineno})"
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
 
 
 def diagnose(
@@ -79,6 +115,7 @@ def diagnose(
     num_queued: int,
     oldest: Episode | None,
     paused: bool,
+    thread_id: int | None,
 ) -> tuple[str, str]:
     """The state of things and why a wait may have expired."""
     counts = staleness.counts
@@ -88,6 +125,9 @@ def diagnose(
     )
     if paused:
         return state, "the executor is paused: call resume()"
+    block = describe_block(thread_id)
+    if block is not None:
+        return state, block
     if oldest is not None:
         return state, f"{describe_wait(oldest)}. If that is a generation, see the server's log"
     if counts.rejected > counts.accepted:

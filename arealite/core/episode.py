@@ -1,7 +1,7 @@
 """One episode on its way through the executor, and the check of what a workflow returned.
 
 `Episode` is a plain record kept small (tens of thousands wait at once). `check_trajectories` turns a wrong result into a message
-that names the key, the shape and what was expected; a result that passes can be concatenated with any other.
+that names the key, the shape and what was expected; results that pass can be joined if they have the same keys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import concat_padded
@@ -49,6 +50,7 @@ class Episode:
     started_at: float = 0.0
     task: asyncio.Task | None = None
     result: Trajectories | None = None
+    has_ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,15 @@ def episode_seed(run_seed: int, episode_id: int) -> int:
     return (z ^ (z >> 31)) % ((1 << 31) - (1 << 16))
 
 
+def own_row(value: Any) -> Any:
+    """Copies of the dicts and lists in a row, so that a workflow that changes its row (appends to `messages`) leaves the dataset as it was."""
+    if type(value) is dict:
+        return {key: own_row(item) for key, item in value.items()}
+    if type(value) is list:
+        return [own_row(item) if type(item) in (dict, list) else item for item in value]
+    return value
+
+
 def check_trajectories(result: Any) -> Trajectories:
     """Check shapes, keys and values of a workflow's result; raises `TrajectoryError`."""
     if not isinstance(result, dict):
@@ -88,12 +99,15 @@ def check_trajectories(result: Any) -> Trajectories:
             "`logprobs` are not finite: the server or the workflow made NaN or infinity"
         )
     for key in result.keys() - _KNOWN_KEYS:
-        value = result[key]
+        value = result[key] if isinstance(key, str) else None
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
-    num_tokens = int(np.count_nonzero(_array(result["attention_mask"])))
+    mask = _array(result["attention_mask"])
+    num_tokens = int(np.count_nonzero(mask))
     if num_tokens == 0:
         raise TrajectoryError("`attention_mask` is zero everywhere: the trajectories are empty")
+    if num_tokens < mask.size and (mask[:, 1:] > mask[:, :-1]).any():
+        raise TrajectoryError("`attention_mask` has a token after padding: pad rows on the right")
     return Trajectories(
         batch=result,
         num_samples=shape[0],
@@ -140,7 +154,13 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
 
 def join_trajectories(ids: list[int], results: list[Trajectories]) -> Batch:
     """Results of several episodes as one batch, each with its id as `group_ids`."""
-    batch = concat_padded([result.batch for result in results])
+    try:
+        batch = concat_padded([result.batch for result in results])
+    except (ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"what episodes {ids[0]} to {ids[-1]} returned cannot be joined to one batch: {error}. A workflow must return the same keys for "
+            "every row, and of the same shape but for samples and tokens"
+        ) from error
     pairs = zip(ids, results, strict=True)
     batch["group_ids"] = torch.tensor([i for i, r in pairs for _ in range(r.num_samples)])
     return batch

@@ -7,8 +7,6 @@ with all that ended in the same turn of the loop; if the loop itself dies, `on_c
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import logging
 import sys
 import threading
@@ -18,7 +16,8 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed
+from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed, own_row
+from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
 
@@ -47,10 +46,15 @@ class EpisodeRunner:
         self.running: dict[Episode, None] = {}  # in order of start; guarded by the executor's lock
         self._check, self._on_end, self._on_crash = check, on_end, on_crash
         self._ended: Ended = []
+        self._overdue: set[asyncio.Task] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.is_stopping = False
-        self.loop = _new_event_loop()
+        self.loop = new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
+
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident
 
     def start(self) -> None:
         self._thread.start()
@@ -61,6 +65,18 @@ class EpisodeRunner:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout=10)
+
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Have the loop's thread do this (any thread)."""
+        self.loop.call_soon_threadsafe(self._guarded, work)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """asyncio only logs what fails in a callback: episodes that were not booked would be waited for."""
+        try:
+            work()
+        except BaseException as error:
+            self._on_crash(error)
+            raise
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T], wait: NamedWait) -> T:
         """Run `coroutine` on the loop for another thread, which waits for its result."""
@@ -85,7 +101,7 @@ class EpisodeRunner:
         episode.task = None if task.done() else task
 
     async def _play(self, episode: Episode) -> None:
-        data = episode.data
+        data = own_row(episode.data)
         assert episode.workflow is not None
         if "seed" not in data:
             data = {**data, "seed": episode_seed(self.seed, episode.id)}
@@ -98,21 +114,26 @@ class EpisodeRunner:
                 episode.result = check_trajectories(result)
                 self._check(episode, episode.result)
         except asyncio.CancelledError:
-            if not self.is_stopping:  # its own deadline
-                limit = f"rollout.episode_timeout_s={self.timeout_s:g}"
-                self._end(episode, TimeoutError(f"no result within {limit}"))
+            if not self.is_stopping:
+                self._end(episode, self._why_cancelled(episode))
             raise
         except BaseException as error:  # a workflow may raise anything: it costs its episode
             self._end(episode, error)
         else:
             self._end(episode, None)
 
+    def _why_cancelled(self, episode: Episode) -> Exception:
+        if time.monotonic() < episode.started_at + self.timeout_s:
+            return RuntimeError("the workflow awaited something that was cancelled")
+        return TimeoutError(f"no result within rollout.episode_timeout_s={self.timeout_s:g}")
+
     def _end(self, episode: Episode, error: BaseException | None) -> None:
         episode.task = None
-        if self.is_stopping:
+        if self.is_stopping or episode.has_ended:
             return
+        episode.has_ended = True
         if not self._ended:
-            self.loop.call_soon(self._report)
+            self.loop.call_soon(self._guarded, self._report)
         self._ended.append((episode, error))
 
     def _report(self) -> None:
@@ -133,12 +154,21 @@ class EpisodeRunner:
                 return
             if episode.task is not None:
                 logger.error("%s: past its deadline", describe_wait(episode))
-                episode.task.cancel()
+                self._cancel(episode, episode.task)
+
+    def _cancel(self, episode: Episode, task: asyncio.Task) -> None:
+        """Its place is free at once: the workflow may take long to clean up, or take no notice."""
+        task.cancel()
+        self._overdue.add(task)  # the loop itself does not keep it alive
+        task.add_done_callback(self._overdue.discard)
+        self._end(episode, self._why_cancelled(episode))
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            keep_running(self.loop)
+            while not self.is_stopping:  # a workflow has stopped it
+                keep_running(self.loop)
         except BaseException as error:  # the trainer must hear of it, or it waits for nothing
             self._on_crash(error)
             raise
@@ -153,9 +183,3 @@ class EpisodeRunner:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.new_event_loop()
-    return importlib.import_module("uvloop").new_event_loop()

@@ -19,6 +19,8 @@ import torch
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.diagnosis import describe
+from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.utils.child import die_with_owner
 from arealite.utils.config import log_to_file
 
@@ -68,7 +70,13 @@ def serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     """A worker's life."""
     die_with_owner()
     log_to_file()
-    asyncio.run(_Worker(engine_class(config)).run(sock))
+    loop = new_event_loop()
+    asyncio.set_event_loop(loop)
+    life = loop.create_task(_Worker(engine_class(config)).run(sock))
+    life.add_done_callback(lambda _: loop.stop())
+    while not life.done():  # a workflow may have stopped it
+        keep_running(loop)
+    life.result()
 
 
 class _Worker:
@@ -120,12 +128,6 @@ class _Worker:
         except (
             BaseException
         ) as error:  # it may raise anything, also CancelledError; the owner books it
-            write_message(
-                writer,
-                (
-                    "error",
-                    number,
-                    (f"{type(error).__name__}: {error}", traceback.format_exc(limit=-8)),
-                ),
-            )
+            told = (describe(error), traceback.format_exc(limit=-8))
+            write_message(writer, ("error", number, told))
         await writer.drain()

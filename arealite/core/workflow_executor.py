@@ -24,7 +24,7 @@ from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.book import Book
-from arealite.core.diagnosis import FailureStreak, diagnose, refuse_if_all_rejected, stuck
+from arealite.core.diagnosis import FailureStreak, describe, diagnose, refuse_if_all_rejected, stuck
 from arealite.core.episode import (
     DirectCall,
     Episode,
@@ -208,8 +208,9 @@ class WorkflowExecutor:
         self._raise_fatal()
         if not call.results:
             cause = call.errors[0] if call.errors else None
+            told = describe(cause) if cause else "all were rejected"
             raise TrainingError(
-                f"none of {len(data)} episodes gave a result; first cause: {cause or 'all were rejected'}"
+                f"none of {len(data)} episodes gave a result; first cause: {told}"
             ) from cause
         done = sorted(call.results.items())
         return join_trajectories(
@@ -379,7 +380,7 @@ class WorkflowExecutor:
         """Have the loop look at its queues; one call per burst crosses the threads."""
         if not self._wake_pending:
             self._wake_pending = True
-            self.runner.loop.call_soon_threadsafe(self._admit)
+            self.runner.call_soon(self._admit)
 
     def _admit(self) -> None:
         self._wake_pending = False
@@ -451,7 +452,7 @@ class WorkflowExecutor:
 
     def _failed(self, episode: Episode, error: BaseException) -> None:
         self.staleness.fail()
-        self.book.close(episode, "failed", reason=f"{type(error).__name__}: {error}")
+        self.book.close(episode, "failed", reason=describe(error))
         too_many = self._failures.add(episode.id, error)
         if too_many is not None and self._fatal is None:
             self._fatal = too_many
@@ -470,8 +471,8 @@ class WorkflowExecutor:
 
     def _diagnosis(self) -> tuple[str, str]:
         oldest = next(iter(self.runner.running), None)
-        queued = len(self._pending)
-        return diagnose(self.staleness, len(self._finished), queued, oldest, self._paused)
+        numbers = (len(self._finished), len(self._pending))
+        return diagnose(self.staleness, *numbers, oldest, self._paused, self.runner.thread_id)
 
     def _crashed(self, error: BaseException) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -39,6 +40,15 @@ class FragileEngine(FollowingEngine):
             raise OSError("broken")
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+async def exit_now():
+    sys.exit("out of a task")
+
+
 class Pids(RolloutWorkflow):
     """Tells who played the episode; waits where the row says so."""
 
@@ -47,6 +57,10 @@ class Pids(RolloutWorkflow):
             raise KeyError("in the worker")
         if data.get("cancels"):
             raise asyncio.CancelledError
+        if data.get("exits"):
+            await asyncio.gather(exit_now(), exit_now())
+        if data.get("unprintable"):
+            raise Unprintable
         if data.get("reject"):
             return None
         if data.get("blocks"):
@@ -115,6 +129,21 @@ def test_a_workflow_that_cancels_itself_fails_at_once(executor):
     play = executor.runner.pool.play(Pids(), {"x": 1, "cancels": True})
     with pytest.raises(WorkerError, match="CancelledError"):
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [("exits", "SystemExit: out of a task"), ("unprintable", "Unprintable, which")],
+)
+def test_a_workflow_that_fails_in_an_odd_way_costs_its_episode_only(executor, does, words):
+    pool, workflow = executor.runner.pool, Pids()
+    for x in range(8):
+        executor.submit({"x": x, "wait_s": 1.0}, workflow)
+    with pytest.raises(WorkerError, match=words):
+        play = pool.play(workflow, {"x": 8, does: True})
+        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+    assert executor.wait(8)["input_ids"][::2, 0].tolist() == list(range(8))
+    assert pool.num_replaced == 0 and executor.staleness.counts.failed == 0
 
 
 def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):

@@ -1,0 +1,188 @@
+"""What a workflow does costs its own episode, whatever it is; where it cannot, one message says what it did."""
+
+import asyncio
+import sys
+import threading
+
+import pytest
+import torch
+
+from arealite.api.errors import TrainingError, WaitTimeout
+from arealite.core.ledger import Ledger
+from arealite.reward.pool import RewardPool
+from tests.core.conftest import Echo, make_batch
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+async def exits(**row):
+    sys.exit("out of a task of its own")
+
+
+async def interrupts(**row):
+    raise KeyboardInterrupt
+
+
+class Unruly(Echo):
+    """Row 1 does what its name says, the others are as they should be."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+        self.pool = RewardPool()
+
+    async def arun_episode(self, engine, data):
+        if data["x"] == 1:
+            await getattr(self, self.does)(data)
+        return await super().arun_episode(engine, data)
+
+    async def exits_in_a_task(self, data):
+        await asyncio.gather(exits(), exits())
+
+    async def exits_in_a_coroutine_reward(self, data):
+        await self.pool.run(exits, [{}, {}])
+
+    async def interrupts_in_a_task(self, data):
+        await asyncio.create_task(interrupts())
+
+    async def raises_what_cannot_be_printed(self, data):
+        raise Unprintable
+
+    async def awaits_what_is_cancelled(self, data):
+        task = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await task
+
+    async def takes_no_notice_of_its_deadline(self, data):
+        while True:
+            try:
+                await data["release"].wait()
+                return
+            except asyncio.CancelledError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("exits_in_a_task", "SystemExit: out of a task of its own"),
+        ("exits_in_a_coroutine_reward", "SystemExit: out of a task of its own"),
+        ("interrupts_in_a_task", "KeyboardInterrupt: "),
+        ("raises_what_cannot_be_printed", "Unprintable, which raises RuntimeError when it is printed"),
+        ("awaits_what_is_cancelled", "RuntimeError: the workflow awaited something that was cancelled"),
+        ("takes_no_notice_of_its_deadline", "TimeoutError: no result within rollout.episode_timeout_s=1"),
+    ],
+)  # fmt: skip
+def test_it_costs_its_episode_with_the_reason(tmp_path, executors, does, reason):
+    ledger, release = Ledger(tmp_path / "run.sqlite"), asyncio.Event()
+    executor = executors(ledger=ledger, episode_timeout_s=1.0)
+    rows = [{"x": i, "release": release} for i in range(8)]
+    batch = executor.prepare_batch([rows[:4], rows[4:]], Unruly(does))
+    assert batch["input_ids"][::2, 0].tolist() == [0, 2, 3, 4]
+    counts = executor.staleness.counts
+    counts.check()
+    assert (counts.failed, counts.running, counts.trained) == (1, 0, 4)
+    found: list = []
+    ledger.flush()
+    ledger._run_now(lambda db: found.extend(db.execute("SELECT id, reason FROM episodes WHERE state = 'failed'")))  # fmt: skip
+    assert found == [(1, reason)]
+    executor.runner.loop.call_soon_threadsafe(release.set)
+
+
+class StopsTheLoop(Echo):
+    async def arun_episode(self, engine, data):
+        asyncio.get_running_loop().stop()
+        return await super().arun_episode(engine, data)
+
+
+def test_a_stopped_loop_turns_on(executors):
+    executor = executors()
+    rows = [{"x": i, "yields": 3} for i in range(4)]
+    assert len(executor.rollout_batch(rows, StopsTheLoop())["rewards"]) == 8
+
+
+def test_an_error_in_the_books_ends_the_wait_at_once(executors, monkeypatch):
+    executor = executors()
+    monkeypatch.setattr(executor.book, "note", lambda *_: 1 / 0)
+    with pytest.raises(TrainingError, match="ZeroDivisionError"):
+        executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
+
+
+class Changes(Echo):
+    async def arun_episode(self, engine, data):
+        assert data["messages"] == [{"role": "user"}], data
+        data["messages"][0]["content"] = "more"
+        data["messages"].append({"role": "assistant"})
+        data.pop("x", None)
+        return make_batch(1, version=engine.version)
+
+
+def test_a_workflow_that_changes_its_row_leaves_the_data_as_it_was(executors):
+    executor = executors()
+    rows = [{"x": i, "seed": i, "messages": [{"role": "user"}]} for i in range(4)]
+    for _ in range(2):
+        executor.rollout_batch(rows, Changes())
+    assert rows == [{"x": i, "seed": i, "messages": [{"role": "user"}]} for i in range(4)]
+
+
+class BlocksLater(Echo):
+    """Row 2, not the oldest, blocks the loop; `in_task`: in a task of its own."""
+
+    def __init__(self, in_task, release):
+        super().__init__()
+        self.in_task, self.release = in_task, release
+
+    async def blocks(self):
+        self.release.wait(60)
+
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(0)
+        if data["x"] == 2:
+            await (asyncio.create_task(self.blocks()) if self.in_task else self.blocks())
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(("in_task", "who"), [(False, "episode 2, "), (True, "a task that a workflow")])  # fmt: skip
+def test_whoever_blocks_the_loop_is_named_with_the_users_own_line(executors, in_task, who):
+    executor, release = executors(batch_timeout_s=0.5), threading.Event()
+    try:
+        with pytest.raises(WaitTimeout, match=f"{who}.*holds up all others in BlocksLater.blocks .*test_unruly"):  # fmt: skip
+            executor.prepare_batch([[{"x": i} for i in range(4)]], BlocksLater(in_task, release))
+    finally:
+        release.set()
+
+
+def masked(*values):
+    batch = make_batch(1)
+    return {**batch, "attention_mask": torch.tensor([values, values])}
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (masked(0, 0, 1, 1), "`attention_mask` has a token after padding"),
+        (masked(1, 0, 1, 0), "`attention_mask` has a token after padding"),
+        ({**make_batch(1), 3: torch.ones(2)}, "`3` must be a tensor"),
+    ],
+)
+def test_a_result_that_no_trainer_takes_is_refused(executors, result, words):
+    executor = executors(batch_size=1, max_failed_episodes=1)
+    executor.submit({"x": 0, "returns": result}, Echo())
+    with pytest.raises(TrainingError, match=words):
+        executor.wait(1)
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_results_that_cannot_be_joined_are_one_message(executors, width):
+    odd = {**make_batch(1), "scores": torch.ones(2, 2)}
+    other = make_batch(2) if width is None else {**make_batch(2), "scores": torch.ones(2, width)}
+    executor = executors(batch_size=2)
+    for result in (odd, other):
+        executor.submit({"x": 0, "returns": result}, Echo())
+    with pytest.raises(TrainingError, match=r"cannot be joined to one batch.*same keys"):
+        executor.wait(2)
