@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from arealite.api.errors import AReaLiteError
+from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.api.io_struct import Batch
 
 logger = logging.getLogger("arealite.ledger")
@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkp
   step INTEGER, id INTEGER, tensors BLOB, PRIMARY KEY(step, id));
 CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
 """
-_PUT_TIMEOUT_S = 60.0
+_PUT_TIMEOUT_S, _WRITE_TIMEOUT_S = 60.0, 600.0
 _UPSERT = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)"
 
 
@@ -216,9 +216,8 @@ class Ledger:
             return []
 
     def _run_now(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        done = self._submit(work)
-        while not done.wait(timeout=1.0):
-            self._require_writer()
+        if not self._submit(work).wait(_WRITE_TIMEOUT_S):
+            raise self._hangs(_WRITE_TIMEOUT_S)
         if self._error is not None:
             self._require_writer()
 
@@ -233,24 +232,33 @@ class Ledger:
             self._jobs.put(job, timeout=_PUT_TIMEOUT_S)
         except queue.Full:
             self._require_writer()
-            raise AReaLiteError(
-                f"the ledger {self.path} has not taken a write for {_PUT_TIMEOUT_S:.0f} s: its disk hangs or is very slow"
-            ) from None
+            raise self._hangs(_PUT_TIMEOUT_S) from None
+
+    def _hangs(self, since_s: float) -> AReaLiteError:
+        return AReaLiteError(
+            f"the ledger {self.path} has not taken a write for {since_s:.0f} s: its disk hangs or is very slow"
+        )
 
     def _require_writer(self) -> None:
         """Raise what ended the writer's thread, if it has ended."""
-        if self._error is not None:
+        error = self._error
+        if error is not None:
             self._error_told = True
-            is_disk = isinstance(self._error, sqlite3.Error | OSError)
-            remedy = (
-                "Free space or fix the folder's rights, then resume the run with recover.mode=auto"
-                if is_disk
-                else "Resume the run with recover.mode=auto; if that ends here too the file is damaged: move it away first"
+            told = (
+                f"the ledger {self.path} cannot be written or read: {type(error).__name__}: {error}"
             )
-            cause = f"{type(self._error).__name__}: {self._error}"
-            raise AReaLiteError(
-                f"the ledger {self.path} cannot be written or read: {cause}. {remedy}"
-            ) from self._error
+            if isinstance(error, OSError | sqlite3.OperationalError):
+                remedy = "Free space or fix the folder's rights, then resume the run with recover.mode=auto"
+                raise AReaLiteError(f"{told}. {remedy}") from error
+            if (
+                type(error) is sqlite3.DatabaseError
+            ):  # not one of its kinds, which are of a statement
+                raise CheckpointError(
+                    f"{told}. The file is damaged: move it and those beside it ({self.path.name}-*) away and start the run again. It goes on from its "
+                    "checkpoint; what is lost is the history of earlier steps, and buffered episodes are played again"
+                ) from error
+            remedy = "Resume the run with recover.mode=auto; if that ends here too the file is damaged: move it away first"
+            raise AReaLiteError(f"{told}. {remedy}") from error
         if not self._thread.is_alive():
             raise AReaLiteError(f"the ledger {self.path} is closed: nothing is written any more")
 

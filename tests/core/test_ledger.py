@@ -1,11 +1,13 @@
 """The ledger: every episode once, written off the hot path, rewound to a checkpoint."""
 
 import sqlite3
+import threading
 
 import pytest
 import torch
 
-from arealite.api.errors import AReaLiteError
+from arealite.api.errors import AReaLiteError, CheckpointError
+from arealite.core import ledger as ledger_module
 from arealite.core.ledger import EpisodeRow, Ledger, read_counts
 from tests.core.conftest import Echo, make_batch
 
@@ -85,6 +87,29 @@ def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
     assert "cannot be written" in caplog.text
     with pytest.raises(AReaLiteError, match="cannot be written"):
         ledger.flush()
+
+
+@pytest.mark.parametrize("content", [b"no database " * 500, None])
+def test_a_damaged_file_is_told_as_such(tmp_path, content):
+    path = tmp_path / "run.sqlite"
+    ledger = Ledger(path)
+    for i in range(1000):
+        ledger.note(EpisodeRow(i, "trained", reason="x" * 100))
+    ledger.flush()
+    ledger.close()
+    whole = path.read_bytes()
+    path.write_bytes(content or whole[:4096] + bytes(len(whole) // 2))
+    with pytest.raises(CheckpointError, match=r"damaged: move it .*goes on from its checkpoint"):
+        Ledger(path).counts()
+
+
+def test_a_disk_that_hangs_is_an_error_in_the_end(tmp_path, monkeypatch):
+    ledger, release = Ledger(tmp_path / "run.sqlite"), threading.Event()
+    monkeypatch.setattr(ledger_module, "_WRITE_TIMEOUT_S", 0.1)
+    with pytest.raises(AReaLiteError, match="its disk hangs"):
+        ledger._run_now(lambda db: release.wait(60) and None)
+    release.set()
+    ledger.close()
 
 
 def test_a_closed_ledger_takes_nothing_more(tmp_path):
