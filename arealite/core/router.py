@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from arealite.api.errors import ServerError
+from arealite.api.errors import AReaLiteError, ServerError
 from arealite.core.waits import NamedWait
 
 MAX_AFFINITIES = 65536
@@ -58,6 +58,18 @@ class Server:
         finally:
             self.requests.discard(task)
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around whatever reads an answer: one without what belongs into it is a `ServerError`."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, AReaLiteError):
+                raise
+            raise ServerError(
+                f"{self.address} answered without the expected fields: {error!r}"
+            ) from error
+
     def give_up(self) -> None:
         """What waits for it goes elsewhere."""
         self.is_lost = True
@@ -85,7 +97,7 @@ class Router:
     def __init__(self, addresses: Iterable[str] = ()):
         self.servers: dict[str, Server] = {}
         self._affinity: OrderedDict[str, Server] = OrderedDict()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: set[asyncio.Future[None]] = set()
         self.on_change: Callable[[], None] = lambda: None
         for address in addresses:
             self.add(address)
@@ -151,15 +163,17 @@ class Router:
 
     async def _wait_for_change(self, wait: NamedWait) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
+        self._waiters.add(future)
         try:
             async with asyncio.timeout(wait.left_s):
                 await future
         except TimeoutError:
-            self._waiters.remove(future)
+            return
+        finally:
+            self._waiters.discard(future)
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, set()
         for future in waiters:
             if not future.done():
                 future.set_result(None)

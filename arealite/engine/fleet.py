@@ -10,14 +10,14 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.membership import LOOK_EVERY_S, Members
 from arealite.core.router import Router, Server
@@ -88,6 +88,8 @@ class Fleet:
         self._changing_weights = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._reviving: set[Server] = set()
+        # In a rollout worker: the servers that its owner has open, and the versions they hold.
+        self._followed: dict[str, int] | None = None
 
     async def connect(self, addresses: list[str], wait: NamedWait) -> None:
         """Wait for the servers that the job starts with, then watch over them."""
@@ -116,6 +118,9 @@ class Fleet:
     def follow(self, state: dict[str, Any]) -> None:
         """In a rollout worker: do as the owner's fleet."""
         self.version = state["version"]
+        self._followed = {
+            address: held for address, is_open, *_, held in state["servers"] if is_open
+        }
         for address in set(self.router.servers) - {address for address, *_ in state["servers"]}:
             self._leave(self.router.servers[address])
         for address, is_open, is_lost, kind, adapter, version in state["servers"]:
@@ -133,11 +138,7 @@ class Fleet:
             self._published, self.version = meta, meta.version
             servers = self._living()
             outcomes = await self._load_all(servers, meta)
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ServerError):
-                self.suspect(server, outcome)
-            elif outcome is not None:
-                raise outcome
+        self._judge(servers, outcomes)
         self.router.on_change()
         # with no server left, training goes on as soon as one has come back with these weights
         self.router.release(await self.router.acquire(wait))
@@ -179,26 +180,33 @@ class Fleet:
         await self.wire.continue_server(server)
 
     async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
-        # others tell nothing of an adapter's tensors
-        tells = server.is_arealite or not meta.is_adapter
-        held = await self.wire.fingerprints(server) if tells else None
-        if held is None:
-            return
-        if self._tensors is None or self._tensors[0] != meta:  # read once for all servers
-            self._tensors = (meta, read_published(meta))
-        name = first_mismatch(self._tensors[1], held)
+        name = await self._mismatch(server, meta)
         if name is not None:
             raise WeightUpdateError(
                 f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
                 f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
             )
 
+    async def _mismatch(self, server: Server, meta: WeightUpdateMeta) -> str | None:
+        """The name of a tensor that the server holds and that is not what `meta` published."""
+        # others tell nothing of an adapter's tensors
+        tells = server.is_arealite or not meta.is_adapter
+        held = await self._fingerprints(server) if tells else None
+        if held is None:
+            return None
+        if self._tensors is None or self._tensors[0] != meta:  # read once for all servers
+            self._tensors = (meta, read_published(meta))
+        return first_mismatch(self._tensors[1], held)
+
+    async def _fingerprints(self, server: Server) -> Fingerprints | None:
+        with server.answering():
+            return await self.wire.fingerprints(server)
+
     # --------------------------------------------------------------------------------------------- memory
 
     async def release_memory(self) -> None:
         """Interrupt what is in flight (it goes on after `resume_memory`) and free the servers' caches."""
-        async with self._changing_weights:
-            await asyncio.gather(*(self._release_memory(s) for s in self._living()))
+        await self._at_all(self._release_memory)
 
     async def _release_memory(self, server: Server) -> None:
         self.router.close(server)
@@ -206,13 +214,26 @@ class Fleet:
         await self.wire.release_memory(server)
 
     async def resume_memory(self) -> None:
-        async with self._changing_weights:
-            await asyncio.gather(*(self._resume_memory(s) for s in self._living()))
+        await self._at_all(self._resume_memory)
 
     async def _resume_memory(self, server: Server) -> None:
         await self.wire.resume_memory(server)
         await self.wire.continue_server(server)
         self.router.open(server)
+
+    async def _at_all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+        """Whoever fails meanwhile is looked after as always; the others go on."""
+        async with self._changing_weights:
+            servers = self._living()
+            outcomes = await asyncio.gather(*map(act, servers), return_exceptions=True)
+        self._judge(servers, outcomes)
+
+    def _judge(self, servers: list[Server], outcomes: list[BaseException | None]) -> None:
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ServerError):
+                self.suspect(server, outcome)
+            elif outcome is not None:
+                raise outcome
 
     def _living(self) -> list[Server]:
         return [s for s in self.router.servers.values() if s not in self._reviving]
@@ -241,13 +262,15 @@ class Fleet:
         try:
             while self.router.servers.get(server.address) is server:
                 try:
-                    await self.wire.probe(server)
-                    await self._catch_up(server)
-                except (ServerError, WeightUpdateError) as error:
+                    await self._probe(server)
+                    server.is_lost = False
+                    with server.asked():
+                        await self._catch_up(server)
+                except (ServerError, WeightUpdateError, ConfigError) as error:
                     server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
                     # Once may be chance: the trainer wrote the next weights while the server read.
-                    num_refusals += isinstance(error, WeightUpdateError)
+                    num_refusals += not isinstance(error, ServerError)
                     if num_refusals == TOLD_REFUSALS:
                         tell(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
@@ -258,29 +281,41 @@ class Fleet:
         finally:
             self._reviving.discard(server)
 
+    async def _probe(self, server: Server) -> None:
+        with server.answering():
+            await self.wire.probe(server)
+
     async def _catch_up(self, server: Server) -> None:
+        if self._followed is not None:
+            return self._open_as_followed(server, self._followed)
         async with self._changing_weights:
-            if server.version == self.version:
-                await self._compare_with_peers(server)
-                await self.wire.continue_server(
-                    server
-                )  # it may have failed in the middle of an update
-                self.router.open(server)
-            elif self._published is None:
+            meta, is_current = self._published, server.version == self.version
+            if meta is not None and not (is_current and await self._mismatch(server, meta) is None):
+                (error,) = await self._load_all([server], meta)
+                if error is not None:
+                    raise error
+                return
+            if not is_current:
                 raise ServerError(
                     f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
                 )
-            else:
-                (error,) = await self._load_all([server], self._published)
-                if error is not None:
-                    raise error
+            await self._compare_with_peers(server)
+            # it may have failed in the middle of an update
+            await self.wire.continue_server(server)
+            self.router.open(server)
+
+    def _open_as_followed(self, server: Server, followed: dict[str, int]) -> None:
+        """In a rollout worker: the owner alone pauses, loads and continues a server, and says when it is fit."""
+        if server.version < followed.get(server.address, server.version + 1):
+            raise ServerError(f"{server.address} is not open: the trainer's log says why")
+        self.router.open(server)
 
     async def _compare_with_peers(self, server: Server) -> None:
         """Before the first update nobody has published weights: a server that joins must hold what others hold."""
         peer = next((s for s in self.router.servers.values() if s.is_open), None)
         if self._published is not None or peer is None or not server.is_elastic:
             return
-        mine, theirs = await self.wire.fingerprints(server), await self.wire.fingerprints(peer)
+        mine, theirs = await self._fingerprints(server), await self._fingerprints(peer)
         if mine != theirs:
             raise WeightUpdateError(f"{server.address} serves other weights than {peer.address}")
 
@@ -290,7 +325,7 @@ class Fleet:
         backoff_s = 0.05
         while True:
             try:
-                return await self.wire.probe(server)
+                return await self._probe(server)
             except ServerError as error:
                 if (wait.left_s or 0) <= backoff_s:
                     cause = "the server died or still loads: see its log"
@@ -299,13 +334,13 @@ class Fleet:
             backoff_s = min(1.0, backoff_s * 1.5)
 
     async def _monitor(self, server: Server) -> None:
-        """Ask for a sign of life now and then; without one the server is given up."""
+        """Ask for a sign of life now and then; without one the server is given up, by whatever still waits for it."""
         limit_s = self.config.health_timeout_s
         while True:
             await asyncio.sleep(limit_s / 3)
             if self.router.servers.get(server.address) is not server:
                 return
-            if server in self._reviving:
+            if server in self._reviving and not server.requests:
                 continue
             try:
                 await self.wire.ping(server, limit_s)

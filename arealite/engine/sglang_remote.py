@@ -53,12 +53,8 @@ class RemoteSGLangEngine(RemoteEngine):
             body["lora_path"] = server.adapter
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
-        try:
+        with server.answering():
             pieces = [_piece(a, server, held) for a in answers]
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(
-                f"{server.address} answered without the expected fields: {error!r}"
-            ) from error
         if len(pieces) != num_samples:
             raise ServerError(
                 f"{server.address} gave {len(pieces)} samples, {num_samples} were asked for"
@@ -261,7 +257,7 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
         "skip_special_tokens": False,
     }
     if g.min_new_tokens > num_done:
-        params["min_new_tokens"] = g.min_new_tokens - num_done
+        params["min_new_tokens"] = min(g.min_new_tokens - num_done, max_new_tokens)
     if g.stop_token_ids:
         params["stop_token_ids"] = g.stop_token_ids
     if g.stop:

@@ -45,13 +45,9 @@ class RemotevLLMEngine(RemoteEngine):
             body |= {"token_ids": prompt, "sampling_params": params}
         url = f"{server.url}{endpoint}"
         answer = await self.http.post(url, body, self.config.request_timeout_s)
-        try:
+        with server.answering():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             pieces = [read(choice, server, held) for choice in choices]
-        except (KeyError, TypeError) as error:
-            raise ServerError(
-                f"{server.address} answered without the expected fields: {error!r}"
-            ) from error
         # Aborted before its first token, a sample has no entry.
         pieces += [Piece([], [], [], "abort") for _ in range(num_samples - len(pieces))]
         return pieces
@@ -165,7 +161,7 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
     params: dict[str, Any] = {
         "n": num_samples,
         "max_tokens": max_tokens,
-        "min_tokens": max(0, g.min_new_tokens - len(progress.tokens)),
+        "min_tokens": min(max_tokens, max(0, g.min_new_tokens - len(progress.tokens))),
         "temperature": g.temperature,
         "top_p": g.top_p,
         "top_k": g.top_k,

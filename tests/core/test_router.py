@@ -1,6 +1,7 @@
 """The router: least load, affinity, waiting for a server."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -44,3 +45,16 @@ def test_waiting_ends_when_a_server_opens_or_joins_and_not_otherwise():
         assert (await waiting).address == "b"
 
     asyncio.run(main())
+
+
+def test_a_server_that_opens_just_as_the_wait_for_it_ends_is_taken():
+    async def stand_still():
+        router = Router()
+        server = router.add("a:1", is_open=False)
+        task = asyncio.create_task(router.acquire(NamedWait("a test", "a server", 0.05)))
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # the loop: both happen in its next turn
+        asyncio.get_running_loop().call_soon(router.open, server)
+        return await task is server
+
+    assert asyncio.run(stand_still())

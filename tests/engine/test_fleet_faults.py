@@ -1,0 +1,175 @@
+"""What a fleet must not do: open a server with wrong weights, wait for one that hangs, give one up for a garbled answer."""
+
+import asyncio
+import signal
+import threading
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.errors import ServerError
+from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.engine.fleet import Fleet
+from arealite.utils.fingerprint import fingerprints
+from tests.engine.test_fleet import (  # noqa: F401
+    TOKENS,
+    background,
+    connect,
+    is_open,
+    request,
+    run,
+    steady,
+    steady_process,
+    until,
+)
+from tests.server_process import server_process
+
+
+def on_loop(engine, function, *args):
+    engine.executor.runner.loop.call_soon_threadsafe(function, *args)
+
+
+def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path, connect, steady):  # noqa: F811
+    """It says the right version: only the fingerprints tell. A load that went wrong once is tried again."""
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(steady, one)
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+        torn = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
+        held = fingerprints(torn.named_parameters())
+        true, asked, is_torn = engine.fingerprints, [], [True]
+
+        async def told(server):
+            asked.append(server.address)
+            return held if is_torn[0] and server.address == one.address else await true(server)
+
+        engine.fingerprints = told
+        on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
+        until(lambda: asked.count(one.address) > 2)
+        assert not is_open(engine, one) and is_open(engine, steady)
+        is_torn[0] = False
+        until(lambda: is_open(engine, one))
+
+
+def test_no_request_stays_with_a_server_that_fails_and_then_hangs(model_path, connect, steady):  # noqa: F811
+    """What failed closes it; what it still works on must not wait for its own deadline."""
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady, health_timeout_s=1.5)
+        futures = [background(engine, engine.agenerate(request(i))) for i in range(4)]
+        until(lambda: one.get("server_info")["running"] > 0)
+        one.signal(signal.SIGSTOP)
+        on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
+        assert all(len(f.result(30).output_tokens) == TOKENS for f in futures)
+
+
+def test_an_update_does_not_wait_for_a_server_that_hangs_while_it_catches_up(
+    model_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+):
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady, health_timeout_s=1.5, setup_timeout_s=600.0)
+        load, hangs = engine.load_weights, threading.Event()
+
+        def stop_and_load(server, meta):
+            if server.address == one.address:
+                one.signal(signal.SIGSTOP)
+                hangs.set()
+            return load(server, meta)
+
+        engine.fleet._published = WeightUpdateMeta("disk", str(model_path), 1)
+        engine.fleet.version = 1
+        engine.load_weights = stop_and_load
+        on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
+        assert hangs.wait(30)
+        engine.load_weights = load
+        update = threading.Thread(
+            target=engine.update_weights, args=[WeightUpdateMeta("disk", str(model_path), 2)]
+        )
+        update.start()
+        update.join(30)
+        assert not update.is_alive() and is_open(engine, steady)
+        one.signal(signal.SIGCONT)
+        until(lambda: is_open(engine, one))
+        assert one.get("model_info")["weight_version"] == "2"
+
+
+@pytest.mark.parametrize("garbled", ["model_info", "weights_checker?tensors=1"])
+def test_one_garbled_answer_costs_a_server_no_more_than_another_look(
+    garbled,
+    model_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+):
+    engine = connect(steady)
+    get, answers = engine.http.get, [None, [], {}]
+
+    async def garble(url, timeout_s=None):
+        is_meant = url.endswith(garbled) and answers
+        return answers.pop() if is_meant else await get(url, timeout_s)
+
+    engine.http.get = garble
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+    on_loop(engine, engine.fleet.suspect, engine.router.servers[steady.address], ServerError("x"))
+    until(lambda: not answers and is_open(engine, steady))
+
+
+def test_a_server_that_dies_while_its_memory_is_lent_stops_no_run(model_path, connect, steady):  # noqa: F811
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady, health_timeout_s=60.0)
+        engine.offload()
+        one.kill()
+        engine.onload()
+        assert is_open(engine, steady) and not is_open(engine, one)
+        assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
+
+
+def test_the_least_length_may_be_longer_than_a_segment(connect, steady):  # noqa: F811
+    engine = connect(steady, segment_tokens=16)
+    gconfig = GenerationHyperparameters(max_new_tokens=60, min_new_tokens=40)
+    answers = [
+        run(engine, engine.agenerate(ModelRequest([5, 6, 7], gconfig, seed=i))) for i in range(4)
+    ]
+    assert all(40 <= len(answer.output_tokens) <= 60 for answer in answers)
+
+
+class Obedient:
+    """A wire on which everybody answers; remembers who was told to go on."""
+
+    def __init__(self):
+        self.continued = []
+
+    async def probe(self, server):
+        server.version = 7
+
+    async def continue_server(self, server):
+        self.continued.append(server.address)
+
+
+def test_a_rollout_worker_neither_continues_nor_opens_what_its_owner_has_closed():
+    """The owner may have paused the server in the middle of an update, or found wrong weights in it."""
+
+    async def worker_side():
+        wire = Obedient()
+        owner, worker = (Fleet(InferenceEngineConfig(), wire) for _ in range(2))  # pyright: ignore
+        server = owner.router.add("a:1")
+        server.version = 7
+        worker.follow(owner.state())
+        mine = worker.router.servers["a:1"]
+        owner.router.close(server)
+        worker.follow(owner.state())
+        worker.suspect(mine, ServerError("x"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        while_closed = mine.is_open
+        owner.router.open(server)
+        worker.follow(owner.state())
+        async with asyncio.timeout(10):
+            while worker._reviving or not mine.is_open:
+                await asyncio.sleep(0.01)
+        await worker.close()
+        return while_closed, wire.continued
+
+    assert asyncio.run(worker_side()) == (False, [])
