@@ -160,6 +160,8 @@ class Ledger:
             kept = {i for i, _ in buffered}
             ids = db.execute("SELECT id FROM episodes").fetchall()
             undone = [row for row in ids if row[0] not in kept and not has_ended(row[0])]
+            # of checkpoints that were never whole: counted as the last good one, they would push out this one's
+            db.execute("DELETE FROM buffer WHERE step > ?", (step,))
             for table, key in (("episodes", "id"), ("rollouts", "episode")):
                 db.executemany(f"DELETE FROM {table} WHERE {key} = ?", undone)
             text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"

@@ -145,7 +145,8 @@ class Recover:
 
 def complete(folder: Path) -> list[Path]:
     """Checkpoints that were finished, the newest first."""
-    found = [p for p in folder.glob("step*") if (p / _STATE).is_file()]
+    named = [p for p in folder.glob("step*") if p.name.removeprefix("step").isdecimal()]
+    found = [p for p in named if (p / _STATE).is_file()]  # a copy, `step000004.bak`, is none
     return sorted(found, key=lambda p: int(p.name.removeprefix("step")), reverse=True)
 
 

@@ -89,6 +89,17 @@ def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
         ledger.flush()
 
 
+def test_a_checkpoint_that_was_never_whole_does_not_push_out_the_buffer_of_the_last_good_one(
+    tmp_path,
+):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.save_buffer(2, [(8, make_batch(8))])
+    for _ in range(2):  # killed twice before the checkpoint at 4 was whole
+        ledger.save_buffer(4, [(20, make_batch(20))])
+        assert [i for i, _ in ledger.rewind(2, has_ended=lambda i: i < 8)] == [8]
+    ledger.close()
+
+
 @pytest.mark.parametrize("content", [b"no database " * 500, None])
 def test_a_damaged_file_is_told_as_such(tmp_path, content):
     path = tmp_path / "run.sqlite"

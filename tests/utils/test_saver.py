@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 
@@ -78,11 +79,12 @@ def test_saver_writes_a_whole_model_folder(tmp_path, tokenizer):
     assert (path / "weights").read_text() == "7" and (path / "tokenizer.json").exists()
 
 
-def test_the_last_step_is_saved_where_any_is(tmp_path):
-    run_dir = RunDir(tmp_path)
-    path = Saver(FreqConfig(freq_epochs=1), run_dir, Engine(7)).maybe_save(info(1), is_last=True)
+@pytest.mark.parametrize("freq", [FreqConfig(freq_epochs=9), FreqConfig()])
+def test_the_last_step_is_always_saved(tmp_path, freq):
+    saver = Saver(freq, RunDir(tmp_path), Engine(7))
+    assert saver.maybe_save(info(0)) is None
+    path = saver.maybe_save(info(1), is_last=True)
     assert path == tmp_path / "checkpoints" / "step000002" and path.exists()
-    assert Saver(FreqConfig(), run_dir, Engine(7)).maybe_save(info(1), is_last=True) is None
 
 
 def test_full_disk_is_named(tmp_path):
@@ -147,6 +149,16 @@ def test_a_changed_digit_of_the_state_is_noticed(tmp_path, capsys):
     again = make(tmp_path)
     assert again.load() == info(0) and again.parts["loader"].at == 3
     assert "step000002 is damaged (state.json)" in capsys.readouterr().out
+
+
+def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
+    recover = make(tmp_path, value=1)
+    recover.save(info(0))
+    copy = shutil.copytree(tmp_path / "recover/step000001", tmp_path / "recover/step000001.bak")
+    for step in (1, 2):
+        recover.save(info(step))
+    last = make(tmp_path).load()
+    assert last is not None and last.global_step == 2 and copy.exists()
 
 
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
