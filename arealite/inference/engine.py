@@ -193,8 +193,13 @@ class Engine(StepLoop):
 
     def unload_adapter(self, flush_cache: bool = True) -> Future[int]:
         """Go back to the weights, and their version, without an adapter."""
-        stage = self.weights.stage
-        return self._update(lambda: stage("base", ""), self._base_version, flush_cache)
+
+        def stage() -> Staged:
+            if not self.adapter_name:
+                raise WeightUpdateError("no adapter is loaded: the base weights are in use")
+            return self.weights.stage("base", "")
+
+        return self._update(stage, None, flush_cache)
 
     def release_memory(self) -> Future[None]:
         """Give the device's memory back (KV cache, graphs, weights) until `resume_memory`; running requests wait."""
@@ -363,7 +368,9 @@ class Engine(StepLoop):
         self.runner.attach(self.scheduler.slots)
         self._home = None
 
-    def _swap(self, staged: Staged, version: int, flush_cache: bool, adapter_name: str) -> int:
+    def _swap(
+        self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str
+    ) -> int:
         begin = time.perf_counter()
         self._runner_in_use()
         self._settle()
@@ -378,7 +385,7 @@ class Engine(StepLoop):
         ):  # what is under way keeps its tokens, and has its keys and values computed anew
             self._retract()
             self.scheduler.pool.flush()
-        self._set_version(version)
+        self._set_version(self._base_version if version is None else version)
         self.last_update_s = time.perf_counter() - begin
         return num_met
 
@@ -404,7 +411,11 @@ class Engine(StepLoop):
         return self.runner
 
     def _update(
-        self, stage: Callable[[], Staged], version: int, flush_cache: bool, adapter_name: str = ""
+        self,
+        stage: Callable[[], Staged],
+        version: int | None,
+        flush_cache: bool,
+        adapter_name: str = "",
     ) -> Future[int]:
         """Read, check and bring new weights to the device on this thread; swap them in between two steps.
 

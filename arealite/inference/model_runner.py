@@ -200,7 +200,7 @@ class ModelRunner:
         out = run(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged
         )
-        return (out.logits if logits else out.last_hidden_state)[0]
+        return (out.logits if logits else out[0])[0]
 
     def _blocks_tile(self, first: int, positions: np.ndarray, table: np.ndarray) -> Tile:
         """A tile that gathers the blocks `table` [b, nb] of its sequences."""

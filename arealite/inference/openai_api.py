@@ -11,6 +11,7 @@ import inspect
 import json
 import time
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
@@ -62,14 +63,14 @@ _OTHER = {
     "tools",
     "chat_template_kwargs",
     "stream",
-    "logprobs",
     "user",
     "metadata",
-    "return_token_ids",
     "stream_options",
 }
-# What clients send along and the engine does not do: accepted with the values that ask for nothing.
-_INERT: dict[str, tuple[Any, ...]] = {
+# What is accepted with these values only; most ask for nothing.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "logprobs": (True, False, 0, 1),  # completions count alternatives, which are not known
+    "return_token_ids": (True, False),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
@@ -82,9 +83,16 @@ _INERT: dict[str, tuple[Any, ...]] = {
 
 
 async def models(http_request: web.Request) -> web.Response:
-    engine = http_request.app[ENGINE]
-    entry = {"id": engine.config.model_path, "object": "model", "owned_by": "arealite"}
-    return json_response({"object": "list", "data": [{**entry, "max_model_len": engine.max_len}]})
+    """The one model there is, in a list or by its name."""
+    engine, name = http_request.app[ENGINE], http_request.match_info.get("name")
+    own = engine.config.model_path
+    entry = {"id": own, "object": "model", "created": int(time.time()), "owned_by": "arealite"}
+    entry["max_model_len"] = engine.max_len
+    if name is None:
+        return json_response({"object": "list", "data": [entry]})
+    if name != own:
+        raise web.HTTPNotFound(reason=f"model {name!r} is not served here, {own!r} is")
+    return json_response(entry)
 
 
 async def completions(http_request: web.Request) -> web.StreamResponse:
@@ -122,10 +130,11 @@ def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
     for name, value in body.items():
         if value is None or name in _SAMPLING or name in _OTHER:
             continue
-        if name not in _INERT:
+        if name not in _CHOICES:
             raise RequestError(f"unknown or unsupported field {name!r}")
-        if value not in _INERT[name]:
-            raise RequestError(f"{name}={value!r} is not supported; leave it out")
+        if value not in _CHOICES[name]:
+            known = " or ".join(map(str, _CHOICES[name]))
+            raise RequestError(f"{name}={value!r} is not supported; use {known}, or leave it out")
     values = {"max_new_tokens": default_max_tokens}
     values |= {_SAMPLING[k]: v for k, v in body.items() if k in _SAMPLING and v is not None}
     return SamplingParams.from_json(values)
@@ -146,11 +155,10 @@ def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
 
 
 def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
-    messages, tokenizer = body.get("messages"), engine.tokenizer
-    if not isinstance(messages, list) or not messages:
+    tokenizer = engine.tokenizer
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise RequestError("messages must be a non-empty list")
-    if any(not isinstance(message, dict) or "role" not in message for message in messages):
-        raise RequestError("every message must be an object with a role")
+    messages = [_message(message) for message in body["messages"]]
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
     variables = body.get("chat_template_kwargs") or {}
@@ -166,6 +174,21 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     check_text(text)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message as templates know it: most take text only, and would spell out a list of parts as Python does."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("every message must be an object with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
+        if not all(isinstance(text, str) for text in parts):
+            raise RequestError("the embedded engine reads text: every part of content must be one")
+        return {**message, "content": "".join(parts)}
+    if not isinstance(content, str | None):
+        raise RequestError(f"content must be a text or a list of parts, got {content!r:.60}")
+    return message
 
 
 def _result(
@@ -223,21 +246,35 @@ def _wants_logprobs(body: dict[str, Any]) -> bool:
 
 
 def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool) -> dict[str, Any]:
-    names = (
-        [f"token_id:{token}" for token in ids]
-        if engine.tokenizer is None
-        else engine.tokenizer.convert_ids_to_tokens(ids)
-    )
+    texts = [_token_text(engine.tokenizer, token) for token in ids]
     if not chat:
-        return {"tokens": names, "token_logprobs": logprobs}
-    rows = zip(names, logprobs, strict=True)
-    return {"content": [{"token": name, "logprob": value} for name, value in rows]}
+        return {"tokens": texts, "token_logprobs": logprobs}
+    content = [
+        {
+            "token": text,
+            "bytes": None if "\ufffd" in text else list(text.encode()),  # part of a character
+            "logprob": logprob,
+            "top_logprobs": [],
+        }
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
+@lru_cache(1 << 17)
+def _token_text(tokenizer: Any | None, token: int) -> str:
+    """A token as it reads within a text, where its leading blank is not lost."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    text = tokenizer.decode([token])
+    is_word = (tokenizer.convert_ids_to_tokens(token) or "").startswith("\u2581")
+    return f" {text}" if is_word and not text.startswith(" ") else text
 
 
 async def _stream(
     engine: Engine, request: Request, body: dict[str, Any], chat: bool
 ) -> AsyncIterator[str]:
-    """One chunk per piece of text (or per token, with log-probs), and a last one per choice with its finish_reason."""
+    """One chunk per piece of text (or per token, with log-probs or ids), and a last one per choice with its finish_reason."""
     envelope = _envelope(engine, request, body, chat)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -248,6 +285,8 @@ async def _stream(
             for i, output in enumerate(event):
                 rest = (output.text or "")[num_sent[i] :]
                 piece = _piece(i, rest, output.finish_reason["type"], chat)
+                if body.get("return_token_ids"):
+                    piece["prompt_token_ids"] = request.prompt.tolist()
                 yield json.dumps({**envelope, "choices": [piece]})
             if options.get("include_usage"):
                 usage = _usage(len(request.prompt), event)
@@ -258,7 +297,9 @@ async def _stream(
         piece = _piece(index, text, None, chat)
         if _wants_logprobs(body):
             piece["logprobs"] = _logprobs(engine, [token], [logprob], chat)
-        if text or _wants_logprobs(body):
+        if body.get("return_token_ids"):
+            piece["token_ids"] = [token]
+        if text or piece.keys() & {"logprobs", "token_ids"}:
             yield json.dumps({**envelope, "choices": [piece]})
 
 

@@ -111,6 +111,9 @@ class Ranks:
 
     def share(self, tensors: dict[str, torch.Tensor]) -> str:
         """Lay tensors that only this rank has where the others can map them."""
+        if self._shared is not None and _kinds(self._shared.tensors) != _kinds(tensors):
+            self._shared.unlink()  # a copy into other types would round
+            self._shared = None
         if self._shared is None:
             self._shared = SharedWeights.create(f"/dev/shm/arealite-ranks-{os.getpid()}", tensors)
         for name, tensor in tensors.items():
@@ -477,6 +480,10 @@ class _Follower:
             return str(refusal)
         except Exception as error:  # also a bug: rank 0 waits for an answer, and tells who asked
             return repr(error)
+
+
+def _kinds(tensors: Weights) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _add_tokens(checksum: int, result: StepResult | None) -> int:

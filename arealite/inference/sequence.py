@@ -159,8 +159,11 @@ def _typed(name: str, value: Any) -> Any:
 
 def _int_keys(bias: dict[Any, Any]) -> dict[int, float]:
     try:
+        for token, value in bias.items():
+            if not (str(token).isdecimal() and type(value) in (int, float)):
+                raise ValueError(f"got {token!r:.60}: {value!r:.60}")
         return {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise RequestError(f"logit_bias must map token ids to numbers: {error}") from error
 
 

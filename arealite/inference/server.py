@@ -24,6 +24,7 @@ from arealite.inference.http import (
     answer,
     errors_as_json,
     finish,
+    flag,
     json_response,
     read_object,
 )
@@ -67,6 +68,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", models),
+            web.get("/v1/models/{name:.+}", models),
         ]
     )
     return app
@@ -167,9 +169,10 @@ async def weights_checker(http_request: web.Request) -> web.Response:
 
 async def abort_request(http_request: web.Request) -> web.Response:
     body = await read_object(http_request)
-    if not body.get("abort_all") and not body.get("rid"):
+    abort_all = flag(body, "abort_all")
+    if not abort_all and not body.get("rid"):
         raise RequestError("give rid, or abort_all: true")
-    rid = None if body.get("abort_all") else body["rid"]
+    rid = None if abort_all else body["rid"]
     if not isinstance(rid, str | None):
         raise RequestError(f"rid must be a string, got {rid!r}")
     count = await answer(http_request.app[ENGINE].abort(rid))
@@ -227,7 +230,7 @@ async def unload_lora_adapter(http_request: web.Request) -> web.Response:
     name = body.get("lora_name")
     if not name or name != engine.adapter_name:
         raise RequestError(f"adapter {name!r} is not loaded; {engine.adapter_name or 'none'} is")
-    flush = bool(body.get("flush_cache", True))
+    flush = _flush(body)
     future = await asyncio.get_running_loop().run_in_executor(None, engine.unload_adapter, flush)
     count = await answer(future)
     message = f"the base weights, version {engine.version}, are in use"
@@ -243,7 +246,7 @@ async def init_weights_update_group(http_request: web.Request) -> web.Response:
 
 async def update_weights_from_distributed(http_request: web.Request) -> web.Response:
     engine, body = http_request.app[ENGINE], await read_object(http_request)
-    version, flush = _version(engine, body), bool(body.get("flush_cache", True))
+    version, flush = _version(engine, body), _flush(body)
 
     def receive() -> Any:
         tensors = http_request.app[RECEIVER].receive(body)
@@ -278,15 +281,19 @@ async def _update(
     if not isinstance(path, str) or not path:
         raise RequestError(f"{key} must name the new weights, got {path!r}")
     version = _version(engine, body)
-    if body.get("abort_all_requests"):
+    flush = _flush(body)
+    if flag(body, "abort_all_requests"):
         await answer(engine.abort())
-    flush = bool(body.get("flush_cache", True))
     # Reading and checking happen on a thread, so that neither the server nor the engine waits for the disk.
     loop = asyncio.get_running_loop()
     future = await loop.run_in_executor(None, update, engine, path, version, flush)
     count = await answer(future)
     message = f"weights of version {version} are in use"
     return json_response({"success": True, "message": message, "num_paused_requests": count})
+
+
+def _flush(body: dict[str, Any]) -> bool:
+    return body.get("flush_cache") is None or flag(body, "flush_cache")
 
 
 def _version(engine: Engine, body: dict[str, Any]) -> int:

@@ -28,7 +28,7 @@ class WeightReceiver:
             address, port = str(body["master_address"]), int(body["master_port"])
             rank, size = int(body["rank_offset"]), int(body["world_size"])
             name, backend = str(body["group_name"]), body.get("backend", "gloo")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(
                 "to join a group give master_address, master_port, rank_offset, world_size and group_name: "
                 f"{error!r}"

@@ -1,7 +1,7 @@
 """The weights of a model that is being served: new ones are read, checked as a whole, cut to this rank, then copied in place.
 
-Used by the engine, in tensor parallel on every rank. What does not fit (a missing, unknown or misshapen tensor) is refused before the first
-byte is copied, so the old weights stay whole. Names are those of `named_parameters()`; a tied head may be left out.
+Used by the engine, in tensor parallel on every rank. What does not fit (a missing, unknown or misshapen tensor, numbers that are
+not finite) is refused before the first byte is copied, so the old weights stay whole. Names are those of `named_parameters()`; a tied head may be left out.
 An adapter is merged as `W + scale·B·A` in float32, always from the weights without any adapter, which are kept on the host: swapping to
 and fro gives the same bits, and the storage that CUDA graphs read stays the same.
 """
@@ -99,6 +99,7 @@ class ServedWeights:
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
+            _check_finite(name, weights[name], source)
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def accept(self, staged: Staged) -> None:
@@ -138,6 +139,9 @@ class ServedWeights:
                     "another model. The old weights are still served"
                 )
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
+            for factor in (down, up):
+                _check_type(name, factor, source)
+                _check_finite(name, factor, source)
         for name in adapter.layers:
             if name not in self._base:
                 self._base[name] = targets[name].detach().to("cpu", copy=True)
@@ -170,6 +174,16 @@ def _check_type(name: str, value: torch.Tensor, source: str) -> None:
     if not value.is_floating_point():
         raise WeightUpdateError(
             f"{source}: {name} holds {value.dtype}, weights are floating-point numbers. The old weights are still served"
+        )
+
+
+def _check_finite(name: str, value: torch.Tensor, source: str) -> None:
+    if not value.numel():
+        return
+    ends = torch.stack((value if value.itemsize > 1 else value.float()).detach().aminmax())
+    if not ends.isfinite().all():
+        raise WeightUpdateError(
+            f"{source}: {name} holds NaN or infinity: whoever trains has diverged. The old weights are still served"
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
-from arealite.api.errors import RequestError, ServerError
+from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
@@ -94,7 +94,9 @@ def test_broken_weights_are_told(make, model_path):
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model.model.norm.weight.data.fill_(float("nan"))
     put_outbox("broken", model.named_parameters())
-    engine.update_weights(WeightUpdateMeta("broadcast", "broken", 1))
+    with pytest.raises(WeightUpdateError, match=r"norm\.weight holds NaN"):
+        engine.update_weights(WeightUpdateMeta("broadcast", "broken", 1))
+    engine.engine.model.model.norm.weight.fill_(float("nan"))
     gconfig = GenerationHyperparameters(max_new_tokens=8)
     with pytest.raises(ServerError, match="gave a request up"):
         run(engine, engine.agenerate(ModelRequest([5, 6], gconfig)))

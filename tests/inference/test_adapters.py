@@ -88,6 +88,9 @@ def test_an_adapter_after_a_full_update_stands_on_the_new_weights(make_engine, t
     engine.load_adapter(str(tmp_path / "one"), "v1", 1).result(30)
     engine.update_weights_from_tensors(dict(other.named_parameters()), 2).result(30)
     assert engine.weights.adapter is None and engine.adapter_name == ""
+    with pytest.raises(WeightUpdateError, match="no adapter is loaded"):
+        engine.unload_adapter()
+    assert engine.version == 2
     adapted = make_adapter(tmp_path / "two", other, 2)
     engine.load_adapter(str(tmp_path / "two"), "v3", 3).result(30)
     (output,) = run(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True)
@@ -131,6 +134,8 @@ BAD = {
     "no alpha": (lambda s, t: s.update(lora_alpha=None), "lora_alpha of .* got None"),
     "no number": (lambda s, t: s.update(lora_alpha=float("nan")), "lora_alpha of .* got nan"),
     "huge alpha": (lambda s, t: s.update(lora_alpha=10**400), "lora_alpha of .* got 1000"),
+    "NaN": (lambda s, t: t[Q + "lora_A.weight"].fill_(torch.nan), "q_proj.weight holds NaN"),
+    "integers": (lambda s, t: t.update({Q + "lora_A.weight": torch.ones(4, 48).long()}), "int64"),
     "bad pattern": (lambda s, t: s.update(rank_pattern={"(": 4}), "rank_pattern"),
     "no patterns": (lambda s, t: s.update(alpha_pattern=["q_proj"]), "alpha_pattern"),
     "no pair": (lambda s, t: t.pop(Q + "lora_B.weight"), "counterpart"),

@@ -143,8 +143,10 @@ def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
     assert two.fingerprint().result(60) == one.fingerprint().result(60) and two.version == 1
 
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
-    for engine in pair:
-        engine.update_weights_from_tensors(doubled, 3).result(60)
+    coarse = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    for version, tensors in ((2, coarse), (3, doubled)):  # of another type than those before
+        for engine in pair:
+            engine.update_weights_from_tensors(tensors, version).result(60)
     assert two.fingerprints().result(60) == one.fingerprints().result(60)
     same = {"temperature": 0.0, "max_new_tokens": 12}
     assert run(two, [4, 5, 6], **same)[0].token_ids == run(one, [4, 5, 6], **same)[0].token_ids

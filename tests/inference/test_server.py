@@ -115,7 +115,10 @@ def test_text_and_streaming(server, tokenizer):
 
 
 def test_openai_endpoints(server, tokenizer):
-    assert server("/v1/models")["data"][0]["max_model_len"] == 512
+    (entry,) = server("/v1/models")["data"]
+    assert entry["max_model_len"] == 512 and entry["created"] > 0
+    assert server(f"/v1/models/{entry['id']}")["id"] == entry["id"]
+    assert "is not served here" in server("/v1/models/gpt-4", expect=404)["message"]
     body = {"prompt": "abc", "max_tokens": 5, "temperature": 0, "logprobs": 0, "ignore_eos": True}
     choice = server("/v1/completions", {**body, "return_token_ids": True})["choices"][0]
     assert choice["text"] == tokenizer.decode(choice["token_ids"])
@@ -130,6 +133,18 @@ def test_openai_endpoints(server, tokenizer):
     chat = server("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "logprobs": True})
     assert chat["choices"][0]["message"]["role"] == "assistant"
     assert chat["usage"]["prompt_tokens"] == len(tokenizer.encode("<user>hi\n<assistant>"))
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "temperature": 0}
+    body |= {"return_token_ids": True, "logprobs": True}
+    (choice,) = server("/v1/chat/completions", body)["choices"]
+    assert choice["prompt_token_ids"] == tokenizer.encode("<user>hi\n<assistant>")
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+    assert (
+        b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+        == choice["message"]["content"]
+    )
+    assert all(entry["top_logprobs"] == [] for entry in entries)
     stream = {"messages": messages, "max_tokens": 3, "stream": True, "temperature": 0}
     status, raw = server.request("/v1/chat/completions", stream)
     assert status == 200 and raw.decode().rstrip().endswith("data: [DONE]")
@@ -138,6 +153,7 @@ def test_openai_endpoints(server, tokenizer):
 def test_an_openai_stream_is_the_whole_answer_in_pieces(server):
     body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 40}
     body |= {"logprobs": True, "tool_choice": "auto", "ignore_eos": True, "temperature": 2.0}
+    body |= {"return_token_ids": True}
     text = server("/v1/chat/completions", body)["choices"][0]["message"]["content"]
     body["stop"] = [text[20:23], text[30:36]]
     whole = server("/v1/chat/completions", body)
@@ -151,6 +167,8 @@ def test_an_openai_stream_is_the_whole_answer_in_pieces(server):
         assert "".join(p["delta"]["content"] for p in pieces) == choice["message"]["content"]
         logprobs = [entry for p in pieces if "logprobs" in p for entry in p["logprobs"]["content"]]
         assert logprobs == choice["logprobs"]["content"]
+        assert [id for p in pieces for id in p.get("token_ids", ())] == choice["token_ids"]
+        assert pieces[-1]["prompt_token_ids"] == choice["prompt_token_ids"]
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
 
 
@@ -191,6 +209,10 @@ BAD = [
     ("/generate", b'{"input_ids": [1], "stream": true, "sampling_params": {"n": -1}}', "n must"),
     ("/pause_generation", b'{"mode": "sideways"}', "sideways"),
     ("/abort_request", b"{}", "rid"),
+    ("/abort_request", b'{"abort_all": "false"}', "abort_all must be true or false"),
+    ("/update_weights_from_disk", b'{"model_path": "/", "flush_cache": "no"}', "flush_cache must"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1_0": 1}}}', "'1_0'"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": true}}}', "True"),
     ("/update_weights_from_disk", b"{}", "model_path"),
     ("/update_weights_from_disk", b'{"model_path": "/nowhere"}', "not a folder"),
     ("/update_weights_from_shm", b'{"path": "/nowhere"}', "/nowhere"),
@@ -214,6 +236,11 @@ BAD = [
         "port 99999",
     ),
     (
+        "/init_weights_update_group",
+        b'{"master_address": "x", "master_port": 1e999, "rank_offset": 1, "world_size": 2, "group_name": "g"}',
+        "infinity",
+    ),
+    (
         "/v1/chat/completions",
         b'{"messages": [{"role": "user"}], "top_logprobs": 5}',
         "top_logprobs",
@@ -224,6 +251,14 @@ BAD = [
         "chat_template_kwargs",
     ),
     ("/v1/completions", b'{"prompt": "a", "echo": true}', "echo"),
+    ("/v1/completions", b'{"prompt": "a", "logprobs": 5}', "logprobs=5"),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "logprobs": "yes"}', "'yes'"),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": 7}]}', "content"),
+    (
+        "/v1/chat/completions",
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        "reads text",
+    ),
     ("/v1/completions", b'{"prompt": 3}', "prompt"),
     ("/v1/chat/completions", b'{"messages": []}', "messages"),
     ("/v1/chat/completions", b'{"messages": [3]}', "role"),
@@ -253,6 +288,8 @@ def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path
         (changed | {"surplus": torch.zeros(1)}, "unknown"),
         (changed | {"model.norm.weight": torch.zeros(3)}, "shape"),
         (changed | {"model.norm.weight": torch.zeros(32, dtype=torch.int64)}, "int64"),
+        (changed | {"model.norm.weight": torch.full([32], torch.nan)}, "norm.weight holds NaN"),
+        (changed | {"model.norm.weight": torch.full([32], -torch.inf)}, "infinity"),
     ):
         folder = tmp_path / message
         folder.mkdir()
