@@ -8,11 +8,14 @@ lease, one that is killed lets it expire.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.rundir import RunDir
+
+logger = logging.getLogger("arealite.membership")
 
 LOOK_EVERY_S = 1.0
 LAUNCHER_PREFIX = "servers/"
@@ -34,7 +37,10 @@ class Lease:
         self._names.publish(ELASTIC_PREFIX + self.address, self.address)
         try:
             while not stop.is_set():
-                self._names.renew()
+                try:
+                    self._names.renew()
+                except OSError as error:  # a shared folder that is away for a moment
+                    logger.warning("the lease of %s was not renewed: %s", self.address, error)
                 try:
                     async with asyncio.timeout(self._names.ttl_s / 3):
                         await stop.wait()

@@ -74,21 +74,23 @@ class Progress:
     num_interruptions: int = 0
 
     def add(self, piece: Piece) -> None:
+        num_before = len(self.tokens)
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.versions += piece.versions
         self.stop_reason = piece.stop_reason
         if piece.stop_reason == "abort":
             self.num_interruptions += 1
-            self._step_back()
+            self._step_back(num_before)
         if self.left <= 0 and piece.stop_reason != "stop":
             self.stop_reason = "length"
         elif piece.stop_reason == "length" and len(piece.tokens) >= self.num_asked:
             self.stop_reason = "abort"  # a segment is over, the answer is not (unless the server's context is full)
 
-    def _step_back(self) -> None:
-        """Leave out the last tokens that may begin a stop string: a server looks for one only in what it makes itself."""
-        kept = max(0, len(self.tokens) + 1 - max(map(len, self.request.gconfig.stop), default=1))
+    def _step_back(self, num_before: int) -> None:
+        """Leave out the last new tokens that may begin a stop string: a server looks for one only in what it makes itself."""
+        longest = max(map(len, self.request.gconfig.stop), default=1)
+        kept = max(num_before, len(self.tokens) + 1 - longest)
         del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
 
     def next_rid(self) -> str:

@@ -54,7 +54,7 @@ class RemoteSGLangEngine(RemoteEngine):
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
         with server.answering():
-            pieces = [_piece(a, server, held) for a in answers]
+            pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]
         if len(pieces) != num_samples:
             raise ServerError(
                 f"{server.address} gave {len(pieces)} samples, {num_samples} were asked for"
@@ -274,7 +274,7 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
     return params
 
 
-def _piece(answer: dict[str, Any], server: Server, held: int) -> Piece:
+def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -> Piece:
     meta = answer["meta_info"]
     entries = meta["output_token_logprobs"]
     reason = meta["finish_reason"]["type"]
@@ -295,5 +295,8 @@ def _piece(answer: dict[str, Any], server: Server, held: int) -> Piece:
                 f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens"
             )
     else:
-        versions = [read_version(meta.get("weight_version"), held)] * len(tokens)
+        version = read_version(meta.get("weight_version"), held)
+        if pause_mode == "in_place":  # it is that of the last token; the first may be older
+            version = min(version, held)
+        versions = [version] * len(tokens)
     return Piece(tokens, logprobs, versions, reason)

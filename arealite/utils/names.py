@@ -116,7 +116,10 @@ class FileNames:
         try:
             age_s = now - path.stat().st_mtime
             entry = json.loads(path.read_text())
-        except FileNotFoundError:
+        except (
+            FileNotFoundError,
+            ValueError,
+        ):  # withdrawn, or left empty by a machine that crashed
             return None
         return entry["value"] if age_s <= entry["ttl_s"] else None
 

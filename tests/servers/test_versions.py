@@ -11,6 +11,7 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
+from arealite.engine.remote import Piece, Progress
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
 
@@ -198,3 +199,33 @@ def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
     wait = NamedWait("the test", "an answer", 20)
     assert engine.executor.run_coroutine(engine.agenerate(request), wait).output_versions == [3]
     assert known == ["v3"]
+
+
+@pytest.mark.parametrize(("mode", "version"), [("abort", 2), ("in_place", 1)])
+def test_tokens_that_an_update_in_place_may_have_met_count_as_old(connect, mode, version):
+    """An older SGLang tells one version, the last: interrupted by an update it is all tokens', in place it need not be."""
+    it = Restarting()
+
+    def generate(body: dict) -> dict:
+        it.version = "2"
+        return it.sglang(body)
+
+    does = {"/get_model_info": it.info, "/generate": generate, "/update_weights_from_disk": it.load}
+    _, engine, _ = connect(RemoteSGLangEngine, OLD_SGLANG | does, pause_mode=mode)
+    engine.update_weights(WeightUpdateMeta("disk", "/weights", 1))
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+    wait = NamedWait("the test", "an answer", 20)
+    answer = engine.executor.run_coroutine(engine.agenerate(request), wait)
+    assert answer.output_versions == [version]
+
+
+def test_a_piece_that_brings_nothing_takes_no_token_away():
+    """With stop strings an interruption costs the last tokens; one before the first new token costs none."""
+    gconfig = GenerationHyperparameters(max_new_tokens=50, stop=["12345"])
+    progress = Progress(ModelRequest([1], gconfig), seed=1)
+    ten = [7] * 10
+    progress.add(Piece(ten, [-1.0] * 10, [0] * 10, "abort"))
+    assert len(progress.tokens) == 6
+    for number in (0, 2):
+        progress.add(Piece(ten[:number], [-1.0] * number, [0] * number, "abort"))
+        assert len(progress.tokens) == len(progress.logprobs) == len(progress.versions) == 6

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import subprocess
 import sys
@@ -80,3 +81,29 @@ def test_a_folder_that_is_gone_is_named(tmp_path):
     for use in (lambda: names.publish("a", "1"), lambda: names.list("a"), lambda: names.get("a")):
         with pytest.raises(AReaLiteError, match=r"find each other, cannot be used: No such file"):
             use()
+
+
+def test_an_entry_that_a_crash_left_empty_is_none(tmp_path):
+    names = FileNames(tmp_path)
+    names.publish("server/a", "a:1")
+    (tmp_path / "server@b").touch()
+    assert names.list("server/") == {"server/a": "a:1"} and names.get("server/b") is None
+    assert names.claim("server/b", "b:1")
+
+
+def test_a_server_outlives_a_moment_without_the_shared_folder(tmp_path, monkeypatch):
+    async def hold():
+        lease, stop, looks = membership.Lease(tmp_path, "a:1"), asyncio.Event(), []
+        lease._names.ttl_s = 0.05
+
+        def away():
+            looks.append(len(looks))
+            if len(looks) == 1:
+                raise OSError(116, "Stale file handle")
+            stop.set()
+
+        monkeypatch.setattr(lease._names, "renew", away)
+        await asyncio.wait_for(lease.hold(stop), 10)
+        return looks
+
+    assert asyncio.run(hold()) == [0, 1]
