@@ -220,7 +220,7 @@ class BaseExperimentConfig(Section):
     valid_dataset: DatasetConfig | None = _help("Validation data.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
-    saver: FreqConfig = _help("When Hugging Face checkpoints are written.", FreqConfig)
+    saver: FreqConfig = _help("When models are written, besides the last.", FreqConfig)
     evaluator: FreqConfig = _help("When the validation set is run.", FreqConfig)
     recover: RecoverConfig = _help("Whether and when recover checkpoints are.", RecoverConfig)
     stats_logger: StatsLoggerConfig = _help("Where statistics go.", StatsLoggerConfig)

@@ -102,7 +102,7 @@ class MainConfig(BaseExperimentConfig):
     )
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
     saver: FreqConfig = help_field(
-        "When Hugging Face checkpoints are written.", lambda: FreqConfig(freq_epochs=1)
+        "When models are written, besides the last.", lambda: FreqConfig(freq_epochs=1)
     )
     trainer: TrainerTree = help_field("Which loop, and its settings.", TrainerTree)
 

@@ -134,7 +134,9 @@ class Run:
             values |= self.rollout.stats()
         times = self.trace.take()
         values |= times
-        values["idle/trainer"] = times.get("time/rollout", 0.0) / times["time/step"]
+        # The executor knows how long it was waited for, also in a loop that times no phases.
+        waited_s = max(times.get("time/rollout", 0.0), values.get("wait_s", 0.0))
+        values["idle/trainer"] = min(1.0, waited_s / times["time/step"])
         values |= self._server_busy.take()
         if "num_seqs" in values:
             values["tokens_per_s"] = values["num_seqs"] * values["seq_len"] / times["time/step"]
@@ -173,6 +175,8 @@ class Run:
     def _resume(self) -> int:
         last = self.recover.load()
         first = 0 if last is None else last.global_step + 1
+        if first and rank() == 0:
+            tell(f"resuming after step {first}")
         # Servers that this run did not start may hold the weights of another one.
         others = (
             isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()

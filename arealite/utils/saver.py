@@ -53,11 +53,8 @@ class Saver:
         self.tokenizer = tokenizer
 
     def maybe_save(self, info: StepInfo, is_last: bool = False) -> Path | None:
-        """Save if it is time, and after the last step of a run that saves at all; returns where."""
-        is_due = self.frequency.is_due(info) or (
-            is_last and any(vars(self.frequency.config).values())
-        )
-        return self.save(info) if is_due else None
+        """Save if it is time, and after the last step in any case: what was trained is not lost. Returns where."""
+        return self.save(info) if self.frequency.is_due(info) or is_last else None
 
     def save(self, info: StepInfo) -> Path:
         """Save now. Called by all ranks."""
