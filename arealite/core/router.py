@@ -97,7 +97,7 @@ class Router:
     def __init__(self, addresses: Iterable[str] = ()):
         self.servers: dict[str, Server] = {}
         self._affinity: OrderedDict[str, Server] = OrderedDict()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
         self.on_change: Callable[[], None] = lambda: None
         for address in addresses:
             self.add(address)
@@ -163,17 +163,17 @@ class Router:
 
     async def _wait_for_change(self, wait: NamedWait) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._waiters.add(future)
+        self._waiters[future] = None
         try:
             async with asyncio.timeout(wait.left_s):
                 await future
         except TimeoutError:
             return
         finally:
-            self._waiters.discard(future)
+            self._waiters.pop(future, None)
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, set()
+        waiters, self._waiters = self._waiters, {}
         for future in waiters:
             if not future.done():
                 future.set_result(None)

@@ -20,7 +20,13 @@ from typing import Any
 from urllib.parse import quote
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError, WaitTimeout
+from arealite.api.errors import (
+    ConfigError,
+    RequestError,
+    ServerError,
+    WaitTimeout,
+    WeightUpdateError,
+)
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, WeightUpdateMeta
 from arealite.core.membership import Members
 from arealite.core.router import Router, Server
@@ -30,7 +36,7 @@ from arealite.engine.broadcast import WeightSender
 from arealite.engine.collecting import CollectingEngine
 from arealite.engine.fleet import Fleet, Wire
 from arealite.utils import distributed
-from arealite.utils.http import HttpClient, HttpError
+from arealite.utils.http import HttpClient, HttpError, UnreachableError
 from arealite.utils.weight_group import get_outbox
 
 logger = logging.getLogger("arealite.remote")
@@ -156,6 +162,18 @@ class RemoteEngine(CollectingEngine, Wire):
     async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
         if meta.type == "broadcast":
             await self.sender.open(servers, meta, self.join_group)
+
+    def not_loaded(
+        self, server: Server, meta: WeightUpdateMeta, error: HttpError
+    ) -> ServerError | WeightUpdateError:
+        """What an error status means that a server answers when it is to load weights: is it the server, or are it the weights?"""
+        if meta.type == "broadcast":
+            # another member may have failed: this one is asked again on its own
+            self.sender.give_up()
+            return error
+        if error.status == 503:  # it is being stopped
+            return error
+        return WeightUpdateError(f"{server.address} refused version {meta.version}: {error.text}")
 
     async def control(
         self,
@@ -303,7 +321,10 @@ class RemoteEngine(CollectingEngine, Wire):
                 if is_refused:
                     raise RequestError(f"request {rid} was refused: {error}") from error
                 self.fleet.suspect(server, error)
-                errors.append(str(error))
+                if not isinstance(
+                    error, UnreachableError
+                ):  # it was no attempt, and is not asked again soon
+                    errors.append(str(error))
                 last = server
             finally:
                 self.router.release(server, count)

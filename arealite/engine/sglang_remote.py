@@ -107,13 +107,7 @@ class RemoteSGLangEngine(RemoteEngine):
             else:
                 await self._share_with(server, meta, flush)
         except HttpError as error:
-            if meta.type == "broadcast":
-                # another member may have failed: this one is asked again on its own
-                self.sender.give_up()
-                raise
-            raise WeightUpdateError(
-                f"{server.address} refused version {meta.version}: {error.text}"
-            ) from error
+            raise self.not_loaded(server, meta, error) from None
 
     async def _load(self, server: Server, endpoint: str, body: dict[str, Any]) -> None:
         answer = await self.control(server, endpoint, body, self.config.setup_timeout_s)

@@ -23,6 +23,7 @@ _NEEDED = ("/pause", "/resume", "/collective_rpc")
 _TOKENS = "/inference/v1/generate"
 # An older vLLM, or one without --enable-scale-out: OpenAI's endpoint with token ids on both sides.
 _BY_COMPLETIONS = "vllm by completions"
+_SEED_STEP = 0x1E3779B97F4A7C15  # samples of a group have neighbouring seeds
 
 
 class RemotevLLMEngine(RemoteEngine):
@@ -90,13 +91,7 @@ class RemotevLLMEngine(RemoteEngine):
                 version = {"new_version": str(meta.version)}
                 await self.control(server, "update_weight_version", version)
         except HttpError as error:
-            if meta.type == "broadcast":
-                # another member may have failed: this one is asked again on its own
-                self.sender.give_up()
-                raise
-            raise WeightUpdateError(
-                f"{server.address} refused version {meta.version}: {error.text}"
-            ) from error
+            raise self.not_loaded(server, meta, error) from None
 
     async def _receive(self, server: Server, meta: WeightUpdateMeta) -> None:
         limit = self.config.setup_timeout_s
@@ -178,7 +173,8 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
     if g.stop:
         params["stop"] = g.stop
     if progress.seed is not None:
-        params["seed"] = progress.seed
+        # each request draws a seed's noise from its beginning: what goes on with an answer needs other noise
+        params["seed"] = (progress.seed + len(progress.tokens) * _SEED_STEP) % 2**63
     return params
 
 

@@ -18,6 +18,7 @@ import aiohttp
 from arealite.api.errors import ServerError
 
 API_KEY_ENV = "AREALITE_API_KEY"
+CONNECT_TIMEOUT_S = 10.0
 
 dumps: Callable[[Any], bytes]
 loads: Callable[[bytes], Any]
@@ -43,6 +44,10 @@ class HttpError(ServerError):
     def is_refusal(self) -> bool:
         """The request itself is wrong: no other server would take it either."""
         return 400 <= self.status < 500 and self.status not in (401, 403, 408, 425, 429)
+
+
+class UnreachableError(ServerError):
+    """No connection could be made: nobody has seen the request."""
 
 
 class HttpClient:
@@ -83,17 +88,22 @@ class HttpClient:
     ) -> Any:
         try:
             # connecting is quick or hopeless; without its own limit a dead host takes the whole time-out
-            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
+            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             async with self._session.request(method, url, data=data, timeout=timeout) as response:
                 raw = await response.read()
                 if response.status >= 400:
                     raise HttpError(url, response.status, _error_text(raw))
                 return loads(raw) if raw and is_json else None
+        except aiohttp.ConnectionTimeoutError as error:
+            told = f"no connection within {CONNECT_TIMEOUT_S:g} s"
+            raise UnreachableError(f"{url} cannot be reached: {told}") from error
         except TimeoutError as error:
             raise ServerError(f"{url} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
             told = f"{type(error).__name__}: {error}"
-            raise ServerError(f"{url} cannot be reached: {told}") from error
+            is_unseen = isinstance(error, aiohttp.ClientConnectorError)
+            kind = UnreachableError if is_unseen else ServerError
+            raise kind(f"{url} cannot be reached: {told}") from error
         except ValueError as error:
             raise ServerError(f"{url} answered something that is not JSON: {error}") from error
 

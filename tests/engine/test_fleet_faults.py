@@ -1,8 +1,14 @@
 """What a fleet must not do: open a server with wrong weights, wait for one that hangs, give one up for a garbled answer."""
 
 import asyncio
+import contextlib
+import json
+import os
 import signal
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +19,8 @@ from arealite.api.errors import ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.engine.fleet import Fleet
 from arealite.utils.fingerprint import fingerprints
+from arealite.utils.http import HttpClient, UnreachableError
+from arealite.utils.network import free_port
 from tests.engine.test_fleet import (  # noqa: F401
     TOKENS,
     background,
@@ -173,3 +181,72 @@ def test_a_rollout_worker_neither_continues_nor_opens_what_its_owner_has_closed(
         return while_closed, wire.continued
 
     assert asyncio.run(worker_side()) == (False, [])
+
+
+def test_a_server_that_is_stopped_while_it_reads_new_weights_stops_no_run(
+    model_path,
+    tmp_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+):
+    """It answers 503: that is no refusal of the weights."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    os.mkfifo(slow / "model.safetensors.index.json")
+    with server_process(model_path, deterministic="true") as one:
+        engine = connect(one, steady)
+        load = engine.load_weights
+
+        def load_slowly(server, meta):
+            return load(
+                server, replace(meta, path=str(slow)) if server.address == one.address else meta
+            )
+
+        engine.load_weights = load_slowly
+        meta = WeightUpdateMeta("disk", str(model_path), 1)
+        with ThreadPoolExecutor(1) as pool:
+            update = pool.submit(engine.update_weights, meta)
+            with (slow / "model.safetensors.index.json").open("w") as index:  # it reads now
+                (slow / "model.safetensors").symlink_to(model_path / "model.safetensors")
+                one.signal(signal.SIGTERM)
+                until(lambda: not answers(one))
+                index.write(json.dumps({"weight_map": {"all": "model.safetensors"}}))
+            update.result(30)
+        assert is_open(engine, steady) and not is_open(engine, one)
+
+
+def answers(server):
+    with socket.socket() as sock:
+        host, port = server.address.split(":")
+        return sock.connect_ex((host, int(port))) == 0
+
+
+def test_servers_that_cannot_be_reached_use_up_no_attempts(connect, steady):  # noqa: F811
+    """Machines that were lost while nothing was asked of them are the least loaded ones."""
+    engine = connect(steady, request_retries=2, health_timeout_s=60.0)
+    for _ in range(4):
+        engine.router.add(f"127.0.0.1:{free_port()}")
+    engine.router.servers[steady.address].order = 10**9
+    assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
+
+
+def test_who_cannot_be_connected_to_is_told_so_and_when(monkeypatch):
+    """Not that it gave no answer within the hour that a generation may take."""
+    monkeypatch.setattr("arealite.utils.http.CONNECT_TIMEOUT_S", 0.2)
+
+    async def ask(address):
+        client = HttpClient()
+        try:
+            await client.post(f"http://{address}/generate", {}, 3600.0)
+        finally:
+            await client.close()
+
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # nobody accepts: soon the next one waits outside
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        with pytest.raises(UnreachableError, match=r"cannot be reached: .*0\.2 s"):
+            asyncio.run(ask(f"127.0.0.1:{full.getsockname()[1]}"))

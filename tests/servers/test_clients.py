@@ -89,6 +89,16 @@ def test_a_group_is_of_different_samples(engine):
     assert all(len(r.output_tokens) == len(r.output_logprobs) == 16 for r in responses)
 
 
+def test_pieces_of_a_seeded_answer_are_drawn_anew(engine):
+    """Where probabilities are flat, noise that begins anew with each piece makes many of the same tokens again."""
+    engine.config.segment_tokens = 8
+    wanted = request(40, temperature=2.0, n_samples=4)
+    wanted.seed = 5
+    answers = [r.output_tokens for r in run(engine, engine.agenerate_group(wanted))]
+    repeated = sum(a == b for answer in answers for a, b in zip(answer, answer[8:], strict=False))
+    assert repeated <= 6, f"{repeated} of 128 tokens are those of the piece before; 1 by chance"
+
+
 def test_a_stop_token_ends_the_continuation(engine, models):
     greedy = run(engine, engine.agenerate(request(temperature=0.0))).output_tokens
     stop = greedy[-1]
