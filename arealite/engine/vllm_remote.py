@@ -46,11 +46,11 @@ class RemotevLLMEngine(RemoteEngine):
             body |= {"token_ids": prompt, "sampling_params": params}
         url = f"{server.url}{endpoint}"
         answer = await self.http.post(url, body, self.config.request_timeout_s)
-        with server.answering():
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            pieces = [read(choice, server, held) for choice in choices]
         # Aborted before its first token, a sample has no entry.
-        pieces += [Piece([], [], [], "abort") for _ in range(num_samples - len(pieces))]
+        pieces = [Piece([], [], [], "abort") for _ in range(num_samples)]
+        with server.answering():
+            for choice in answer["choices"]:
+                pieces[choice["index"]] = read(choice, server, held)
         return pieces
 
     async def pause_server(self, server: Server, mode: str) -> None:
@@ -192,6 +192,11 @@ def _piece(choice: dict[str, Any], server: Server, held: int) -> Piece:
     for span in choice.get("weight_versions") or []:
         start, end = span["start"], span["end"]
         versions[start:end] = [read_version(span["version"], held)] * (end - start)
+    if len(versions) != len(tokens):
+        spans = choice["weight_versions"]
+        raise ServerError(
+            f"{server.address}: weight_versions {spans} do not fit {len(tokens)} tokens"
+        )
     return Piece(tokens, [entry["logprob"] for entry in content], versions, reason)
 
 

@@ -136,6 +136,7 @@ class Restarting:
     """What SGLang and vLLM answer; `version` is what they call the weights they hold."""
 
     version = "default"
+    is_right = False
 
     def load(self, body: dict) -> dict:
         self.version = body.get("weight_version") or body["new_version"]
@@ -229,3 +230,45 @@ def test_a_piece_that_brings_nothing_takes_no_token_away():
     for number in (0, 2):
         progress.add(Piece(ten[:number], [-1.0] * number, [0] * number, "abort"))
         assert len(progress.tokens) == len(progress.logprobs) == len(progress.versions) == 6
+
+
+def test_samples_that_vllm_has_not_begun_keep_their_place_and_their_seed(connect):
+    """Aborted before its first token, a sample has no entry; those after it must not slip into its place."""
+
+    def generate(body: dict) -> dict:
+        params = body["sampling_params"]
+        tokens = [params["seed"]] * (2 if params["n"] > 1 else params["max_tokens"])
+        reason = "abort" if params["n"] > 1 else "length"
+        entry = {"token_ids": tokens, "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)}}
+        if params["n"] == 1:
+            return {"choices": [{"index": 0, "finish_reason": reason, **entry}]}
+        return {"choices": [{"index": i, "finish_reason": reason, **entry} for i in (2, 0)]}
+
+    stub, engine, _ = connect(RemotevLLMEngine, {**OLD_VLLM, "/inference/v1/generate": generate})
+    request = ModelRequest([1], GenerationHyperparameters(n_samples=3, max_new_tokens=4), seed=50)
+    wait = NamedWait("the test", "an answer", 20)
+    answers = engine.executor.run_coroutine(engine.agenerate_group(request), wait)
+    assert [len(answer.output_tokens) for answer in answers] == [4, 4, 4]
+    sent = [
+        (len(b["token_ids"]), b["sampling_params"]["seed"]) for b in stub.bodies if "token_ids" in b
+    ]
+    assert len(sent) == 4 and sent[0] == (1, 50), sent
+    assert (1, 51) in sent[1:], f"the second sample was not begun anew with its own seed: {sent}"
+
+
+def test_version_spans_that_do_not_fit_the_tokens_are_no_answer(connect):
+    it = Restarting()
+
+    def generate(body: dict) -> dict:
+        answer = it.vllm(body)
+        if not it.is_right:
+            answer["choices"][0]["weight_versions"][0]["end"], it.is_right = 3, True
+        return answer
+
+    does = {"/weight_info": {"weight_version": "0"}, "/inference/v1/generate": generate}
+    _, engine, server = connect(RemotevLLMEngine, {**OLD_VLLM, **does})
+    it.version = "0"
+    request = ModelRequest([1, 2], GenerationHyperparameters(max_new_tokens=1))
+    wait = NamedWait("the test", "an answer", 20)
+    answer = engine.executor.run_coroutine(engine.agenerate(request), wait)
+    assert answer.output_versions == [0] and "weight_versions" in server.last_error
