@@ -46,14 +46,14 @@ class Adapter:
 
 
 def read_tensors(folder: Path, stem: str) -> Weights:
-    """All tensors of `stem`.safetensors, or of the several files that its index names."""
+    """All tensors of `stem`.safetensors or, where there is no such file (as Hugging Face looks for them), of those its index names."""
     index = folder / f"{stem}.safetensors.index.json"
     weights: Weights = {}
     try:
         if not folder.is_dir():
             raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
         names = [f"{stem}.safetensors"]
-        if index.exists():
+        if index.exists() and not (folder / names[0]).exists():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         for name in names:
             with safe_open(folder / name, framework="pt") as file:

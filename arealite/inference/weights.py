@@ -99,8 +99,21 @@ class ServedWeights:
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
-            _check_finite(name, weights[name], source)
+            _check_range(name, weights[name], target.dtype, source)
+        self._check_tied(weights, targets, source)
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
+
+    def _check_tied(self, weights: Weights, targets: Weights, source: str) -> None:
+        """A head that is tied here may be sent along, but only as the same numbers."""
+        owners = {target.data_ptr(): name for name, target in targets.items()}
+        for alias, tensor in self.model.state_dict().items():
+            owner = owners.get(tensor.data_ptr())
+            if alias in targets or alias not in weights or owner is None:
+                continue
+            if not torch.equal(weights[alias].to(weights[owner]), weights[owner]):
+                raise WeightUpdateError(
+                    f"{source}: {alias} differs from {owner}, to which it is tied in this model. The old weights are still served"
+                )
 
     def accept(self, staged: Staged) -> None:
         self.adapter = staged.adapter
@@ -141,7 +154,7 @@ class ServedWeights:
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
             for factor in (down, up):
                 _check_type(name, factor, source)
-                _check_finite(name, factor, source)
+                _check_range(name, factor, torch.float32, source)
         for name in adapter.layers:
             if name not in self._base:
                 self._base[name] = targets[name].detach().to("cpu", copy=True)
@@ -177,13 +190,14 @@ def _check_type(name: str, value: torch.Tensor, source: str) -> None:
         )
 
 
-def _check_finite(name: str, value: torch.Tensor, source: str) -> None:
+def _check_range(name: str, value: torch.Tensor, dtype: torch.dtype, source: str) -> None:
     if not value.numel():
         return
     ends = torch.stack((value if value.itemsize > 1 else value.float()).detach().aminmax())
-    if not ends.isfinite().all():
+    if not (ends.double().abs() <= torch.finfo(dtype).max).all():  # as NaN is not
         raise WeightUpdateError(
-            f"{source}: {name} holds NaN or infinity: whoever trains has diverged. The old weights are still served"
+            f"{source}: {name} holds NaN, infinity or more than {dtype} can hold: whoever trains has diverged. "
+            "The old weights are still served"
         )
 
 

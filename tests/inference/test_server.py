@@ -290,6 +290,11 @@ def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path
         (changed | {"model.norm.weight": torch.zeros(32, dtype=torch.int64)}, "int64"),
         (changed | {"model.norm.weight": torch.full([32], torch.nan)}, "norm.weight holds NaN"),
         (changed | {"model.norm.weight": torch.full([32], -torch.inf)}, "infinity"),
+        (
+            changed | {"model.norm.weight": torch.full([32], 1e300, dtype=torch.float64)},
+            "more than torch.float32",
+        ),
+        (changed | {"lm_head.weight": torch.zeros(3)}, "it is tied"),
     ):
         folder = tmp_path / message
         folder.mkdir()
@@ -298,7 +303,10 @@ def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path
         assert message in server("/update_weights_from_disk", body, expect=400)["message"]
     assert server("/weights_checker")["fingerprint"] == old
 
-    save_file(changed, tmp_path / "model.safetensors")
+    tied = changed["model.embed_tokens.weight"].clone()
+    save_file(changed | {"lm_head.weight": tied}, tmp_path / "model.safetensors")
+    index = tmp_path / "model.safetensors.index.json"  # of an earlier save, in several files
+    index.write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
     body = {"model_path": str(tmp_path), "weight_version": "7"}
     assert server("/update_weights_from_disk", body)["success"]
     assert server("/model_info")["weight_version"] == "7"
