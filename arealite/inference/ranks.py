@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import AReaLiteError, ServerError, WeightUpdateError
@@ -314,6 +315,7 @@ def _follow(
 ) -> None:
     """The life of a rank other than 0. Ends when rank 0 closes the pipe or dies."""
     die_with_owner()
+    disable_progress_bar()  # a log is no place for bars
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # for rank 0, which ends this one
     try:
