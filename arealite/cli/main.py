@@ -39,6 +39,7 @@ from arealite.api.cli_args import (
 from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError
 from arealite.trainer import dpo, evaluate, ppo, rw, sft
+from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main, to_yaml
 from arealite.utils.rundir import RunDir
 
@@ -150,6 +151,10 @@ def main(argv: list[str]) -> int:
     config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig)
     loop, _ = TRAINERS[config.trainer.type]
     flat = flatten(config)
+    if loop in (ppo, sft, evaluate) and not dry_run:  # the others read pairs of any origin
+        for dataset in (flat.train_dataset if config.trainer.type else None, flat.valid_dataset):
+            if dataset is not None:
+                find_task(dataset)  # refused now, not when the servers are up
     with tempfile.TemporaryDirectory() as nowhere:
         path = _written(flat, Path(nowhere) if dry_run else RunDir(flat).path)
         # One launcher is imported, not all: Ray and Slurm are optional.

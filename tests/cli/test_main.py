@@ -24,3 +24,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to the run directory .*cluster\.fileroot"):
         main([*ARGV, f"cluster.fileroot={tmp_path / 'file'}"])
+
+
+def test_data_of_no_known_task_is_refused_before_anything_starts(tmp_path):
+    for which in ("train_dataset", "valid_dataset"):
+        with pytest.raises(ConfigError, match=r"no built-in task for dataset 'mine\.jsonl'"):
+            main([*ARGV, f"{which}.path=mine.jsonl", f"cluster.fileroot={tmp_path}"])
+    assert not list(tmp_path.iterdir())
