@@ -118,7 +118,7 @@ class ServerConfig(Section):
 class DatasetConfig(Section):
     """A dataset and how it is batched."""
 
-    path: str = _help("Local .jsonl/.json/.parquet file or folder, or a hub name.")
+    path: str = _help("Local .jsonl/.json/.csv/.parquet file or folder, or a hub name.")
     name: str | None = _help("Configuration of a hub dataset, such as gsm8k's `main`.", None)
     split: str | None = _help("Split of a hub dataset or of a local folder.", None)
     batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)

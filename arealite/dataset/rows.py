@@ -1,11 +1,12 @@
 """Rows of a dataset as plain dicts, from local files or a hub name. Nothing in a row is ever evaluated.
 
-A local path may be a .jsonl (also .gz), .json or .parquet file, or a folder of them; `split` then picks the files whose name or folder
+A local path may be a .jsonl (also .gz), .json, .csv (all values are text) or .parquet file, or a folder of them; `split` then picks the files whose name or folder
 contains it. A hub name needs the optional `datasets` package.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import DatasetError
 
 Row = dict[str, Any]
-_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
 def load_dataset(config: DatasetConfig) -> list[Row]:
@@ -64,10 +65,10 @@ def _read(file: Path) -> Iterator[Row]:
         yield from _read_parquet(file)
         return
     opener = gzip.open if file.suffix == ".gz" else open
+    readers = {".json": lambda text, _: json.load(text), ".csv": _csv_rows}
     try:
-        with opener(file, "rt", encoding="utf-8") as text:
-            values = json.load(text) if file.suffix == ".json" else _json_lines(text, file)
-            yield from _as_rows(values, file)
+        with opener(file, "rt", encoding="utf-8-sig", newline="") as text:
+            yield from _as_rows(readers.get(file.suffix, _json_lines)(text, file), file)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{file} is not valid JSON: {error}") from error
     except (UnicodeDecodeError, OSError) as error:
@@ -82,6 +83,21 @@ def _json_lines(text: Any, file: Path) -> Iterator[Any]:
             except json.JSONDecodeError as error:
                 told = f"{file}, line {number} is not valid JSON: {error.msg}"
                 raise DatasetError(told) from error
+
+
+def _csv_rows(text: Any, file: Path) -> Iterator[Row]:
+    reader = csv.DictReader(text, strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                told = (
+                    f"{file}, line {reader.line_num} has another number of values than the header"
+                )
+                raise DatasetError(told)
+            yield row
+    except csv.Error as error:
+        told = f"{file} is not valid CSV after line {reader.line_num}: {error}"
+        raise DatasetError(told) from error
 
 
 def _as_rows(values: Any, file: Path) -> Iterator[Row]:

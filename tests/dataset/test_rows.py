@@ -31,6 +31,11 @@ def test_json_files_and_folders(tmp_path):
         load(tmp_path, split="valid")
 
 
+def test_csv(tmp_path):
+    (tmp_path / "a.csv").write_text('\ufeffq,a\r\n1+1,2\r\n"é, ""so""\nit is",\r\n')
+    assert load(tmp_path / "a.csv") == [{"q": "1+1", "a": "2"}, {"q": 'é, "so"\nit is', "a": ""}]
+
+
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(
@@ -47,6 +52,8 @@ def test_parquet(tmp_path):
         ("a.jsonl", "[1, 2]\n", "row 1 is list, not an object"),
         ("a.json", '{"a": 1}', "holds one object; a list of rows is needed"),
         ("a.json", "[1", "is not valid JSON"),
+        ("a.csv", "q,a\n1,2\n3\n", "line 3 has another number of values than the header"),
+        ("a.csv", 'q,a\n1,"2', "is not valid CSV after line 1"),
     ],
 )
 def test_bad_files(tmp_path, name, text, expected):
