@@ -57,6 +57,7 @@ class Members:
         self._leases: list[tuple[FileNames, str]] = []
         if run_dir is not None:
             self._leases.append((elastic_names(RunDir(run_dir)), ELASTIC_PREFIX))
+        self.has_launcher = bool(launcher_names)
         if launcher_names:
             self._leases.append((FileNames(launcher_names), LAUNCHER_PREFIX))
 

@@ -25,6 +25,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.published import read_published
 from arealite.utils.console import tell
 from arealite.utils.fingerprint import Fingerprints, first_mismatch
+from arealite.utils.http import API_KEY_ENV, HttpError
 
 logger = logging.getLogger("arealite.fleet")
 
@@ -92,13 +93,15 @@ class Fleet:
         self._followed: dict[str, int] | None = None
 
     async def connect(self, addresses: list[str], wait: NamedWait) -> None:
-        """Wait for the servers that the job starts with, then watch over them."""
-        servers = [self.router.add(address) for address in addresses]
-        await asyncio.gather(*(self._await_health(server, wait) for server in servers))
-        for server in servers:
-            self._spawn(self._monitor(server), f"monitor {server.address}")
+        """Wait for the servers that the job starts with, then watch over them. One that has died is not waited for: a launcher starts another, which joins."""
+        servers = [self.router.add(address, is_open=False) for address in addresses]
+        self._reviving.update(servers)
         if self.members is not None:
+            for server in servers:
+                server.is_elastic = self.members.has_launcher
             self._spawn(self._watch_members(self.members), "membership")
+        await asyncio.gather(*(self._await_health(server, wait) for server in servers))
+        self.router.release(await self.router.acquire(wait))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -317,21 +320,31 @@ class Fleet:
             return
         mine, theirs = await self._fingerprints(server), await self._fingerprints(peer)
         if mine != theirs:
-            raise WeightUpdateError(f"{server.address} serves other weights than {peer.address}")
+            raise WeightUpdateError(
+                f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the first update on"
+            )
 
     # ------------------------------------------------------------------------------------------- watching
 
     async def _await_health(self, server: Server, wait: NamedWait) -> None:
         backoff_s = 0.05
-        while True:
+        while self.router.servers.get(server.address) is server:
             try:
-                return await self._probe(server)
+                await self._probe(server)
+                break
             except ServerError as error:
+                if isinstance(error, HttpError) and error.status in (401, 403):
+                    told = f"{error}: set {API_KEY_ENV} to the api_key that the server was started with"
+                    raise ConfigError(told) from error
                 if (wait.left_s or 0) <= backoff_s:
                     cause = "the server died or still loads: see its log"
                     raise wait.error(str(error), cause) from error
             await asyncio.sleep(backoff_s)  # a server that is starting cannot call back
             backoff_s = min(1.0, backoff_s * 1.5)
+        self._reviving.discard(server)
+        if server.address in self.router.servers:
+            self.router.open(server)
+            self._spawn(self._monitor(server), f"monitor {server.address}")
 
     async def _monitor(self, server: Server) -> None:
         """Ask for a sign of life now and then; without one the server is given up, by whatever still waits for it."""

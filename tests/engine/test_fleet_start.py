@@ -1,0 +1,41 @@
+"""A job's first moments: a server that dies before the trainer has met it."""
+
+import pytest
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import WaitTimeout
+from arealite.engine.remote import NAMES_ENV
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.utils.names import FileNames
+from arealite.utils.network import free_port
+from tests.engine.test_fleet import request, run
+from tests.server_process import server_process
+
+
+@pytest.mark.timeout(120)
+def test_one_that_died_is_replaced_by_the_one_started_in_its_place(
+    model_path, tmp_path, monkeypatch
+):
+    names = FileNames(tmp_path / "names")
+    monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
+    dead = f"127.0.0.1:{free_port()}"
+    with server_process(model_path) as again:
+        names.publish("servers/0", again.address)  # as a launcher does, when it is healthy
+        engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=60.0))
+        try:
+            engine.initialize([dead])
+            assert list(engine.router.servers) == [again.address]
+            assert run(engine, engine.agenerate(request(1, 4))).output_tokens
+        finally:
+            engine.destroy()
+
+
+@pytest.mark.timeout(60)
+def test_without_a_launcher_the_one_that_was_named_is_waited_for():
+    dead = f"127.0.0.1:{free_port()}"
+    engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=0.5))
+    try:
+        with pytest.raises(WaitTimeout, match=f"{dead}/health cannot be reached"):
+            engine.initialize([dead])
+    finally:
+        engine.destroy()
