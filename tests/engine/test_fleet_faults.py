@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import ServerError
+from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.engine.fleet import Fleet
 from arealite.utils.fingerprint import fingerprints
@@ -250,3 +250,12 @@ def test_who_cannot_be_connected_to_is_told_so_and_when(monkeypatch):
             sock.connect_ex(full.getsockname())
         with pytest.raises(UnreachableError, match=r"cannot be reached: .*0\.2 s"):
             asyncio.run(ask(f"127.0.0.1:{full.getsockname()[1]}"))
+
+
+def test_a_wrong_token_is_told_at_once(model_path, connect):  # noqa: F811
+    """Waiting does not make it right."""
+    with (
+        server_process(model_path, api_key="secret") as server,
+        pytest.raises(ConfigError, match=r"401.*set AREALITE_API_KEY"),
+    ):
+        connect(server, setup_timeout_s=60.0)
