@@ -18,13 +18,15 @@ from arealite.core.staleness_manager import Counts, StalenessManager
 from arealite.utils.console import tell
 
 logger = logging.getLogger("arealite.executor")
+_MAX_TEXT = 10_000
 _STDLIB = os.path.dirname(os.__file__)
 
 
 def describe(error: BaseException) -> str:
-    """Its type and words. One of a user's own may fail to print itself: whoever books it must not fail with it."""
+    """Its type and words. One of a user's own may fail to print itself, or hold a whole web page: whoever books it must not suffer from it."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        return text if len(text) < _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
     except BaseException as second:
         return f"{type(error).__name__}, which raises {type(second).__name__} when it is printed"
 

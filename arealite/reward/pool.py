@@ -29,6 +29,7 @@ _START_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.1  # while jobs wait: how often to look whether more workers would help
 _QUICK_S = 0.05  # a job that takes longer is cut into smaller ones, its results so far are sent
 _MAX_TIMEOUTS_IN_ROW = 3
+_MAX_TEXT = 10_000  # of a traceback: small enough for a pipe to take it whole
 
 
 class RewardPool:
@@ -288,7 +289,7 @@ def _serve(pipe: Connection) -> None:
             fn, rows = pickle.loads(job)
             answer = ("done", _values(pipe, fn, rows))
         except BaseException:  # reward code may raise anything; the other side needs the traceback
-            answer = ("error", traceback.format_exc(limit=-6))
+            answer = ("error", traceback.format_exc(limit=-6)[:_MAX_TEXT])
         if os.getpid() != own_pid:
             os._exit(0)  # the reward forked: the parent answers
         pipe.send_bytes(pickle.dumps(answer))

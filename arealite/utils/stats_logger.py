@@ -39,7 +39,7 @@ class StatsLogger:
         """Drop lines of `step` and later: the attempt that wrote them is continued from before."""
         if not self._writes or not self.path.exists():
             return
-        lines = self.path.read_text().splitlines()
+        lines = self.path.read_text(errors="replace").splitlines()
         kept = [line for line in lines if _step_of(line) < step]
         aside = self.path.with_suffix(".tmp")
         try:
@@ -78,8 +78,8 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
     """All steps so far; a line that a crash cut short is left out."""
     if not run_dir.stats_path.exists():
         return []
-    lines = run_dir.stats_path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    lines = run_dir.stats_path.read_text(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if math.isfinite(_step_of(line))]
 
 
 def _finite(value: float) -> float | None:
@@ -90,5 +90,5 @@ def _finite(value: float) -> float | None:
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except ValueError:
-        return math.inf  # cut short by a crash
+    except (ValueError, TypeError, KeyError):
+        return math.inf  # cut short by a crash, or damaged

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arealite.api.errors import TrainingError, WaitTimeout
+from arealite.core.diagnosis import describe
 from arealite.core.ledger import Ledger
 from arealite.reward.pool import RewardPool
 from tests.core.conftest import Echo, make_batch
@@ -92,6 +93,11 @@ def test_it_costs_its_episode_with_the_reason(tmp_path, executors, does, reason)
     ledger._run_now(lambda db: found.extend(db.execute("SELECT id, reason FROM episodes WHERE state = 'failed'")))  # fmt: skip
     assert found == [(1, reason)]
     executor.runner.loop.call_soon_threadsafe(release.set)
+
+
+def test_of_a_very_long_error_the_beginning_is_booked():
+    assert len(describe(ValueError("x" * 10**7))) < 20_000
+    assert describe(ValueError("x" * 10**7)).startswith("ValueError: xxx")
 
 
 class StopsTheLoop(Echo):

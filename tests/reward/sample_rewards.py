@@ -81,3 +81,7 @@ async def remote_judge(completion, **data):
         raise KeyError("no such judge")
     await asyncio.sleep(3600 if completion == "hang" else 0)
     return len(completion)
+
+
+def raises_a_page(completion: str, **data):
+    raise ValueError("a whole page " * 10**6)

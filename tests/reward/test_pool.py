@@ -59,6 +59,12 @@ def test_a_bad_reward_fails_with_its_reason_and_the_pool_goes_on(pool, fn, words
     assert asyncio.run(both()) == [3.0]
 
 
+def test_of_a_very_long_error_the_beginning_comes_back(pool):
+    with pytest.raises(RewardError, match="ValueError: a whole page") as info:
+        asyncio.run(pool.run(sample_rewards.raises_a_page, rows("x")))
+    assert len(str(info.value)) < 20_000
+
+
 def test_a_reward_that_forks_answers_once(pool):
     async def main():
         return [

@@ -40,6 +40,17 @@ def test_resume_drops_what_is_done_again(tmp_path):
     ]
 
 
+def test_damaged_lines_are_left_out(tmp_path):
+    logger, run_dir = make(tmp_path)
+    for step in range(2):
+        logger.commit(step, {"reward": 1.0})
+    with run_dir.stats_path.open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{}\n{"step": 2, "rew\n')
+    assert [row["step"] for row in read_stats(run_dir)] == [0, 1]
+    logger.resume(1)
+    assert [row["step"] for row in read_stats(run_dir)] == [0]
+
+
 def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     logger, run_dir = make(tmp_path)
