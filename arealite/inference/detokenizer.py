@@ -5,15 +5,20 @@ Used only for sequences whose text someone watches (streaming, stop strings); al
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 _CONTEXT = 5  # tokens decoded again with each new one: enough for byte-level and spacing effects
 _HELD = 16  # tokens that may wait for a character to be complete: no tokenizer splits one further
+_LONGEST_RUN = 256  # of tokens that stand for bytes
 
 
 class IncrementalText:
     """The text so far. Incomplete characters are held back until their last byte has come, and what may become a stop string
     until it is known not to: pieces that were given out are never taken back.
+
+    Where single tokens stand for bytes (Llama 2, Gemma), one wrong byte makes all of a run of them unreadable: such a run is looked
+    through for stop strings at once, but given out, and left behind by the window, only when it has ended.
     """
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool):
@@ -25,25 +30,31 @@ class IncrementalText:
         self._ids: list[int] = []
         self._start = 0  # first token of the window that is decoded again
         self._read = 0  # tokens whose text is in `text`
+        self._closed = 0  # characters of `text` that are final: all but those of a run of bytes
         self._given = 0  # characters that `add` has returned
+        self._bytes = _byte_tokens(tokenizer, skip_special_tokens)
 
     def add(self, token: int, may_stop: bool = True) -> str:
         """Append a token; returns the next piece of text. Sets `matched` and cuts the text at the first stop string."""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
-        is_partial = after.endswith("�") and len(self._ids) - self._read < _HELD
+        num_new = len(self._ids) - self._read
+        in_run = token in self._bytes and num_new < _LONGEST_RUN
+        is_partial = after.endswith("�") and (in_run or num_new < _HELD)
         if len(after) <= len(before) or is_partial:
             return ""
-        new = after[len(before) :]
-        self._start = max(self._start, self._read - _CONTEXT)
-        self._read = len(self._ids)
-        seen = len(self.text)
-        self.text += new
+        new, run = after[len(before) :], self.text[self._closed :]
+        seen = len(self.text) if new.startswith(run) else self._closed
+        self.text = (self.text[: self._closed] if run else self.text) + new
         if may_stop:
             self._find_stop(seen)
-        start, self._given = self._given, len(self.text) - self._num_pending()
-        return self.text[start : self._given]
+        if not in_run or self.matched is not None:
+            self._start = max(self._start, self._read - _CONTEXT)
+            self._read, self._closed = len(self._ids), len(self.text)
+        end = min(self._closed, len(self.text) - self._num_pending())
+        start, self._given = self._given, end
+        return self.text[start:end]
 
     def _find_stop(self, seen: int) -> None:
         """Look for stop strings that end behind the first `seen` characters."""
@@ -67,3 +78,11 @@ class IncrementalText:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+
+
+@lru_cache(8)
+def _byte_tokens(tokenizer: Any, skip_special_tokens: bool) -> frozenset[int]:
+    """Tokens that stand for bytes, if there are such, and those that do not end a run of them because they are left out."""
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    found = frozenset(ids) - {None, tokenizer.unk_token_id}
+    return found.union(tokenizer.all_special_ids if found and skip_special_tokens else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from arealite.inference.detokenizer import IncrementalText
@@ -19,6 +19,51 @@ def by_bytes() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.fixture(scope="module")
+def by_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Gemma have it: letters, and a token per byte for what is none of them."""
+    names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abEND\u2581"]
+    made = Tokenizer(
+        models.BPE(
+            vocab={name: i for i, name in enumerate(names)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+
+
+def test_long_runs_of_bytes_are_the_text_they_are(by_fallback):
+    text = "日本語の文章 a 🙂🙂🙂🙂🙂🙂 b"
+    given, follower = feed(by_fallback, text, [])
+    assert given == text == follower.text
+
+
+def test_a_stop_string_in_a_run_of_bytes_is_found_at_once(by_fallback):
+    given, follower = feed(by_fallback, "a🙂\n日本", ["\n"])
+    assert (given, follower.text, follower.matched) == ("a🙂", "a🙂", "\n")
+    given, follower = feed(by_fallback, "日\n本\nE", ["\n"], min_tokens=5)
+    assert (given, follower.matched, len(follower._ids)) == ("日\n本", "\n", 8)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_bytes_are_given_out_as_the_whole_text_has_them(by_fallback, skip):
+    rng = random.Random(0)
+    size = len(by_fallback)
+    for _ in range(500):
+        ids = by_fallback.encode("".join(rng.choice("a日🙂 \n") for _ in range(5)))
+        for _ in range(6):
+            ids.insert(rng.randrange(len(ids) + 1), rng.randrange(size))
+        follower = IncrementalText(by_fallback, [], skip_special_tokens=skip)
+        given = "".join(follower.add(token) for token in ids)
+        assert by_fallback.decode(ids, skip_special_tokens=skip).startswith(given)
+        assert len(given) >= follower._closed
 
 
 def feed(tokenizer, text: str, stop: list[str], min_tokens: int = 0) -> tuple[str, IncrementalText]:
