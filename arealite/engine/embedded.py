@@ -1,7 +1,7 @@
 """`EmbeddedEngine`: the inference engine inside the trainer's own process, for runs on one device without any server.
 
 The same engine as behind `python -m arealite.cli.serve`, on a thread of its own; requests reach it without HTTP. Weights are swapped between two decode
-steps (`rollout.pause_mode=in_place`), or requests in flight are interrupted and go on under the new weights (`abort`). One rank only.
+steps; what is in flight goes on with the tokens it has, with its cache kept (`rollout.pause_mode=in_place`) or computed anew (`abort`). One rank only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.core.waits import NamedWait
 from arealite.engine.collecting import CollectingEngine
 from arealite.engine.remote import Piece, Progress
 from arealite.engine.sglang_remote import sampling_params
@@ -101,24 +102,23 @@ class EmbeddedEngine(CollectingEngine):
         return [self.engine.stats() | ({"probe": read_probe(probe)} if probe else {})]
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        limit, interrupts = self.config.setup_timeout_s, self.config.pause_mode == "abort"
-        if interrupts:
-            self.engine.pause("abort").result(limit)
+        limit, flush = self.config.setup_timeout_s, self.config.pause_mode == "abort"
+        what = f"version {meta.version} to be in use"
+        wait = NamedWait("update_weights", what, limit, "rollout.setup_timeout_s")
+        if meta.is_adapter:
+            name = f"v{meta.version}"
+            future = self.engine.load_adapter(meta.path, name, meta.version, flush)
+        elif meta.type == "disk":
+            future = self.engine.update_weights_from_disk(meta.path, meta.version, flush)
+        elif meta.type == "shm":
+            future = self.engine.update_weights_from_shm(meta.path, meta.version, flush)
+        else:
+            tensors = get_outbox(meta.path)
+            future = self.engine.update_weights_from_tensors(tensors, meta.version, flush)
         try:
-            if meta.is_adapter:
-                name = f"v{meta.version}"
-                future = self.engine.load_adapter(meta.path, name, meta.version, interrupts)
-            elif meta.type == "disk":
-                future = self.engine.update_weights_from_disk(meta.path, meta.version, interrupts)
-            elif meta.type == "shm":
-                future = self.engine.update_weights_from_shm(meta.path, meta.version, interrupts)
-            else:
-                tensors = get_outbox(meta.path)
-                future = self.engine.update_weights_from_tensors(tensors, meta.version, interrupts)
             future.result(limit)
-        finally:
-            if interrupts:
-                self.engine.resume().result(limit)
+        except TimeoutError:
+            raise wait.error("the engine has not swapped", "one of its steps hangs") from None
         self.set_version(meta.version)
 
 

@@ -1,5 +1,7 @@
 """The engine in process: a whole loop, interruption, weights by disk and in memory."""
 
+import asyncio
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
-from arealite.api.errors import RequestError, ServerError, WeightUpdateError
+from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
@@ -127,3 +129,28 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
         assert again.num_interruptions == 1 and len(again.output_logprobs) == len(
             again.output_tokens
         )
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
+    """As with embedded servers: what is in flight goes on inside the engine, which knows the tokens it has made."""
+    engine = make(pause_mode=mode)
+    gconfig = GenerationHyperparameters(
+        max_new_tokens=60, temperature=0.0, ignore_eos=True, frequency_penalty=1000.0
+    )
+    asked = engine.agenerate(ModelRequest([5, 6, 7], gconfig))
+    future = asyncio.run_coroutine_threadsafe(asked, engine.executor.runner.loop)
+    version = 0
+    while not future.done():
+        version += 1
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), version))
+    answer = future.result(0)
+    assert len(set(answer.output_versions)) > 1, "no update met it"
+    assert len(set(answer.output_tokens)) == 60 and answer.num_interruptions == 0
+
+
+def test_an_engine_that_takes_no_weights_in_time_is_named(make, model_path, monkeypatch):
+    engine = make(setup_timeout_s=0.05)
+    monkeypatch.setattr(engine.engine, "update_weights_from_disk", lambda *_: Future())
+    with pytest.raises(WaitTimeout, match=r"rollout.setup_timeout_s\) for version 1"):
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
