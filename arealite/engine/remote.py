@@ -94,7 +94,10 @@ class Progress:
             self.stop_reason = "abort"  # a segment is over, the answer is not (unless the server's context is full)
 
     def _step_back(self, num_before: int) -> None:
-        """Leave out the last new tokens that may begin a stop string: a server looks for one only in what it makes itself."""
+        """Leave out the last new tokens that may begin a stop string: a server looks for one only in what it makes itself.
+
+        It is found for certain where the same tokens come again, as they do with a seed and the same weights.
+        """
         longest = max(map(len, self.request.gconfig.stop), default=1)
         kept = max(num_before, len(self.tokens) + 1 - longest)
         del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
