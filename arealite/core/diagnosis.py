@@ -37,7 +37,9 @@ class FailureStreak:
     def __init__(self, limit: int):
         self.limit = limit
         self.count = 0
+        self.total = 0
         self.first: BaseException | None = None
+        self._total_told = 0
 
     def end(self) -> None:
         self.count = 0
@@ -49,8 +51,11 @@ class FailureStreak:
         if self.count == 0:
             self.first = error
         self.count += 1
-        if self.count == 3:
-            tell(f"warning: 3 episodes in a row failed: {describe(error)} (more in the log)")
+        self.total += 1
+        if self.count == 3 and self.total >= 2 * self._total_told:  # a few lines, however many fail
+            self._total_told = self.total
+            told = f"3 episodes in a row failed, {self.total} so far"
+            tell(f"warning: {told}: {describe(error)} (more in the log)")
         if self.count < self.limit:
             return None
         fatal = TrainingError(
