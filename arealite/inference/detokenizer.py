@@ -52,9 +52,8 @@ class IncrementalText:
         if not in_run or self.matched is not None:
             self._start = max(self._start, self._read - _CONTEXT)
             self._read, self._closed = len(self._ids), len(self.text)
-        end = min(self._closed, len(self.text) - self._num_pending())
-        start, self._given = self._given, end
-        return self.text[start:end]
+        start, self._given = self._given, self._closed - self._num_pending()
+        return self.text[start : self._given]
 
     def _find_stop(self, seen: int) -> None:
         """Look for stop strings that end behind the first `seen` characters."""
@@ -65,14 +64,14 @@ class IncrementalText:
             self.text = self.text[:at]
 
     def _num_pending(self) -> int:
-        """Length of the text's longest ending that a stop string begins with."""
+        """Length of the final text's longest ending that a stop string begins with."""
         if self.matched is not None:
             return 0
-        most, length = 0, len(self.text)
+        most, length = 0, self._closed
         for word in self.stop:
-            at = self.text.find(word[0], max(self._given, length - len(word) + 1))
-            while at >= 0 and not word.startswith(self.text[at:]):
-                at = self.text.find(word[0], at + 1)
+            at = self.text.find(word[0], max(self._given, length - len(word) + 1), length)
+            while at >= 0 and not word.startswith(self.text[at:length]):
+                at = self.text.find(word[0], at + 1, length)
             most = max(most, length - at if at >= 0 else 0)
         return most
 
