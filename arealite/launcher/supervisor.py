@@ -137,22 +137,26 @@ class Supervisor:
         if terminal:
             env["AREALITE_TTY_FD"] = str(terminal[0])
         parent = os.getpid()
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log_path.open("ab") as log:
-            log_start = log.tell()
-            process = subprocess.Popen(
-                spec.command,
-                env=env,
-                cwd=spec.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if spec.echo else log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent),
-                pass_fds=terminal,
-            )
-        for descriptor in terminal:
-            os.close(descriptor)
+        try:
+            spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+            with spec.log_path.open("ab") as log:
+                log_start = log.tell()
+                process = subprocess.Popen(
+                    spec.command,
+                    env=env,
+                    cwd=spec.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if spec.echo else log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent),
+                    pass_fds=terminal,
+                )
+        except OSError as error:  # its log cannot be written, or there is no such program
+            raise AReaLiteError(f"cannot start {spec.name}: {error}") from error
+        finally:
+            for descriptor in terminal:
+                os.close(descriptor)
         self._tell_warden(f"+{process.pid}")
         child = Child(spec, process, os.pidfd_open(process.pid), log_start)
         self.children.append(child)

@@ -282,3 +282,14 @@ def test_command_line(work):
     assert subprocess.run([*run, "--help"], capture_output=True).returncode == 0
     bad = subprocess.run([*run, "script.py", "nonsense=1"], capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stderr.startswith("error: unknown key 'nonsense'")
+
+
+def test_what_cannot_be_started_is_one_message(work, arguments, capfd):
+    assert launch("script.py", arguments("sglang.command=/no/such/program")) == 1
+    said = capfd.readouterr().err
+    assert "error: cannot start server0: " in said and "/no/such/program" in said, said
+    log = RUN / "logs" / "server0.log"
+    log.unlink()
+    log.mkdir()
+    assert launch("script.py", arguments()) == 1
+    assert "error: cannot start server0: [Errno 21] Is a directory" in capfd.readouterr().err
