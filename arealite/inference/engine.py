@@ -289,7 +289,7 @@ class Engine(StepLoop):
     def _accept(self, request: Request) -> None:
         if request.rid in self._requests:
             error = RequestError(f"request id {request.rid!r} is in use: choose another")
-            request.future.set_exception(error)
+            resolve(request.future, error)
             return
         seed = request.params.sampling_seed
         if seed is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,18 @@ def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tm
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_caller_may_give_up_what_is_about_to_be_refused(make_engine):
+    engine = make_engine(make_model())
+    go_on = threading.Event()
+    held = engine._call(lambda: go_on.wait(30))
+    first = submit(engine, [1, 2], rid="same", max_new_tokens=4, ignore_eos=True)
+    second = submit(engine, [1, 2], rid="same", max_new_tokens=4)
+    assert second.cancel()
+    go_on.set()
+    assert held.result(30) and len(first.result(30)[0].token_ids) == 4
+    assert len(run(engine, [3], max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
+
+
 def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
     engine = make_engine(make_model())
 
