@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -85,7 +86,7 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
     choose_dtype(config.dtype, choose_device(config))
     try:
         model_config = AutoConfig.from_pretrained(config.model_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(
@@ -121,6 +122,8 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
     own = int(model.config.get_text_config().max_position_embeddings)
     own = min(own, original_length(model.config) or own)
+    if own < 2:
+        raise ConfigError(f"max_position_embeddings is {own}: a prompt and its continuation need 2")
     if context_length is not None and not 2 <= context_length <= own:
         raise ConfigError(
             f"context_length={context_length} must be between 2 and the model's {own}"
@@ -166,7 +169,7 @@ def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     if eos is None:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = eos if isinstance(eos, list | tuple) else (eos,)
-    return tuple(token for token in ids if token is not None and 0 <= token < vocab_size)
+    return tuple(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size)
 
 
 def load_tokenizer(path: str) -> Any | None:
@@ -174,4 +177,9 @@ def load_tokenizer(path: str) -> Any | None:
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot load the tokenizer in {path}: {error!r}. Copy or download it again, or remove its files to serve token ids only"
+        ) from error

@@ -62,7 +62,7 @@ def load_decoder(
     logging.set_verbosity_error()  # what is missing is told here
     try:
         model, info = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ConfigError(f"cannot load a model from {folder}: {error}") from error
     except SafetensorError as error:
         raise ConfigError(

@@ -363,6 +363,16 @@ def test_startup_errors_say_what_to_change(model_path, tmp_path):
     weights = load_file(holey / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, holey / "model.safetensors", metadata={"format": "pt"})
+    wordless = shutil.copytree(model_path, tmp_path / "wordless")
+    (wordless / "tokenizer.json").write_text("{")
+
+    def with_settings(**changes) -> str:
+        folder = shutil.copytree(model_path, tmp_path / "-".join(changes))
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | changes))
+        return f"model_path={folder}"
+
+    rope = {"rope_type": "spiral", "rope_theta": 1e4}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -373,6 +383,10 @@ def test_startup_errors_say_what_to_change(model_path, tmp_path):
             (["model_path=/nowhere"], "/nowhere"),
             ([f"model_path={torn}"], "damaged or incomplete"),
             ([f"model_path={holey}"], "model.layers.1.mlp.up_proj.weight"),
+            ([f"model_path={wordless}"], "tokenizer"),
+            ([with_settings(num_attention_heads="x")], "num_attention_heads"),
+            ([with_settings(rope_parameters=rope)], "spiral"),
+            ([with_settings(max_position_embeddings=1)], "max_position_embeddings"),
             (["model_pth=x"], "model_path"),
             ([model, "host=0.0.0.0"], "api_key"),
             ([model, "context_length=99999"], "context_length"),
