@@ -273,7 +273,7 @@ class Fleet:
                     server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
                     # Once may be chance: the trainer wrote the next weights while the server read.
-                    num_refusals += not isinstance(error, ServerError)
+                    num_refusals += _is_refusal(error)
                     if num_refusals == TOLD_REFUSALS:
                         tell(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
@@ -401,3 +401,10 @@ class Fleet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended", task.get_name(), exc_info=error)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it will not pass by itself: wrong weights (a broadcast answers with 400), or a wrong token."""
+    if isinstance(error, HttpError):
+        return error.is_refusal or error.status in (401, 403)
+    return not isinstance(error, ServerError)

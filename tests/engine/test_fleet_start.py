@@ -6,9 +6,11 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
 from arealite.engine.remote import NAMES_ENV
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.utils.names import FileNames
+from arealite.utils.http import HttpError
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.network import free_port
-from tests.engine.test_fleet import request, run
+from arealite.utils.rundir import RunDir
+from tests.engine.test_fleet import request, run, until
 from tests.server_process import server_process
 
 
@@ -39,3 +41,30 @@ def test_without_a_launcher_the_one_that_was_named_is_waited_for():
             engine.initialize([dead])
     finally:
         engine.destroy()
+
+
+@pytest.mark.parametrize("status", [400, 401])
+@pytest.mark.timeout(120)
+def test_one_that_is_refused_again_and_again_is_told_of_whatever_way_weights_take(
+    model_path, tmp_path, monkeypatch, capfd, status
+):
+    """A broadcast of another model's weights is answered with 400, a wrong token with 401."""
+    asked = []
+
+    async def refuses(self, server):
+        asked.append(server.address)
+        raise HttpError(server.url, status, "not these")
+
+    with server_process(model_path) as one:
+        engine = RemoteSGLangEngine(InferenceEngineConfig(), ledger_path=tmp_path / "run.sqlite")
+        try:
+            engine.initialize([one.address])
+            monkeypatch.setattr(RemoteSGLangEngine, "probe", refuses)
+            leases = elastic_names(RunDir(tmp_path))
+            leases.publish(f"{ELASTIC_PREFIX}guest", "127.0.0.1:9")
+            until(lambda: len(asked) > 3)
+            assert (
+                f"gets no requests: http://127.0.0.1:9 answered {status}" in capfd.readouterr().out
+            )
+        finally:
+            engine.destroy()
