@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import importlib.util
 import json
 import os
 import shlex
@@ -95,6 +96,19 @@ def server_command(
         flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
         flags |= {"master_addr": master, "master_port": master_port}
     return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm)]
+
+
+def require_installed(config: LaunchConfig, backend: str | None) -> None:
+    """Raise where our command would start a server that this Python does not have."""
+    if backend not in ("sglang", "vllm"):
+        return
+    given = config.sglang if backend == "sglang" else config.vllm
+    if any(key in given for key in _RESERVED) or importlib.util.find_spec(backend):
+        return
+    raise ConfigError(
+        f"allocation_mode={config.allocation_mode} asks for {backend} servers, but {backend} is not installed in {sys.executable}: "
+        f"install it, set {backend}.command to how one of another environment is started, or use `embedded` in its place"
+    )
 
 
 def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:

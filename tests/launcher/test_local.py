@@ -1,6 +1,7 @@
 """The local launcher with real processes: what it starts, what it says, and that it leaves nothing behind."""
 
 import contextlib
+import importlib.util
 import os
 import pty
 import signal
@@ -267,6 +268,14 @@ def test_dry_run_starts_nothing(work, arguments, capsys):
     assert (
         "server 1: node 0" in out and "rank 1: node 0" in out and "--mem-fraction-static 0.5" in out
     )
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is here")
+def test_a_server_that_is_not_installed_is_named(work, arguments):
+    without = [a for a in arguments() if not a.startswith("sglang.command=")]
+    with pytest.raises(ConfigError, match="sglang is not installed in"):
+        launch("script.py", without)
     assert not Path("runs").exists()
 
 
