@@ -48,6 +48,11 @@ def require_columns(rows: list[Row], columns: list[str], source: str = "the data
 def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_file():
         return [path]
+    if any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
+        raise DatasetError(
+            f"{path} was written by `save_to_disk` of datasets: write it with `to_parquet`, or give your script's StatefulDataLoader "
+            "what `datasets.load_from_disk` returns"
+        )
     found = sorted(p for p in path.rglob("*") if p.name.endswith(_ENDINGS) and p.is_file())
     if not found:
         raise DatasetError(f"the folder {path} holds no {', '.join(_ENDINGS)} file")

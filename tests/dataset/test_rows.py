@@ -62,6 +62,12 @@ def test_bad_files(tmp_path, name, text, expected):
         load(tmp_path / name)
 
 
+def test_a_folder_of_save_to_disk_says_what_to_do(tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DatasetError, match="write it with `to_parquet`"):
+        load(tmp_path)
+
+
 def test_missing_paths(tmp_path):
     with pytest.raises(DatasetError, match="there is no dataset at"):
         load(tmp_path / "none")
