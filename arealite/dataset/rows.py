@@ -48,7 +48,7 @@ def require_columns(rows: list[Row], columns: list[str], source: str = "the data
 def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_file():
         return [path]
-    if any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
+    if any(path.rglob("*.arrow")):
         raise DatasetError(
             f"{path} was written by `save_to_disk` of datasets: write it with `to_parquet`, or give your script's StatefulDataLoader "
             "what `datasets.load_from_disk` returns"

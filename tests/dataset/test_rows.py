@@ -63,7 +63,8 @@ def test_bad_files(tmp_path, name, text, expected):
 
 
 def test_a_folder_of_save_to_disk_says_what_to_do(tmp_path):
-    (tmp_path / "dataset_info.json").write_text("{}")
+    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(DatasetError, match="write it with `to_parquet`"):
         load(tmp_path)
 
