@@ -35,6 +35,7 @@ class Server:
     endpoints: frozenset[str] = frozenset()
     group: str = ""  # the process group it has joined for weights
     num_ranks: int = 1
+    context: int = 0  # tokens of prompt and answer together; 0: it does not tell
     device: str = "cpu"
     dtype: str = "auto"
     is_elastic: bool = False

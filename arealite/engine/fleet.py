@@ -101,6 +101,8 @@ class Fleet:
                 server.is_elastic = self.members.has_launcher
             self._spawn(self._watch_members(self.members), "membership")
         await asyncio.gather(*(self._await_health(server, wait) for server in servers))
+        for server in servers:
+            self._compare_contexts(server)
         self.router.release(await self.router.acquire(wait))
 
     async def close(self) -> None:
@@ -279,6 +281,8 @@ class Fleet:
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                     continue
+                if not server.failures:
+                    self._compare_contexts(server)
                 server.failures = 0
                 return
         finally:
@@ -322,6 +326,14 @@ class Fleet:
         if mine != theirs:
             raise WeightUpdateError(
                 f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the first update on"
+            )
+
+    def _compare_contexts(self, server: Server) -> None:
+        longest = max(s.context for s in self.router.servers.values())
+        if 0 < server.context < longest:
+            tell(
+                f"warning: {server.address} takes {server.context} tokens of prompt and answer, others {longest}: what it is asked "
+                "for ends earlier or is refused. Start it with the same context_length and max_total_tokens"
             )
 
     # ------------------------------------------------------------------------------------------- watching

@@ -187,7 +187,7 @@ class RemoteSGLangEngine(RemoteEngine):
         info = await self._first(server, "model_info", "get_model_info")
         server.version = read_version(info.get("weight_version"), 0)
         if info.get("engine") == "arealite":
-            server.kind = "arealite"
+            server.kind, server.context = "arealite", int(info["context_length"])
             return
         setup = await self._first(server, "server_info", "get_server_info")
         schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=10)

@@ -259,3 +259,16 @@ def test_a_wrong_token_is_told_at_once(model_path, connect):  # noqa: F811
         pytest.raises(ConfigError, match=r"401.*set AREALITE_API_KEY"),
     ):
         connect(server, setup_timeout_s=60.0)
+
+
+def test_a_server_with_less_context_than_others_is_told_of(
+    model_path,
+    tmp_path,
+    connect,  # noqa: F811
+    steady,  # noqa: F811
+    capfd,
+):
+    engine = connect(steady)
+    with server_process(model_path, context_length=32, join=tmp_path / "run") as guest:
+        until(lambda: is_open(engine, guest))
+    assert f"{guest.address} takes 32 tokens of prompt and answer" in capfd.readouterr().out
