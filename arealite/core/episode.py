@@ -72,13 +72,11 @@ def episode_seed(run_seed: int, episode_id: int) -> int:
     return (z ^ (z >> 31)) % ((1 << 31) - (1 << 16))
 
 
-def own_row(value: Any) -> Any:
-    """Copies of the dicts and lists in a row, so that a workflow that changes its row (appends to `messages`) leaves the dataset as it was."""
-    if type(value) is dict:
-        return {key: own_row(item) for key, item in value.items()}
+def own_copy(value: Any) -> Any:
+    """A row's value with dicts and lists of its own: a workflow that changes them (appends to `messages`) leaves the dataset as it was."""
     if type(value) is list:
-        return [own_row(item) if type(item) in (dict, list) else item for item in value]
-    return value
+        return [own_copy(item) if type(item) in (dict, list) else item for item in value]
+    return {k: own_copy(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def check_trajectories(result: Any) -> Trajectories:

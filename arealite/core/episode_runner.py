@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed, own_row
+from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed, own_copy
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
@@ -101,10 +101,10 @@ class EpisodeRunner:
         episode.task = None if task.done() else task
 
     async def _play(self, episode: Episode) -> None:
-        data = own_row(episode.data)
+        data = {key: own_copy(value) for key, value in episode.data.items()}
         assert episode.workflow is not None
         if "seed" not in data:
-            data = {**data, "seed": episode_seed(self.seed, episode.id)}
+            data["seed"] = episode_seed(self.seed, episode.id)
         try:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
