@@ -329,7 +329,7 @@ class Fleet:
             )
 
     def _compare_contexts(self, server: Server) -> None:
-        longest = max(s.context for s in self.router.servers.values())
+        longest = max((s.context for s in self.router.servers.values()), default=0)
         if 0 < server.context < longest:
             tell(
                 f"warning: {server.address} takes {server.context} tokens of prompt and answer, others {longest}: what it is asked "
