@@ -125,7 +125,7 @@ def test_the_ready_loop_equals_the_script_bit_for_bit(model_path, gsm8k_path, tm
 def test_grpo_trains_alike_under_every_layout(model_path, gsm8k_path, tmp_path):
     """Synchronous and seeded, so that tensor and context parallel ranks must repeat what one rank does."""
     losses = {}
-    for layout in ("d1", "d1t2", "d1c2", "d2t2"):
+    for layout in ("d1", "d1c2", "d2t2"):
         run(
             *("-m", "arealite.launcher.local", str(EXAMPLES / "gsm8k_grpo.py")),
             *("--config", str(EXAMPLES / "configs" / "gsm8k_grpo.yaml")),
