@@ -252,9 +252,8 @@ class Ledger:
             if isinstance(error, OSError | sqlite3.OperationalError):
                 remedy = "Free space or fix the folder's rights, then resume the run with recover.mode=auto"
                 raise AReaLiteError(f"{told}. {remedy}") from error
-            if (
-                type(error) is sqlite3.DatabaseError
-            ):  # not one of its kinds, which are of a statement
+            # not one of its kinds, which are of a statement
+            if type(error) is sqlite3.DatabaseError:
                 raise CheckpointError(
                     f"{told}. The file is damaged: move it and those beside it ({self.path.name}-*) away and start the run again. It goes on from its "
                     "checkpoint; what is lost is the history of earlier steps, and buffered episodes are played again"

@@ -324,9 +324,8 @@ class RemoteEngine(CollectingEngine, Wire):
                 if is_refused:
                     raise RequestError(f"request {rid} was refused: {error}") from error
                 self.fleet.suspect(server, error)
-                if not isinstance(
-                    error, UnreachableError
-                ):  # it was no attempt, and is not asked again soon
+                # whoever was not reached was not asked, and is not soon again
+                if not isinstance(error, UnreachableError):
                     errors.append(str(error))
                 last = server
             finally:

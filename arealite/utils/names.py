@@ -116,11 +116,8 @@ class FileNames:
         try:
             age_s = now - path.stat().st_mtime
             entry = json.loads(path.read_text())
-        except (
-            FileNotFoundError,
-            ValueError,
-        ):  # withdrawn, or left empty by a machine that crashed
-            return None
+        except (FileNotFoundError, ValueError):
+            return None  # withdrawn, or left empty by a machine that crashed
         return entry["value"] if age_s <= entry["ttl_s"] else None
 
     def _write(self, path: Path, value: str) -> Path:
