@@ -33,6 +33,18 @@ def test_one_that_died_is_replaced_by_the_one_started_in_its_place(
 
 
 @pytest.mark.timeout(60)
+def test_when_all_have_died_the_wait_for_others_has_its_deadline(tmp_path, monkeypatch):
+    monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
+    engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=2.0))
+    try:
+        with pytest.raises(WaitTimeout, match="server"):
+            engine.initialize([f"127.0.0.1:{free_port()}"])
+        assert not engine.router.servers
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.timeout(60)
 def test_without_a_launcher_the_one_that_was_named_is_waited_for():
     dead = f"127.0.0.1:{free_port()}"
     engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=0.5))
