@@ -149,10 +149,7 @@ def main() -> None:
                 for side, rows in stats.items():
                     took = {"same_reward": reward, "seconds_to_it": seconds_to(reward, rows)}
                     sides[side].append({**summary(rows), **took})
-            median = {
-                side: {k: statistics.median(r[k] for r in runs) for k in runs[0]}
-                for side, runs in sides.items()
-            }
+            median = {side: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for side, runs in sides.items()}
             faster = {
                 key: median["synchronous"][key] / median["asynchronous"][key]
                 for key in ("seconds_per_step", "seconds_to_it")

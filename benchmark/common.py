@@ -13,11 +13,7 @@ import transformers
 
 def describe_machine() -> dict[str, object]:
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

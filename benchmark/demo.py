@@ -66,9 +66,7 @@ def seconds_to_goal(curve: list[tuple[float, float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--trl-python", default=sys.executable if importlib.util.find_spec("trl") else None
-    )
+    parser.add_argument("--trl-python", default=sys.executable if importlib.util.find_spec("trl") else None)
     args = parser.parse_args()
     names = [*ETA, *(["TRL"] if args.trl_python else [])]
     curves: dict[str, list] = {name: [] for name in names}
@@ -93,14 +91,9 @@ def main() -> None:
     columns = ["seconds_to_0.9", "total_seconds", "samples_per_s", "final_reward"]
     print_table(
         ["median of runs", *columns],
-        [
-            [name, *(f"{statistics.median(row[c]):g}" for c in columns)]
-            for name, row in result.items()
-        ],
+        [[name, *(f"{statistics.median(row[c]):g}" for c in columns)] for name, row in result.items()],
     )
-    print(
-        json.dumps({"benchmark": "demo", "runs": args.runs, **describe_machine(), "result": result})
-    )
+    print(json.dumps({"benchmark": "demo", "runs": args.runs, **describe_machine(), "result": result}))
 
 
 if __name__ == "__main__":

@@ -138,9 +138,7 @@ def main() -> None:
         sys.exit(f"the server has not come to rest: {info}")
 
 
-async def run(
-    options: Endurance, url: str, pid: int, folder: str
-) -> tuple[list[tuple[int, int]], Counter[str], dict]:
+async def run(options: Endurance, url: str, pid: int, folder: str) -> tuple[list[tuple[int, int]], Counter[str], dict]:
     rows, part = [], options.requests // 10
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=TIMEOUT) as session:

@@ -190,9 +190,7 @@ def make_case(duel: Duel, name: str) -> Case:
     shape, kind = name.split("/")
     mixed = kind == "mixed"
     concurrency = duel.concurrency if mixed else int(kind)
-    made = make_jobs(
-        options(duel, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5]
-    )
+    made = make_jobs(options(duel, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5])
     # Samples of a group are requests of their own, as most clients send them.
     jobs = [(job.prompt, job.max_new_tokens) for job in made for _ in range(job.n)]
     return Case(name, shape, concurrency, jobs)
@@ -314,9 +312,7 @@ def compete(duel: Duel, server: Server, cases: list[Case], results: dict) -> Non
             load.measure(server.url, server.dialect, warm, case.concurrency, duel.run_s)
             for _ in range(duel.repeats):
                 begin = time.monotonic()
-                rate = load.measure(
-                    server.url, server.dialect, case.jobs, case.concurrency, duel.run_s
-                )
+                rate = load.measure(server.url, server.dialect, case.jobs, case.concurrency, duel.run_s)
                 note(server.system, case, rate, results[case.name])
                 if time.monotonic() - begin > 20:  # long enough to be steady
                     break
@@ -332,9 +328,7 @@ def run_in_process(duel: Duel, case: Case, row: dict[str, float]) -> None:
     command = [sys.executable, "benchmark/inference.py", *arguments, "http=false", "update=false"]
     command.append(f"repeats={duel.repeats}")
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=duel.run_s, check=True
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=duel.run_s, check=True)
     except subprocess.CalledProcessError as error:
         print(f"in process {case.name}: {error.stderr[-1500:]}", flush=True)
     except subprocess.TimeoutExpired:

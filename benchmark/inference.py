@@ -30,19 +30,13 @@ import load
 import torch
 import transformers
 from common import gap
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.utils.config import load_config
-from arealite.utils.shared_weights import SharedWeights
+from arealite.weights.host_memory import SharedWeights
 
 # hidden, mlp, layers, heads, KV heads, vocabulary, tied
 SHAPES = {
@@ -59,42 +53,25 @@ SHAPES = {
 class Options:
     """What is measured."""
 
-    model: str = field(
-        default="",
-        metadata={"help": "Folder of real weights (and text prompts); empty: random ones."},
-    )
+    model: str = field(default="", metadata={"help": "Folder of real weights (and text prompts); empty: random ones."})
     shape: str = field(
-        default="",
-        metadata={"help": "tiny, 27m, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."},
+        default="", metadata={"help": "tiny, 27m, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."}
     )
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
-    workload: str = field(
-        default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."}
-    )
+    workload: str = field(default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."})
     concurrency: int = field(default=256, metadata={"help": "Sequences decoded at once."})
-    waves: int = field(
-        default=2, metadata={"help": "Requests per concurrent slot (fixed workload)."}
-    )
-    groups: int = field(
-        default=125, metadata={"help": "Prompts of the mixed workload, eight samples each."}
-    )
+    waves: int = field(default=2, metadata={"help": "Requests per concurrent slot (fixed workload)."})
+    groups: int = field(default=125, metadata={"help": "Prompts of the mixed workload, eight samples each."})
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens (fixed workload)."})
     median: int = field(default=256, metadata={"help": "Median output of the mixed workload."})
-    max_output: int = field(
-        default=2048, metadata={"help": "Longest output of the mixed workload."}
-    )
+    max_output: int = field(default=2048, metadata={"help": "Longest output of the mixed workload."})
     sweep: list[int] = field(
-        default_factory=list,
-        metadata={"help": "Also tokens/s with so many requests of output_len at once: [1,4,16]."},
+        default_factory=list, metadata={"help": "Also tokens/s with so many requests of output_len at once: [1,4,16]."}
     )
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
-    update: bool = field(
-        default=True, metadata={"help": "Also measure a weight update under load."}
-    )
-    profile: bool = field(
-        default=False, metadata={"help": "Also print where a decode step spends its time."}
-    )
+    update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
+    profile: bool = field(default=False, metadata={"help": "Also print where a decode step spends its time."})
     repeats: int = field(default=2, metadata={"help": "Runs of each measurement; the best counts."})
 
 
@@ -118,9 +95,7 @@ def main() -> None:
         if options.http:
             model.save_pretrained(folder)
         if not cuda and not options.model:
-            results["generate"] = best(
-                options, lambda model=model: run_generate(options, model, jobs)
-            )
+            results["generate"] = best(options, lambda model=model: run_generate(options, model, jobs))
         results |= run_in_process(options, model, jobs, cuda)
         model = None
         gc.collect()
@@ -176,9 +151,7 @@ def make_jobs(options: Options, vocab: int) -> list[Job]:
         return torch.randint(0, vocab, (options.input_len,), generator=generator).tolist()
 
     if options.workload == "fixed":
-        return [
-            Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)
-        ]
+        return [Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)]
     # One in six beyond 2.7 times the median: the shape of reasoning traces.
     lengths = torch.randn(options.groups, generator=generator).exp_() * options.median
     lengths = lengths.clamp_(32, options.max_output).int().tolist()
@@ -196,9 +169,7 @@ def params(job: Job) -> SamplingParams:
 # --------------------------------------------------------------------------------------------- measurements
 
 
-def run_in_process(
-    options: Options, model: PreTrainedModel, jobs: list[Job], cuda: bool
-) -> dict[str, Any]:
+def run_in_process(options: Options, model: PreTrainedModel, jobs: list[Job], cuda: bool) -> dict[str, Any]:
     plain = copy.copy(model.config._attn_implementation)
     begin = time.perf_counter()
     context = min(4096, model.config.max_position_embeddings)
@@ -257,17 +228,13 @@ def profile(engine: Engine, jobs: list[Job]) -> None:
     time.sleep(0.4)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         time.sleep(0.1)
-    print(
-        prof.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60)
-    )
+    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=60))
     engine.abort().result(60)
     [future.result(60) for future in futures]
 
 
 @torch.inference_mode()
-def compare_logprobs(
-    model: PreTrainedModel, prompts: list[list[int]], outputs: list[SampleOutput]
-) -> dict[str, float]:
+def compare_logprobs(model: PreTrainedModel, prompts: list[list[int]], outputs: list[SampleOutput]) -> dict[str, float]:
     """The engine's log-probs against a teacher-forced pass of the same modules, as a trainer makes it."""
     deltas = []
     weight = model.get_output_embeddings().weight
@@ -293,13 +260,7 @@ def run_generate(options: Options, model: PreTrainedModel, jobs: list[Job]) -> f
         part = rows[start : start + options.concurrency]
         ids = torch.tensor([prompt for prompt, _ in part])
         longest = max(length for _, length in part)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=longest,
-            do_sample=True,
-            pad_token_id=0,
-        )
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, do_sample=True, pad_token_id=0)
         useful += sum(length for _, length in part)
     return useful / (time.perf_counter() - begin)
 
@@ -308,10 +269,7 @@ def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict
     """Through a server of its own, asked by several processes; samples of a group are requests of their own."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}"]
-    command += [
-        f"max_running_requests={options.concurrency}",
-        f"device={'cuda' if cuda else 'cpu'}",
-    ]
+    command += [f"max_running_requests={options.concurrency}", f"device={'cuda' if cuda else 'cpu'}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = process.stdout.readline().split()[-1]
@@ -319,9 +277,7 @@ def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict
         load.measure(url, "native", [([1], 1)], 1)
         results = {"start_to_first_token_s": time.perf_counter() - begin}
         asked = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
-        results["through_http"] = best(
-            options, lambda: load.measure(url, "native", asked, options.concurrency)
-        )
+        results["through_http"] = best(options, lambda: load.measure(url, "native", asked, options.concurrency))
         return results
     finally:
         process.send_signal(signal.SIGTERM)
@@ -334,9 +290,7 @@ def report(options: Options, results: dict[str, Any], cuda: bool) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    hardware = (
-        torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
-    )
+    hardware = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     line = {"benchmark": "inference", "commit": commit, "hardware": hardware} | versions
     print(json.dumps(line | asdict(options) | results))

@@ -45,19 +45,13 @@ DIALECTS = {
 
 
 def measure(
-    url: str,
-    dialect: str,
-    jobs: list[Job],
-    concurrency: int,
-    timeout_s: float = 300.0,
-    processes: int = 4,
+    url: str, dialect: str, jobs: list[Job], concurrency: int, timeout_s: float = 300.0, processes: int = 4
 ) -> float:
     """Tokens per second from the first request to the last answer; raises when a request fails or time runs out."""
     processes = min(processes, concurrency, len(jobs))
     command = [sys.executable, __file__]
     children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(processes)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(processes)
     ]
     try:
         for i, child in enumerate(children):

@@ -37,9 +37,7 @@ class Options:
 
     model: str = field(default="", metadata={"help": "Folder of real weights; empty: random ones."})
     shape: str = field(default="0.5b", metadata={"help": "Shape of random weights."})
-    questions: str = field(
-        default="", metadata={"help": "Lines of JSON with a `question`; empty: random prompts."}
-    )
+    questions: str = field(default="", metadata={"help": "Lines of JSON with a `question`; empty: random prompts."})
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
     samples: int = field(default=64, metadata={"help": "Answers that are compared."})
     max_new_tokens: int = field(default=256, metadata={"help": "Longest answer."})
@@ -94,14 +92,10 @@ def make_prompts(options: Options, folder: str) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def sample(
-    folder: str, prompts: list[list[int]], options: Options, device: str, dtype: str
-) -> list[Answer]:
+def sample(folder: str, prompts: list[list[int]], options: Options, device: str, dtype: str) -> list[Answer]:
     config = ServerConfig(model_path=folder, device=device, dtype=dtype, context_length=2048)
     engine = Engine(config).start()
-    settings = SamplingParams(
-        max_new_tokens=options.max_new_tokens, ignore_eos=not options.questions
-    )
+    settings = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=not options.questions)
     try:
         futures = [engine.submit(Request(prompt, settings)) for prompt in prompts]
         outputs = [future.result(600)[0] for future in futures]

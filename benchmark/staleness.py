@@ -95,9 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.steps <= 2 * max(options.etas):
-        parser.error(
-            f"--steps {options.steps}: the pipeline fills for 2 eta steps, so more are needed"
-        )
+        parser.error(f"--steps {options.steps}: the pipeline fills for 2 eta steps, so more are needed")
     known: list[Result] = []
     if options.out and options.out.exists():
         known = [json.loads(line) for line in options.out.read_text().splitlines()]

@@ -17,7 +17,7 @@ from reverse import make_rows, reverse_reward
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import Batch
-from arealite.engine.collecting import CollectingEngine
+from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.rlvr import RLVRWorkflow

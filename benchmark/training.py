@@ -64,9 +64,7 @@ def fixed_batch(lengths: list[int], vocab_size: int) -> Batch:
     return {"input_ids": ids * mask, "attention_mask": mask.long(), "loss_mask": mask.long()}
 
 
-def grouped_batch(
-    num_groups: int, group_size: int, num_prompt: int, mean: float, vocab_size: int
-) -> Batch:
+def grouped_batch(num_groups: int, group_size: int, num_prompt: int, mean: float, vocab_size: int) -> Batch:
     """Groups of samples that share a prompt, as in GRPO; only the answers are trained."""
     g = torch.Generator().manual_seed(0)
     draws = torch.empty(num_groups * group_size).log_normal_(0.0, 0.6, generator=g) * mean
@@ -178,10 +176,7 @@ def bench_logprob_memory(num_tokens: int = 16384, vocab_size: int = 151936) -> d
 
 def run_cuda(quick: bool) -> list[dict]:
     peak = matmul_peak()
-    rows = [
-        {"what": "peak of a bf16 product", "tflops": round(peak / 1e12)},
-        bench_logprob_memory(),
-    ]
+    rows = [{"what": "peak of a bf16 product", "tflops": round(peak / 1e12)}, bench_logprob_memory()]
     small = lognormal_batch(32768, 256, 1024, 151936)
     for shape, budget in (("1.5B", 16384), ("0.5B", 32768)):
         for compiled in (True,) if quick else (True, False):
@@ -303,9 +298,7 @@ def run_cpu() -> list[dict]:
         engines = {what: make_engine(path, "cpu", max_tokens_per_mb=1 << 20) for what in seconds}
         for _ in range(6):  # in turn, so that other work on the machine meets both
             for what, data in (("packed", batch), ("padded", padded)):
-                seconds[what].append(
-                    timed_step(engines[what], data, repeats=1, warmup=0)["seconds"]
-                )
+                seconds[what].append(timed_step(engines[what], data, repeats=1, warmup=0)["seconds"])
     real = int(batch["attention_mask"].sum())
     medians = {what: statistics.median(times[1:]) for what, times in seconds.items()}
     rows: list[dict] = [
@@ -317,9 +310,7 @@ def run_cpu() -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="compiled runs only")

@@ -80,9 +80,7 @@ def as_trl(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def main(folder: str, batch_file: str, rows: str, *options: str) -> None:
     batch = torch.load(batch_file, weights_only=True)
     cuda = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16 if cuda else torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")),
         pad_token="a", eos_token="b", padding_side="left",

@@ -43,9 +43,7 @@ class Stream(threading.Thread):
         self.ended = threading.Event()
         params = {"max_new_tokens": 2000, "ignore_eos": True}
         body = {"input_ids": [5] * 8, "sampling_params": params, "stream": True}
-        self.request = urllib.request.Request(
-            f"http://{address}/generate", json.dumps(body).encode()
-        )
+        self.request = urllib.request.Request(f"http://{address}/generate", json.dumps(body).encode())
         self.times: list[float] = []
 
     def run(self) -> None:
@@ -100,9 +98,7 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
     moments = []
     device |= {"context_length": 4096, "max_total_tokens": 16384, "max_prefill_tokens": 256}
     with server_process(work / "model", **device) as server:
-        engine = RemoteSGLangEngine(
-            InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120)
-        )
+        engine = RemoteSGLangEngine(InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120))
         engine.initialize([server.address])
         stream = Stream(server.address)
         stream.start()
@@ -155,9 +151,7 @@ def main() -> None:
         cells = [f"{v:.3f}" for v in (total, t["publish_s"], t["load_s"], t["pause_s"])]
         rows.append([way, *cells, f"{size_gb / total:.2f}", f"{total / (2 * copy_s):.2f}"])
     print(f"{size_gb:.2f} GB of weights")
-    print_table(
-        ["way", "total s", "publish s", "load s", "pause s", "GB/s", "times two plain copies"], rows
-    )
+    print_table(["way", "total s", "publish s", "load s", "pause s", "GB/s", "times two plain copies"], rows)
     line = {"benchmark": "weight_update", "size_gb": size_gb, "copy_s": copy_s, "ways": ways}
     print(json.dumps({**line, **describe_machine()}))
 

@@ -20,9 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 torch.set_num_threads(1)
 
-CHARACTERS = (
-    "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!#+-*/=()<>$'\"\n\\{}ABCDEFGHIJKLMNOPQRSTUVWXYZ|_"
-)
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!#+-*/=()<>$'\"\n\\{}ABCDEFGHIJKLMNOPQRSTUVWXYZ|_"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -32,10 +30,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()  # no spaces between tokens
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
     )
     made.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -82,10 +77,7 @@ def gsm8k_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up rows in the form of GSM8K."""
     path = tmp_path_factory.mktemp("gsm8k") / "train.jsonl"
     rows = [
-        {
-            "question": f"Tom has {i} pens and gets {i + 1}. How many?",
-            "answer": f"{i}+{i + 1}\n#### {2 * i + 1}",
-        }
+        {"question": f"Tom has {i} pens and gets {i + 1}. How many?", "answer": f"{i}+{i + 1}\n#### {2 * i + 1}"}
         for i in range(32)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -22,13 +22,7 @@ class ServerProcess:
     """`python -m arealite.cli.serve`, ready when made; `address` is where it listens."""
 
     def __init__(self, model_path: str | Path, **options: Any):
-        given = {
-            "device": "cpu",
-            "dtype": "float32",
-            "max_total_tokens": 8192,
-            "port": 0,
-            **options,
-        }
+        given = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "port": 0, **options}
         command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={model_path}"]
         command += [f"{key}={value}" for key, value in given.items()]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "AREALITE_DIE_WITH_PARENT": "1"}
@@ -55,9 +49,7 @@ class ServerProcess:
 
     def post(self, path: str, **body: Any) -> Any:
         request = urllib.request.Request(
-            f"http://{self.address}/{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            f"http://{self.address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)

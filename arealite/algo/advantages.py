@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 
-def shape_rewards(
-    rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None
-) -> Tensor:
+def shape_rewards(rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None) -> Tensor:
     """`clip((r + bias)·scaling, ±clip)`, `[B]`."""
     shaped = (rewards.float() + bias) * scaling
     return shaped if clip is None else shaped.clamp(-clip, clip)
@@ -102,9 +100,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     raise ValueError(f"unknown KL estimator {kind!r}; use k1, k2 or k3")
 
 
-def token_rewards(
-    rewards: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_ctl: float = 0.0
-) -> Tensor:
+def token_rewards(rewards: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_ctl: float = 0.0) -> Tensor:
     """`[B, T]`: the sequence's reward on its last trained token, minus `kl_ctl·kl` on every trained token."""
     mask = loss_mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
@@ -164,9 +160,7 @@ def whiten(values: Tensor, mask: Tensor, count: float, total: float, square_tota
     return torch.where(mask, (values - mean) / (variance**0.5 + 1e-8), 0.0)
 
 
-def adapted_kl_ctl(
-    kl_ctl: float, kl: float, target: float, num_sequences: float, horizon: float = 10_000.0
-) -> float:
+def adapted_kl_ctl(kl_ctl: float, kl: float, target: float, num_sequences: float, horizon: float = 10_000.0) -> float:
     """Adaptive KL weight (Ziegler et al., arXiv 1909.08593 §2.2) after a batch with `kl` per sequence.
 
     `β ← β·(1 + clip(kl/target − 1, ±0.2)·n / horizon)`.
@@ -175,9 +169,7 @@ def adapted_kl_ctl(
     return kl_ctl * (1.0 + error * num_sequences / horizon)
 
 
-def distillation_advantages(
-    logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float
-) -> Tensor:
+def distillation_advantages(logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
     """On-policy distillation: each token's `coef·(teacher_logp − logp)`, `[B, T]`.
 
     Its expected gradient is that of −coef·KL(π‖teacher) at that token (reverse KL, arXiv 2306.13649). Added to other

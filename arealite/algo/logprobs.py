@@ -147,9 +147,7 @@ def _measure(raw, labels, temperature, softcap, with_entropy):
     return logp, lse, lse - expected
 
 
-def logits_grad(
-    raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap, dtype, here=None
-):
+def logits_grad(raw, labels, lse, entropy, grad_logp, grad_entropy, temperature, softcap, dtype, here=None):
     """Gradient of the raw logits `[C, V]`, as `dtype`: d logp / dz = onehot − p, d entropy / dz = −p·(log p + entropy).
 
     `here [C]`: whose labels are among these columns, where they are a part of the vocabulary.

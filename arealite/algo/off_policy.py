@@ -13,9 +13,7 @@ from arealite.algo.policy_losses import sequence_mean
 from arealite.api.io_struct import Stat
 
 
-def interpolated_prox(
-    logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int
-) -> Tensor:
+def interpolated_prox(logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
     """Proximal log-probs without a forward pass: log-linear between behaviour and current policy by version distance.
 
     A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`: the proximal policy is one step before the one
@@ -66,9 +64,7 @@ def _prefix_sum(values: Tensor, owner: Tensor) -> Tensor:
     return (running - (totals.cumsum(0) - totals)[owner]).to(values.dtype)
 
 
-def behaviour_stats(
-    prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: Tensor, mask: Tensor
-) -> dict[str, Stat]:
+def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: Tensor, mask: Tensor) -> dict[str, Stat]:
     """Distance of sampling from proximal policy: KL(behaviour‖prox) by k1 and k3, weights, share of tokens dropped.
 
     `behav_weight/mean` and `behav_weight/mean_square` give the effective sample size `mean² / mean_square` (a share of the

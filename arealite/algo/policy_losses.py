@@ -52,9 +52,7 @@ class Clip(NamedTuple):
 LossAndStats = tuple[Tensor, dict[str, Stat]]
 
 
-def aggregation_weights(
-    loss_mask: Tensor, mode: str, max_length: int | None = None
-) -> tuple[Tensor, Tensor]:
+def aggregation_weights(loss_mask: Tensor, mode: str, max_length: int | None = None) -> tuple[Tensor, Tensor]:
     """Token weights `[B, T]` and each sequence's share of the normaliser `[B]`, for a padded `loss_mask [B, T]`.
 
     `token`: Σ m·ℓ / Σ m (DAPO). `sequence`: mean over each sequence, then over sequences (GRPO as published).

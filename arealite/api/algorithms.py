@@ -184,10 +184,7 @@ def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Rec
         f"algorithm={config.algorithm} punishes overlong answers: set actor.overlong_buffer (for example a fifth of "
         "max_answer_length) and actor.max_answer_length",
     )
-    require(
-        buffer is None or length,
-        "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens",
-    )
+    require(buffer is None or length, "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens")
     require(
         buffer is None or 0 < buffer <= (length or 0),
         f"overlong_buffer must be in (0, max_answer_length], got {buffer}",

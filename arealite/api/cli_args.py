@@ -69,9 +69,7 @@ class InferenceEngineConfig(Section):
     setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
-    health_timeout_s: float = _help(
-        "A server silent for so long is given up; its requests go on elsewhere.", 30.0
-    )
+    health_timeout_s: float = _help("A server silent for so long is given up; its requests go on elsewhere.", 30.0)
     segment_tokens: int = _help(
         "Tokens asked of a server at a time: what a killed one can lose of a long answer.", 4096
     )
@@ -98,9 +96,7 @@ class ServerConfig(Section):
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     mem_fraction: float = _help(
-        "Share of free memory for the KV cache; half of it where a trainer shares the GPU.",
-        0.8,
-        Range(0, 1, True),
+        "Share of free memory for the KV cache; half of it where a trainer shares the GPU.", 0.8, Range(0, 1, True)
     )
     deterministic: bool = _help("Same seed, same tokens, whatever the batch (slower).", False)
     seed: int = _help("Seed of requests that bring none.", 0)
@@ -165,9 +161,7 @@ class StatsLoggerConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int | None = _help(
-        "Machines; null: one; on Ray and Slurm what allocation_mode needs.", None, AT_LEAST_1
-    )
+    n_nodes: int | None = _help("Machines; null: one; on Ray and Slurm what allocation_mode needs.", None, AT_LEAST_1)
     min_nodes: int | None = _help(
         "torchrun only: machines may come and go, down to this many; null: all must stay.", None
     )
@@ -194,9 +188,7 @@ class LauncherConfig(Section):
     max_servers: int | None = _help(
         "Ray only: while requests wait, servers are added up to this many; idle ones end.", None
     )
-    slurm: dict[str, Any] = _help(
-        "Flags of sbatch; container_* go to srun, `wrap` stands before the command.", dict
-    )
+    slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` stands before the command.", dict)
 
 
 # ------------------------------------------------------------------------------------------- experiments
@@ -209,9 +201,7 @@ class BaseExperimentConfig(Section):
     experiment_name: str = _help("First part of the run directory's name.")
     trial_name: str = _help("Second part of the run directory's name.")
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
-    controller: bool = _help(
-        "Ray only: one driver runs the script, each engine has devices.", False
-    )
+    controller: bool = _help("Ray only: one driver runs the script, each engine has devices.", False)
     seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1)
     total_train_epochs: int = _help("Passes over the training set.", 1, AT_LEAST_1)
     total_train_steps: int | None = _help("Stop after so many steps, if earlier.", None)
@@ -364,7 +354,5 @@ class EvalConfig(GRPOConfig):
 
     def check(self) -> None:
         Section.check(self)
-        _require(
-            self.valid_dataset is not None, "evaluation needs a dataset: set valid_dataset.path"
-        )
+        _require(self.valid_dataset is not None, "evaluation needs a dataset: set valid_dataset.path")
         self._check_room()

@@ -86,9 +86,7 @@ class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""
 
     @abc.abstractmethod
-    def initialize(
-        self, addrs: list[str] | None = None, train_batch_size: int | None = None
-    ) -> None:
+    def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         """Connect to the servers (`addrs`, or those the launcher started) and start the executor on rank 0."""
 
     @abc.abstractmethod
@@ -119,9 +117,7 @@ class InferenceEngine(abc.ABC):
         """Run these episodes and return this rank's share, in the order of `data`."""
 
     @abc.abstractmethod
-    def prepare_batch(
-        self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
-    ) -> Batch:
+    def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         """Keep episodes running up to the staleness limit; return this rank's share of the next batch."""
 
     @abc.abstractmethod

@@ -10,9 +10,7 @@ class Environment(abc.ABC):
     """One episode's world. Observations and actions are whatever agent and environment agree on."""
 
     @abc.abstractmethod
-    async def areset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict]:
+    async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         """Start an episode; returns the first observation and extra information."""
 
     @abc.abstractmethod

@@ -17,10 +17,5 @@ from typing import Any, Protocol
 
 class RewardFn(Protocol):
     def __call__(
-        self,
-        prompt: str,
-        completion: str,
-        prompt_ids: list[int],
-        completion_ids: list[int],
-        **data: Any,
+        self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float | Awaitable[float]: ...

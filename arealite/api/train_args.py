@@ -57,10 +57,7 @@ class TrainEngineConfig(Section):
 
     def check(self) -> None:
         super().check()
-        _require(
-            self.lora_rank or not self.lora_targets,
-            "lora_targets is set but lora_rank is 0: set lora_rank too",
-        )
+        _require(self.lora_rank or not self.lora_targets, "lora_targets is set but lora_rank is 0: set lora_rank too")
         _require(
             not self.cpu_offload or self.device != "cpu",
             "cpu_offload moves weights from the accelerator to the host: with device=cpu they are there already",
@@ -123,9 +120,7 @@ class PPOActorConfig(TrainEngineConfig):
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0)
     reward_clip: float = _help("Shaped rewards are clipped to +- this.", 20.0, NOT_NEGATIVE)
-    max_answer_length: int | None = _help(
-        "gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None
-    )
+    max_answer_length: int | None = _help("gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None)
     overlong_buffer: int | None = _help(
         "Answers in the last so many tokens before max_answer_length lose up to 1.", None
     )
@@ -172,8 +167,7 @@ class PreferenceConfig(TrainEngineConfig):
     def check(self) -> None:
         super().check()
         _require(
-            self.margin == 0 or self.loss == "simpo",
-            f"margin={self.margin} is of loss=simpo only, not of {self.loss}",
+            self.margin == 0 or self.loss == "simpo", f"margin={self.margin} is of loss=simpo only, not of {self.loss}"
         )
 
     @property

@@ -66,9 +66,7 @@ def _own_fields(config_class: type, **defaults: Callable[[], Any]) -> Any:
 
 
 GRPOTree = _own_fields(
-    GRPOConfig,
-    actor=lambda: PPOActorConfig(path=DEFAULT_MODEL),
-    gconfig=lambda: GenerationHyperparameters(n_samples=4),
+    GRPOConfig, actor=lambda: PPOActorConfig(path=DEFAULT_MODEL), gconfig=lambda: GenerationHyperparameters(n_samples=4)
 )
 SFTTree = _own_fields(SFTConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
 RWTree = _own_fields(RWConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
@@ -98,13 +96,10 @@ class MainConfig(BaseExperimentConfig):
     trial_name: str = help_field("Second part; by default trainer.type, or eval.", "")
     mode: str = help_field("Launcher: local, torchrun, ray or slurm.", "local")
     allocation_mode: str = help_field(
-        "Devices and parallelism; by default one trainer, and one embedded server where one is needed.",
-        "",
+        "Devices and parallelism; by default one trainer, and one embedded server where one is needed.", ""
     )
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
-    saver: FreqConfig = help_field(
-        "When models are written, besides the last.", lambda: FreqConfig(freq_epochs=1)
-    )
+    saver: FreqConfig = help_field("When models are written, besides the last.", lambda: FreqConfig(freq_epochs=1))
     trainer: TrainerTree = help_field("Which loop, and its settings.", TrainerTree)
 
     def check(self) -> None:

@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from arealite.api.errors import ConfigError
+from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
 from arealite.utils.console import COLUMNS, clock
 from arealite.utils.rundir import RunDir
-from arealite.utils.stats_logger import read_stats
 
 _MAX_TEXT = 400
 

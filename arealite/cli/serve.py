@@ -17,9 +17,9 @@ import sys
 from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import ServerConfig
-from arealite.core.membership import Lease
+from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
-from arealite.inference.server import bind, serve
+from arealite.inference.http.server import bind, serve
 from arealite.utils.config import load_config, run_main
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent

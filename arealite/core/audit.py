@@ -82,9 +82,7 @@ class Audit:
         if self.alarmed:
             return None
         self.alarmed = True
-        share = (
-            f"{values['audit/lost_share']:.0%} of the last episodes were dropped as stale or failed"
-        )
+        share = f"{values['audit/lost_share']:.0%} of the last episodes were dropped as stale or failed"
         if longer:
             return (
                 f"{share}; the stale ones have {stale:.0f} tokens on average, the trained ones {trained:.0f}: long answers are "

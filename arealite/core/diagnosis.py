@@ -142,9 +142,7 @@ def diagnose(
     return state, f"admission allows {staleness.capacity()} more episodes at this version"
 
 
-def stuck(
-    staleness: StalenessManager, num_finished: int, num_queued: int, wanted: int, who: str
-) -> str:
+def stuck(staleness: StalenessManager, num_finished: int, num_queued: int, wanted: int, who: str) -> str:
     """Why a wait can never end: nothing runs and nothing may start."""
     counts = staleness.counts
     have = f"{num_finished} of {wanted} episodes are finished, none runs, {num_queued} are queued"

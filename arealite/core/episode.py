@@ -93,9 +93,7 @@ def check_trajectories(result: Any) -> Trajectories:
     if not math.isfinite(total):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
     if not math.isfinite(np.add.reduce(_array(result["logprobs"]), axis=None)):
-        raise TrajectoryError(
-            "`logprobs` are not finite: the server or the workflow made NaN or infinity"
-        )
+        raise TrajectoryError("`logprobs` are not finite: the server or the workflow made NaN or infinity")
     for key in result.keys() - _KNOWN_KEYS:
         value = result[key] if isinstance(key, str) else None
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:

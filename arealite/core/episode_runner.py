@@ -88,9 +88,7 @@ class EpisodeRunner:
             if future.done():
                 raise  # the coroutine's own error
             future.cancel()
-            raise wait.error(
-                "no answer yet", "a server hangs or is very slow: see its log"
-            ) from None
+            raise wait.error("no answer yet", "a server hangs or is very slow: see its log") from None
 
     def spawn(self, episode: Episode) -> None:
         """Start an episode that is already in `running` (loop thread)."""

@@ -97,9 +97,7 @@ class Ledger:
         self._error_told = self._transcripts_failed = False
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._thread.start()
-        self._run_now(
-            lambda db: None
-        )  # a path that cannot be written is told here, not at the first step
+        self._run_now(lambda db: None)  # a path that cannot be written is told here, not at the first step
 
     def note(self, row: EpisodeRow) -> None:
         """Note what an episode has become; written by the next `commit`."""
@@ -139,10 +137,7 @@ class Ledger:
 
         def job(db: sqlite3.Connection) -> None:
             # the checkpoint before this one is the last good one until this one is whole
-            db.execute(
-                "DELETE FROM buffer WHERE step < (SELECT MAX(step) FROM buffer) OR step >= ?",
-                (step,),
-            )
+            db.execute("DELETE FROM buffer WHERE step < (SELECT MAX(step) FROM buffer) OR step >= ?", (step,))
             db.executemany("INSERT INTO buffer VALUES (?,?,?)", rows)
 
         self._run_now(job)
@@ -184,9 +179,7 @@ class Ledger:
         found: dict[str, int] = {}
         self.commit()
         self._run_now(
-            lambda db: found.update(
-                db.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state").fetchall()
-            )
+            lambda db: found.update(db.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state").fetchall())
         )
         return found
 
@@ -246,9 +239,7 @@ class Ledger:
         error = self._error
         if error is not None:
             self._error_told = True
-            told = (
-                f"the ledger {self.path} cannot be written or read: {type(error).__name__}: {error}"
-            )
+            told = f"the ledger {self.path} cannot be written or read: {type(error).__name__}: {error}"
             if isinstance(error, OSError | sqlite3.OperationalError):
                 remedy = "Free space or fix the folder's rights, then resume the run with recover.mode=auto"
                 raise AReaLiteError(f"{told}. {remedy}") from error
@@ -258,7 +249,9 @@ class Ledger:
                     f"{told}. The file is damaged: move it and those beside it ({self.path.name}-*) away and start the run again. It goes on from its "
                     "checkpoint; what is lost is the history of earlier steps, and buffered episodes are played again"
                 ) from error
-            remedy = "Resume the run with recover.mode=auto; if that ends here too the file is damaged: move it away first"
+            remedy = (
+                "Resume the run with recover.mode=auto; if that ends here too the file is damaged: move it away first"
+            )
             raise AReaLiteError(f"{told}. {remedy}") from error
         if not self._thread.is_alive():
             raise AReaLiteError(f"the ledger {self.path} is closed: nothing is written any more")

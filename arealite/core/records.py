@@ -16,9 +16,7 @@ from arealite.core.ledger import EpisodeRow, RolloutRow
 MAX_EPISODES_PER_STEP = 8
 
 
-def episode_row(
-    episode: Episode, state: str, reason: str | None = None, step: int | None = None
-) -> EpisodeRow:
+def episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:
     result, now = episode.result, time.time()
     return EpisodeRow(
         episode.id,

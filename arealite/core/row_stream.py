@@ -110,8 +110,4 @@ class RowStream:
         dataset = getattr(self.dataloader, "dataset", None)
         size = getattr(self.dataloader, "batch_size", None)
         rows = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else None
-        return (
-            f"the dataloader ({rows} rows, batch size {size})"
-            if rows is not None
-            else "the dataloader"
-        )
+        return f"the dataloader ({rows} rows, batch size {size})" if rows is not None else "the dataloader"

@@ -38,9 +38,7 @@ class Counts:
         """Nothing lost, nothing counted twice."""
         ended = self.accepted + self.rejected + self.failed + self.stale
         assert self.admitted == self.running + ended, f"episode counts do not add up: {self}"
-        assert 0 <= self.trained <= self.accepted and self.running >= 0, (
-            f"impossible counts: {self}"
-        )
+        assert 0 <= self.trained <= self.accepted and self.running >= 0, f"impossible counts: {self}"
 
 
 class _Rules(NamedTuple):
@@ -193,7 +191,5 @@ class StalenessManager:
         ended = state["counts"]
         trained, gone = ended["trained"], ended["rejected"] + ended["failed"] + ended["stale"]
         accepted = trained + num_buffered
-        self.counts = Counts(
-            **{**ended, "running": 0, "accepted": accepted, "admitted": accepted + gone}
-        )
+        self.counts = Counts(**{**ended, "running": 0, "accepted": accepted, "admitted": accepted + gone})
         self.version = state["version"]

@@ -35,13 +35,7 @@ class WorkerError(RuntimeError):
 class WorkerPool:
     """`count` workers. `engine_class(config)` makes the engine of each; `server_state` tells what `follow` is given."""
 
-    def __init__(
-        self,
-        count: int,
-        engine_class: type,
-        config: Any,
-        server_state: Callable[[], dict[str, Any]],
-    ):
+    def __init__(self, count: int, engine_class: type, config: Any, server_state: Callable[[], dict[str, Any]]):
         self.count = count
         self.num_replaced = 0
         self._make = (engine_class, config)

@@ -101,9 +101,7 @@ class _Worker:
                     self._cancel(number)
                 elif kind == "play":
                     workflow, data = self.workflows[payload[0]], payload[1]
-                    task = asyncio.create_task(
-                        self._play(writer, number, workflow, data), name=f"episode-{number}"
-                    )
+                    task = asyncio.create_task(self._play(writer, number, workflow, data), name=f"episode-{number}")
                     self.tasks[number] = task
                     task.add_done_callback(lambda _, n=number: self.tasks.pop(n, None))
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -115,19 +113,13 @@ class _Worker:
             task.cancel()
 
     async def _play(
-        self,
-        writer: asyncio.StreamWriter,
-        number: int,
-        workflow: RolloutWorkflow,
-        data: dict[str, Any],
+        self, writer: asyncio.StreamWriter, number: int, workflow: RolloutWorkflow, data: dict[str, Any]
     ) -> None:
         engine: InferenceEngine = self.engine
         try:
             batch = await workflow.arun_episode(engine, data)
             write_message(writer, ("result", number, None if batch is None else pack(batch)))
-        except (
-            BaseException
-        ) as error:  # it may raise anything, also CancelledError; the owner books it
+        except BaseException as error:  # it may raise anything, also CancelledError; the owner books it
             told = (describe(error), traceback.format_exc(limit=-8))
             write_message(writer, ("error", number, told))
         await writer.drain()

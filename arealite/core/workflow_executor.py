@@ -25,13 +25,7 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.book import Book
 from arealite.core.diagnosis import FailureStreak, describe, diagnose, refuse_if_all_rejected, stuck
-from arealite.core.episode import (
-    DirectCall,
-    Episode,
-    Trajectories,
-    check_trajectories,
-    join_trajectories,
-)
+from arealite.core.episode import DirectCall, Episode, Trajectories, check_trajectories, join_trajectories
 from arealite.core.episode_runner import Ended, EpisodeRunner
 from arealite.core.ledger import Ledger
 from arealite.core.row_stream import RowStream
@@ -60,9 +54,7 @@ class WorkflowExecutor:
         self.engine = engine
         self.seed = seed
         self.book = Book(ledger, config.dump_rollouts)
-        self.staleness = StalenessManager(
-            batch_size, config.max_head_offpolicyness, config.max_concurrent_rollouts
-        )
+        self.staleness = StalenessManager(batch_size, config.max_head_offpolicyness, config.max_concurrent_rollouts)
         self._lock = threading.Condition()  # guards staleness, _finished, _running, _calls
         self._pending: deque[Episode] = deque()
         self._direct: deque[Episode] = deque()
@@ -137,9 +129,7 @@ class WorkflowExecutor:
         wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
         return self._collect(count, wait, lambda: None, patience_s=0.0)
 
-    def prepare_batch(
-        self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow
-    ) -> Batch:
+    def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         """The next training batch, while further episodes keep running up to the staleness limit."""
         stream = self._open_stream(dataloader)
         if self.staleness.batch_size is None:
@@ -160,12 +150,7 @@ class WorkflowExecutor:
                 self._enqueue(episode_id, row, workflow)
 
         self._low_water = count
-        wait = NamedWait(
-            "prepare_batch",
-            f"{count} episodes",
-            self.config.batch_timeout_s,
-            "rollout.batch_timeout_s",
-        )
+        wait = NamedWait("prepare_batch", f"{count} episodes", self.config.batch_timeout_s, "rollout.batch_timeout_s")
         began, last = wait.began, self._last_hand_over
         # stragglers that would be too old for the next batch may hold this one up for as long as the last step took
         batch = self._collect(count, wait, top_up, patience_s=began - last)
@@ -197,9 +182,7 @@ class WorkflowExecutor:
         self._next_direct_id += len(data)
         self._wake()
         option = "rollout.batch_timeout_s"
-        wait = NamedWait(
-            "rollout_batch", f"{len(data)} episodes", self.config.batch_timeout_s, option
-        )
+        wait = NamedWait("rollout_batch", f"{len(data)} episodes", self.config.batch_timeout_s, option)
         with self._lock:
             while call.remaining and self._fatal is None:
                 if wait.expired:
@@ -209,13 +192,9 @@ class WorkflowExecutor:
         if not call.results:
             cause = call.errors[0] if call.errors else None
             told = describe(cause) if cause else "all were rejected"
-            raise TrainingError(
-                f"none of {len(data)} episodes gave a result; first cause: {told}"
-            ) from cause
+            raise TrainingError(f"none of {len(data)} episodes gave a result; first cause: {told}") from cause
         done = sorted(call.results.items())
-        return join_trajectories(
-            [episode_id for episode_id, _ in done], [result for _, result in done]
-        )
+        return join_trajectories([episode_id for episode_id, _ in done], [result for _, result in done])
 
     def pause(self) -> None:
         self._paused = True
@@ -274,9 +253,7 @@ class WorkflowExecutor:
         self._is_new_run = False
         version = state["version"]
         # checkpoints of earlier releases know nothing of submitted episodes
-        manual = {"next_id": MANUAL_IDS, "position": MANUAL_IDS, "done": []} | state.get(
-            "manual", {}
-        )
+        manual = {"next_id": MANUAL_IDS, "position": MANUAL_IDS, "done": []} | state.get("manual", {})
         self._next_manual_id = manual["next_id"]
         self._next_direct_id = state.get("next_direct_id", 0)
         ended = {*state["done"], *manual["done"]}
@@ -309,9 +286,7 @@ class WorkflowExecutor:
 
     # --------------------------------------------------------------------------------------- collecting
 
-    def _collect(
-        self, count: int, wait: NamedWait, top_up: Callable[[], None], patience_s: float
-    ) -> Batch:
+    def _collect(self, count: int, wait: NamedWait, top_up: Callable[[], None], patience_s: float) -> Batch:
         while True:
             top_up()
             with self._lock:
@@ -476,9 +451,7 @@ class WorkflowExecutor:
 
     def _crashed(self, error: BaseException) -> None:
         with self._lock:
-            self._fatal = TrainingError(
-                f"the rollout thread ended: {type(error).__name__}: {error}"
-            )
+            self._fatal = TrainingError(f"the rollout thread ended: {type(error).__name__}: {error}")
             self._fatal.__cause__ = error
             self._lock.notify_all()
 

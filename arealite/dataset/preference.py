@@ -20,8 +20,7 @@ def get_preferences(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -
     rows = load_dataset(config)
     require_columns(rows, ["prompt", "chosen", "rejected"], config.path)
     pairs = [
-        {side: tokenize_sft(row["prompt"], row[side], tokenizer) for side in ("chosen", "rejected")}
-        for row in rows
+        {side: tokenize_sft(row["prompt"], row[side], tokenizer) for side in ("chosen", "rejected")} for row in rows
     ]
     return within_length(pairs, config.max_length, config.path)
 

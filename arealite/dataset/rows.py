@@ -95,9 +95,7 @@ def _csv_rows(text: Any, file: Path) -> Iterator[Row]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                told = (
-                    f"{file}, line {reader.line_num} has another number of values than the header"
-                )
+                told = f"{file}, line {reader.line_num} has another number of values than the header"
                 raise DatasetError(told)
             yield row
     except csv.Error as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import ConfigError
-from arealite.engine.remote import RemoteEngine
+from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import RemotevLLMEngine
 

@@ -15,25 +15,21 @@ from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.collecting import CollectingEngine
-from arealite.engine.remote import Piece, Progress
+from arealite.engine.remote.base import Piece, Progress
+from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.sglang_remote import sampling_params
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.utils import distributed
-from arealite.utils.device_weights import read_probe
-from arealite.utils.weight_group import get_outbox
+from arealite.weights.device_memory import read_probe
+from arealite.weights.process_group import get_outbox
 
 
 class EmbeddedEngine(CollectingEngine):
     """Generation in process. `server` configures the engine as it would a server."""
 
     def __init__(
-        self,
-        config: InferenceEngineConfig,
-        server: ServerConfig,
-        seed: int = 1,
-        ledger_path: str | Path | None = None,
+        self, config: InferenceEngineConfig, server: ServerConfig, seed: int = 1, ledger_path: str | Path | None = None
     ):
         super().__init__(config, seed, ledger_path)
         if distributed.world_size() > 1:
@@ -49,9 +45,7 @@ class EmbeddedEngine(CollectingEngine):
             raise ConfigError("call EmbeddedEngine.initialize() first")
         return self._engine
 
-    def initialize(
-        self, addrs: list[str] | None = None, train_batch_size: int | None = None
-    ) -> None:
+    def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         self._engine = Engine(self.server).start()
         self.start_executor(train_batch_size)
 

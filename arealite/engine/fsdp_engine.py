@@ -26,26 +26,21 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
-from arealite.engine import checkpoint, hf_model
-from arealite.engine.controller.driver import Placed
-from arealite.engine.flops import FlopCounter, peak_flops
-from arealite.engine.optim import grad_norm, learning_rate, make_optimizer, scale_grads
-from arealite.engine.parallel import Layout, check_layout, fold_pipeline
-from arealite.engine.shared_prefix import PrefixPlan, plan_prefixes
-from arealite.engine.tensor_parallel import apply_tensor_parallel
-from arealite.engine.vision import check_vision_layout, has_vision, take_vision
-from arealite.utils import device_weights, distributed
-from arealite.utils.data import (
-    is_per_token,
-    pack,
-    select_rows,
-    seq_lengths,
-    split_micro_batches,
-    unpack,
-)
-from arealite.utils.device_weights import DeviceWeights
-from arealite.utils.shared_weights import SharedWeights
-from arealite.utils.weight_group import put_outbox
+from arealite.controller.driver import Placed
+from arealite.engine.fsdp import checkpoint
+from arealite.engine.fsdp import model as hf_model
+from arealite.engine.fsdp.flops import FlopCounter, peak_flops
+from arealite.engine.fsdp.optimizer import grad_norm, learning_rate, make_optimizer, scale_grads
+from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline
+from arealite.engine.fsdp.shared_prefix import PrefixPlan, plan_prefixes
+from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
+from arealite.engine.fsdp.vision import check_vision_layout, has_vision, take_vision
+from arealite.utils import distributed
+from arealite.utils.data import is_per_token, pack, select_rows, seq_lengths, split_micro_batches, unpack
+from arealite.weights import device_memory as device_weights
+from arealite.weights.device_memory import DeviceWeights
+from arealite.weights.host_memory import SharedWeights
+from arealite.weights.process_group import put_outbox
 
 logger = logging.getLogger("arealite.engine")
 

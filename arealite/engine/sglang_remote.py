@@ -13,14 +13,14 @@ from typing import Any
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
-from arealite.core.router import Server
-from arealite.engine.broadcast import JOIN_TIMEOUT_S
-from arealite.engine.published import read_published
-from arealite.engine.remote import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine, read_version
-from arealite.engine.shared_tensors import share
-from arealite.utils.fingerprint import SHA256, Fingerprints
+from arealite.engine.remote.base import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine, read_version
+from arealite.engine.remote.broadcast import JOIN_TIMEOUT_S
+from arealite.engine.remote.published import read_published
+from arealite.engine.remote.router import Server
+from arealite.engine.remote.shared_tensors import share
 from arealite.utils.http import HttpError
-from arealite.utils.weight_group import buckets, specs_of
+from arealite.weights.fingerprint import SHA256, Fingerprints
+from arealite.weights.process_group import buckets, specs_of
 
 _NEEDED = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
@@ -30,9 +30,7 @@ class RemoteSGLangEngine(RemoteEngine):
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         # SGLang gives all n samples of a request the same seed; the embedded server seed + i
-        if request.seed is not None and not all(
-            s.is_arealite for s in self.router.servers.values()
-        ):
+        if request.seed is not None and not all(s.is_arealite for s in self.router.servers.values()):
             return await InferenceEngine.agenerate_group(self, request)
         return await super().agenerate_group(request)
 
@@ -56,9 +54,7 @@ class RemoteSGLangEngine(RemoteEngine):
         with server.answering():
             pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]
         if len(pieces) != num_samples:
-            raise ServerError(
-                f"{server.address} gave {len(pieces)} samples, {num_samples} were asked for"
-            )
+            raise ServerError(f"{server.address} gave {len(pieces)} samples, {num_samples} were asked for")
         return pieces
 
     async def pause_server(self, server: Server, mode: str) -> None:
@@ -82,9 +78,7 @@ class RemoteSGLangEngine(RemoteEngine):
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
         if server.group and "/destroy_weights_update_group" in server.endpoints:
             with suppress(HttpError):  # it may have been started anew since
-                await self.control(
-                    server, "destroy_weights_update_group", {"group_name": server.group}
-                )
+                await self.control(server, "destroy_weights_update_group", {"group_name": server.group})
         await self.control(server, "init_weights_update_group", settings, JOIN_TIMEOUT_S)
         server.group = settings["group_name"]
 
@@ -129,16 +123,12 @@ class RemoteSGLangEngine(RemoteEngine):
                     body["weight_version"] = str(meta.version)
                 await self._load(server, "update_weights_from_distributed", body)
 
-    async def _share_with(
-        self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]
-    ) -> None:
+    async def _share_with(self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]) -> None:
         """From shared memory, where SGLang has no endpoint for a file of ours: tensors it maps by name."""
         loop, tensors = asyncio.get_running_loop(), read_published(meta)
         async with self._session(server):
             for portion in buckets(specs_of(tensors)):
-                described, copies = await loop.run_in_executor(
-                    None, share, tensors, portion, server.num_ranks
-                )
+                described, copies = await loop.run_in_executor(None, share, tensors, portion, server.num_ranks)
                 body = {"serialized_named_tensors": described, **flush}
                 await self._load(server, "update_weights_from_tensor", body)
                 del copies
@@ -256,11 +246,7 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
         params["stop_token_ids"] = g.stop_token_ids
     if g.stop:
         params["stop"] = g.stop
-    for name, off in (
-        ("frequency_penalty", 0.0),
-        ("presence_penalty", 0.0),
-        ("repetition_penalty", 1.0),
-    ):
+    for name, off in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
         if getattr(g, name) != off:
             params[name] = getattr(g, name)
     if progress.seed is not None:
@@ -285,9 +271,7 @@ def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -
         for span in spans:
             versions += [read_version(span["version"], held)] * (span["end"] - span["start"])
         if len(versions) != len(tokens):
-            raise ServerError(
-                f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens"
-            )
+            raise ServerError(f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens")
     else:
         version = read_version(meta.get("weight_version"), held)
         if pause_mode == "in_place":  # it is that of the last token; the first may be older

@@ -11,14 +11,14 @@ from typing import Any
 
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.core.router import Server
-from arealite.engine.broadcast import JOIN_TIMEOUT_S
-from arealite.engine.remote import Piece, Progress, RemoteEngine, read_version
-from arealite.utils.fingerprint import Fingerprints
+from arealite.engine.remote.base import Piece, Progress, RemoteEngine, read_version
+from arealite.engine.remote.broadcast import JOIN_TIMEOUT_S
+from arealite.engine.remote.router import Server
 from arealite.utils.http import HttpError
+from arealite.weights.fingerprint import Fingerprints
 
 _PAUSE_MODES = {"abort": "abort", "in_place": "keep"}
-_EXTENSION = "arealite.engine.vllm_extension.WeightLoading"
+_EXTENSION = "arealite.engine.remote.vllm_extension.WeightLoading"
 _NEEDED = ("/pause", "/resume", "/collective_rpc")
 _TOKENS = "/inference/v1/generate"
 # An older vLLM, or one without --enable-scale-out: OpenAI's endpoint with token ids on both sides.
@@ -116,9 +116,7 @@ class RemotevLLMEngine(RemoteEngine):
 
     async def probe(self, server: Server) -> None:
         await self.http.get(f"{server.url}/health", timeout_s=5)
-        server.endpoints = frozenset(
-            (await self.http.get(f"{server.url}/openapi.json", timeout_s=10))["paths"]
-        )
+        server.endpoints = frozenset((await self.http.get(f"{server.url}/openapi.json", timeout_s=10))["paths"])
         missing = [e for e in _NEEDED if e not in server.endpoints]
         if missing:
             version = (await self.http.get(f"{server.url}/version", timeout_s=5))["version"]
@@ -185,18 +183,14 @@ def _piece(choice: dict[str, Any], server: Server, held: int) -> Piece:
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(tokens):
-        raise ServerError(
-            f"{server.address} gave {len(content)} log-probs for {len(tokens)} tokens"
-        )
+        raise ServerError(f"{server.address} gave {len(content)} log-probs for {len(tokens)} tokens")
     versions = [held] * len(tokens)
     for span in choice.get("weight_versions") or []:
         start, end = span["start"], span["end"]
         versions[start:end] = [read_version(span["version"], held)] * (end - start)
     if len(versions) != len(tokens):
         spans = choice["weight_versions"]
-        raise ServerError(
-            f"{server.address}: weight_versions {spans} do not fit {len(tokens)} tokens"
-        )
+        raise ServerError(f"{server.address}: weight_versions {spans} do not fit {len(tokens)} tokens")
     return Piece(tokens, [entry["logprob"] for entry in content], versions, reason)
 
 

@@ -18,9 +18,10 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine, TrainEngine
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.embedded import EmbeddedEngine
-from arealite.engine.remote import RemoteEngine
-from arealite.utils import device_weights, distributed
+from arealite.engine.remote.base import RemoteEngine
+from arealite.utils import distributed
 from arealite.utils.rundir import RunDir
+from arealite.weights import device_memory as device_weights
 
 logger = logging.getLogger("arealite.weights")
 
@@ -29,9 +30,7 @@ _HEADROOM = 2.5  # files may hold 16 bits of what is published with 32
 
 
 def make_weight_meta(
-    config: GRPOConfig,
-    run_dir: RunDir | str | Path,
-    rollout: RemoteEngine | EmbeddedEngine | None = None,
+    config: GRPOConfig, run_dir: RunDir | str | Path, rollout: RemoteEngine | EmbeddedEngine | None = None
 ) -> WeightUpdateMeta:
     """How weights travel, by `rollout.weight_update`. With `shm` and servers that share the trainer's GPU they stay on it, if `rollout` is given to ask them."""
     folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
@@ -66,9 +65,7 @@ def _can_share_gpu(rollout: RemoteEngine | EmbeddedEngine, path: str) -> bool:
     return bool(distributed.broadcast_json(answer))
 
 
-def _choose_way(
-    config: GRPOConfig, path: str, rollout: RemoteEngine | EmbeddedEngine | None
-) -> str:
+def _choose_way(config: GRPOConfig, path: str, rollout: RemoteEngine | EmbeddedEngine | None) -> str:
     """Shared memory if every server reads this machine's and the weights fit there, else disk: decided for the whole run, and told."""
     why_not = None
     if distributed.rank() == 0:

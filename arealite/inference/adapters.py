@@ -82,10 +82,7 @@ def read_adapter(path: str | Path) -> Adapter:
         if found is None:
             raise WeightUpdateError(f"{folder} holds {key!r}, which is no lora_A or lora_B weight")
         pairs.setdefault(found[1], {})[found[2]] = tensor
-    layers = {
-        f"{module}.weight": _low_rank(module, pair, settings, folder)
-        for module, pair in pairs.items()
-    }
+    layers = {f"{module}.weight": _low_rank(module, pair, settings, folder) for module, pair in pairs.items()}
     return Adapter(layers, tensors)
 
 
@@ -103,9 +100,7 @@ def _check_settings(settings: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _low_rank(
-    module: str, pair: dict[str, torch.Tensor], settings: dict[str, Any], folder: Path
-) -> LowRank:
+def _low_rank(module: str, pair: dict[str, torch.Tensor], settings: dict[str, Any], folder: Path) -> LowRank:
     if set(pair) != {"A", "B"}:
         raise WeightUpdateError(f"{folder}: {module} has lora_{min(pair)} but not its counterpart")
     rank = _setting(settings, "r", "rank_pattern", module, folder)
@@ -115,15 +110,12 @@ def _low_rank(
     down, up = pair["A"], pair["B"]
     if down.dim() != 2 or up.dim() != 2 or down.shape[0] != rank or up.shape[1] != rank:
         raise WeightUpdateError(
-            f"{folder}: {module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, "
-            f"{SETTINGS} says rank {rank}"
+            f"{folder}: {module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, {SETTINGS} says rank {rank}"
         )
     return LowRank(down, up, alpha / (rank**0.5 if settings.get("use_rslora") else rank))
 
 
-def _setting(
-    settings: dict[str, Any], name: str, patterns_name: str, module: str, folder: Path
-) -> int | float:
+def _setting(settings: dict[str, Any], name: str, patterns_name: str, module: str, folder: Path) -> int | float:
     """A number by PEFT's rule: that of the first pattern that matches the end of the module's name, else the common one."""
     patterns = settings.get(patterns_name) or {}
     try:
@@ -134,7 +126,5 @@ def _setting(
             f"{folder / SETTINGS}: {patterns_name} must map regular expressions to numbers, got {patterns!r:.200}: {error}"
         ) from error
     if not (isinstance(value, int | float) and abs(value) < _HUGE):  # as NaN is not
-        raise WeightUpdateError(
-            f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {value!r:.60}"
-        )
+        raise WeightUpdateError(f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {value!r:.60}")
     return value

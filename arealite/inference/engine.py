@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
+from arealite.inference.cpu.runner import Step
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.loading import load_model, load_tokenizer, prepare_model, shape_of
-from arealite.inference.model_runner import Step
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.ranks import ParallelRunner, ParallelWeights, Ranks, make_runner
 from arealite.inference.scheduler import Scheduler
@@ -31,7 +31,7 @@ from arealite.inference.slots import SlotTable
 from arealite.inference.step_loop import StepLoop, resolve
 from arealite.inference.weights import ServedWeights, Staged
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
-from arealite.utils.fingerprint import Fingerprints
+from arealite.weights.fingerprint import Fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
@@ -40,12 +40,7 @@ _BESIDE = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
 class Engine(StepLoop):
     """Generates. `start` it, `submit` requests, `close` it."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        model: PreTrainedModel | None = None,
-        tokenizer: Any | None = None,
-    ):
+    def __init__(self, config: ServerConfig, model: PreTrainedModel | None = None, tokenizer: Any | None = None):
         super().__init__()
         config.check()
         self.config = config
@@ -165,15 +160,11 @@ class Engine(StepLoop):
         """Forget all prefixes; False (and nothing done) while requests are running."""
         return self._call(self._flush)
 
-    def update_weights_from_disk(
-        self, path: str, version: int, flush_cache: bool = True
-    ) -> Future[int]:
+    def update_weights_from_disk(self, path: str, version: int, flush_cache: bool = True) -> Future[int]:
         """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
         return self._update(lambda: self.weights.stage("disk", path), version, flush_cache)
 
-    def update_weights_from_shm(
-        self, path: str, version: int, flush_cache: bool = True
-    ) -> Future[int]:
+    def update_weights_from_shm(self, path: str, version: int, flush_cache: bool = True) -> Future[int]:
         """Copy weights a trainer on this machine has put into shared memory."""
         return self._update(lambda: self.weights.stage("shm", path), version, flush_cache)
 
@@ -184,9 +175,7 @@ class Engine(StepLoop):
         stage = self.weights.stage_tensors
         return self._update(lambda: stage(tensors, "the broadcast"), version, flush_cache)
 
-    def load_adapter(
-        self, path: str, name: str, version: int, flush_cache: bool = True
-    ) -> Future[int]:
+    def load_adapter(self, path: str, name: str, version: int, flush_cache: bool = True) -> Future[int]:
         """Put the LoRA adapter of a PEFT folder on the base weights, in place of the one before."""
         stage = self.weights.stage
         return self._update(lambda: stage("adapter", path), version, flush_cache, name)
@@ -368,9 +357,7 @@ class Engine(StepLoop):
         self.runner.attach(self.scheduler.slots)
         self._home = None
 
-    def _swap(
-        self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str
-    ) -> int:
+    def _swap(self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str) -> int:
         begin = time.perf_counter()
         self._runner_in_use()
         self._settle()
@@ -380,9 +367,7 @@ class Engine(StepLoop):
         self.weights.accept(staged)
         self.adapter_name = adapter_name
         num_met = self.scheduler.num_running
-        if (
-            flush_cache
-        ):  # what is under way keeps its tokens, and has its keys and values computed anew
+        if flush_cache:  # what is under way keeps its tokens, and has its keys and values computed anew
             self._retract()
             self.scheduler.pool.flush()
         self._set_version(self._base_version if version is None else version)
@@ -405,17 +390,11 @@ class Engine(StepLoop):
 
     def _runner_in_use(self) -> Any:
         if self.runner is None:
-            raise WeightUpdateError(
-                "the engine's memory is released: call /resume_memory_occupation first"
-            )
+            raise WeightUpdateError("the engine's memory is released: call /resume_memory_occupation first")
         return self.runner
 
     def _update(
-        self,
-        stage: Callable[[], Staged],
-        version: int | None,
-        flush_cache: bool,
-        adapter_name: str = "",
+        self, stage: Callable[[], Staged], version: int | None, flush_cache: bool, adapter_name: str = ""
     ) -> Future[int]:
         """Read, check and bring new weights to the device on this thread; swap them in between two steps.
 

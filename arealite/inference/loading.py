@@ -12,24 +12,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.attention import SHAPES_NAME, use_attention
-from arealite.inference.tensor_parallel import (
-    RowLinear,
-    Shards,
-    TensorGroup,
-    check_parallel,
-    shard_model,
-)
+from arealite.inference.cpu.attention import SHAPES_NAME, use_attention
+from arealite.inference.tensor_parallel import RowLinear, Shards, TensorGroup, check_parallel, shard_model
 from arealite.utils.decoders import check_decoder, check_interface, load_decoder, original_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,9 +87,7 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
     return model_config
 
 
-def load_model(
-    config: ServerConfig, group: TensorGroup | None = None
-) -> tuple[PreTrainedModel, Shards]:
+def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[PreTrainedModel, Shards]:
     """This rank's part of the model, with its weights on the chosen device, attending through the paged KV cache."""
     model_config = read_config(config)
     device = choose_device(config, group.rank if group else 0)
@@ -125,9 +111,7 @@ def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
     if own < 2:
         raise ConfigError(f"max_position_embeddings is {own}: a prompt and its continuation need 2")
     if context_length is not None and not 2 <= context_length <= own:
-        raise ConfigError(
-            f"context_length={context_length} must be between 2 and the model's {own}"
-        )
+        raise ConfigError(f"context_length={context_length} must be between 2 and the model's {own}")
     num_layers, num_kv_heads, head_dim = _cache_shape(model)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return ModelShape(

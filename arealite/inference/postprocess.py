@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from arealite.inference.cpu.runner import StepResult
 from arealite.inference.detokenizer import IncrementalText
 from arealite.inference.loading import ModelShape
-from arealite.inference.model_runner import StepResult
 from arealite.inference.sequence import SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
 
@@ -74,9 +74,7 @@ class Postprocessor:
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params
-            seq.detokenizer = IncrementalText(
-                self.tokenizer, params.stop, params.skip_special_tokens
-            )
+            seq.detokenizer = IncrementalText(self.tokenizer, params.stop, params.skip_special_tokens)
         text = ""
         if seq.detokenizer is not None and not is_stop:
             text = seq.detokenizer.add(token, may_stop=count >= request.params.min_new_tokens)

@@ -32,16 +32,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import AReaLiteError, ServerError, WeightUpdateError
+from arealite.inference.cpu.runner import ModelRunner, StepResult
 from arealite.inference.loading import ModelShape, choose_device, load_model, read_config, shape_of
-from arealite.inference.model_runner import ModelRunner, StepResult
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.tensor_parallel import Shards, TensorGroup
 from arealite.inference.weights import ServedWeights, Staged, Weights
 from arealite.utils.child import die_with_owner
-from arealite.utils.fingerprint import Fingerprints, digest, fingerprint, stride
-from arealite.utils.shared_weights import SharedWeights
+from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
+from arealite.weights.host_memory import SharedWeights
 
 _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
@@ -53,7 +53,7 @@ _NOTHING = "nothing"  # to read: a rank answers when it has taken all updates so
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Any:
     """The runner for the model's device. Triton is needed, and imported, only for CUDA."""
     if next(model.parameters()).device.type == "cuda":
-        from arealite.inference.cuda_runner import CudaRunner
+        from arealite.inference.cuda.runner import CudaRunner
 
         return CudaRunner(model, shape, config)
     return ModelRunner(model, shape, config)
@@ -156,9 +156,7 @@ class Ranks:
             for pipe in pipes:
                 pipe.send_bytes(data)
         except OSError as error:
-            raise ServerError(
-                self.lost(_CLOSE_S) or f"a rank cannot be reached: {error}"
-            ) from error
+            raise ServerError(self.lost(_CLOSE_S) or f"a rank cannot be reached: {error}") from error
 
     def _receive(self, pipes: list[Connection]) -> list[bytes]:
         answers = []
@@ -310,9 +308,7 @@ class _SharedStep:
 # ------------------------------------------------------------------------------------------- the other ranks
 
 
-def _follow(
-    rank: int, config: ServerConfig, port: int, steps: Connection, updates: Connection
-) -> None:
+def _follow(rank: int, config: ServerConfig, port: int, steps: Connection, updates: Connection) -> None:
     """The life of a rank other than 0. Ends when rank 0 closes the pipe or dies."""
     die_with_owner()
     disable_progress_bar()  # a log is no place for bars
@@ -325,9 +321,7 @@ def _follow(
         group = TensorGroup(rank, config.tensor_parallel, store, device)
         _Follower(config, group, steps, updates).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(
-            0
-        )  # rank 0 has closed; its end of the group is gone, which taking this one apart would complain about
+        os._exit(0)  # rank 0 has closed; its end of the group is gone, which taking this one apart would complain about
     except (AReaLiteError, RuntimeError) as error:
         sys.exit(f"rank {rank}: {error}")
 
@@ -335,9 +329,7 @@ def _follow(
 class _Follower:
     """One rank's part of the model and its copy of the slot table. Each method named after an `op` does what rank 0 does."""
 
-    def __init__(
-        self, config: ServerConfig, group: TensorGroup, steps: Connection, updates: Connection
-    ):
+    def __init__(self, config: ServerConfig, group: TensorGroup, steps: Connection, updates: Connection):
         self.config, self.steps, self.updates = config, steps, updates
         self.model, shards = load_model(config, group)
         self.weights = ServedWeights(self.model, shards)
@@ -350,10 +342,7 @@ class _Follower:
 
     def run(self) -> None:
         threading.Thread(target=self._stage_updates, daemon=True).start()
-        ops = {
-            name: getattr(self, name)
-            for name in ("start", "step", "load", "clear", "release", "sample", "part")
-        }
+        ops = {name: getattr(self, name) for name in ("start", "step", "load", "clear", "release", "sample", "part")}
         while True:
             message = json.loads(self.steps.recv_bytes())
             ops[message.pop("op")](**message)
@@ -380,9 +369,7 @@ class _Follower:
         while self.num_collected < collected:
             self._collect()
         if self.checksum != checksum:
-            raise ServerError(
-                "its tokens differ from those of rank 0: the ranks have drifted apart"
-            )
+            raise ServerError("its tokens differ from those of rank 0: the ranks have drifted apart")
         for row in taken:
             self._fill(**row)
         for slot, block in grown:

@@ -43,9 +43,7 @@ class Plan:
 class Scheduler:
     """Waiting requests in order of arrival, running sequences in slots, blocks in the pool."""
 
-    def __init__(
-        self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int
-    ) -> None:
+    def __init__(self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int) -> None:
         self.slots = slots
         self.pool = pool
         self.max_prefill_tokens = max_prefill_tokens
@@ -95,9 +93,7 @@ class Scheduler:
         """Give every decoding sequence a block for the token it computes next; preempt the youngest if there is none."""
         slots, size = self.slots, self.pool.block_size
         needy = np.flatnonzero(
-            slots.decoding
-            & (slots.length < slots.limit)
-            & ((slots.length - 1) // size >= slots.num_blocks)
+            slots.decoding & (slots.length < slots.limit) & ((slots.length - 1) // size >= slots.num_blocks)
         )
         for ticket, slot in sorted(zip(slots.ticket[needy], needy, strict=True)):
             while self.pool.num_free == 0 and slots.ticket[slot] == ticket:
@@ -179,11 +175,7 @@ class Scheduler:
     def _fork_source(self, request: Request) -> Sequence | None:
         """A running sample of the request whose prompt is computed."""
         for seq in request.sequences:
-            if (
-                seq.slot >= 0
-                and self.slots.decoding[seq.slot]
-                and seq.pool_epoch == self.pool.epoch
-            ):
+            if seq.slot >= 0 and self.slots.decoding[seq.slot] and seq.pool_epoch == self.pool.epoch:
                 return seq
         return None
 
@@ -275,7 +267,5 @@ class Scheduler:
         num_full = num_computed // self.pool.block_size
         if num_full > seq.num_registered:
             tokens = self.slots.tokens[seq.slot]
-            seq.cache_parent = self.pool.register(
-                seq.blocks[:num_full], tokens, seq.num_registered, seq.cache_parent
-            )
+            seq.cache_parent = self.pool.register(seq.blocks[:num_full], tokens, seq.num_registered, seq.cache_parent)
             seq.num_registered = num_full

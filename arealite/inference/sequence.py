@@ -55,9 +55,7 @@ class SamplingParams:
             raise RequestError(f"sampling_params must be an object, got {type(values).__name__}")
         if not values.keys() <= _KNOWN:
             unknown = min(values.keys() - _KNOWN)
-            raise RequestError(
-                f"unknown sampling parameter {unknown!r}; known: {', '.join(sorted(_KNOWN))}"
-            )
+            raise RequestError(f"unknown sampling parameter {unknown!r}; known: {', '.join(sorted(_KNOWN))}")
         given = {name: value for name, value in values.items() if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
@@ -84,30 +82,20 @@ class SamplingParams:
             if not low <= value <= high:  # as NaN is not
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise RequestError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}"
-            )
+            raise RequestError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
         if self.sampling_seed is not None and not -(2**63) <= self.sampling_seed < 2**64:
             raise RequestError(f"sampling_seed must fit in 64 bits, got {self.sampling_seed}")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"at most {MAX_STOP_IDS} stop_token_ids, got {len(self.stop_token_ids)}"
-            )
+            raise RequestError(f"at most {MAX_STOP_IDS} stop_token_ids, got {len(self.stop_token_ids)}")
         if len(self.logit_bias) > MAX_BIAS:
-            raise RequestError(
-                f"at most {MAX_BIAS} entries of logit_bias, got {len(self.logit_bias)}"
-            )
+            raise RequestError(f"at most {MAX_BIAS} entries of logit_bias, got {len(self.logit_bias)}")
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise RequestError(
-                        f"{name} holds token {token}, outside the vocabulary of {vocab_size}"
-                    )
+                    raise RequestError(f"{name} holds token {token}, outside the vocabulary of {vocab_size}")
         for token, bias in self.logit_bias.items():
             if not (abs(bias) <= 1e6 or bias == -math.inf):
-                raise RequestError(
-                    f"logit_bias of token {token} is {bias}; use -1e6 to 1e6, or -inf to forbid it"
-                )
+                raise RequestError(f"logit_bias of token {token} is {bias}; use -1e6 to 1e6, or -inf to forbid it")
         if len(self.stop) > MAX_STOPS:
             raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}")
         if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in self.stop):
@@ -125,14 +113,7 @@ class SamplingParams:
 _KNOWN = {f.name for f in fields(SamplingParams)}
 _TYPES = {
     int: ("n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"),
-    float: (
-        "temperature",
-        "top_p",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-    ),
+    float: ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     bool: ("ignore_eos", "skip_special_tokens"),
 }
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
@@ -148,9 +129,7 @@ def _typed(name: str, value: Any) -> Any:
             raise RequestError(f"{name} is too large a number") from error
     if kind is not None and type(value) is not kind:
         raise RequestError(f"{name} must be {kind.__name__}, got {value!r}")
-    if item is not None and not (
-        isinstance(value, list) and all(type(entry) is item for entry in value)
-    ):
+    if item is not None and not (isinstance(value, list) and all(type(entry) is item for entry in value)):
         raise RequestError(f"{name} must be a list of {item.__name__}, got {value!r}")
     if name == "logit_bias" and not isinstance(value, dict):
         raise RequestError(f"logit_bias must map token ids to numbers, got {value!r}")

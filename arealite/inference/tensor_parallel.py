@@ -23,9 +23,7 @@ from arealite.utils.decoders import tensor_plan
 
 _DIMS = {"colwise": 0, "rowwise": 1}
 _WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
-_TIMEOUT = timedelta(
-    minutes=10
-)  # a rank that dies closes its connections; this is for one that hangs
+_TIMEOUT = timedelta(minutes=10)  # a rank that dies closes its connections; this is for one that hangs
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ class Shards:
         dim = self.dims.get(name)
         return value if dim is None else value.chunk(self.size, dim)[self.rank]
 
-    def cut_factors(
-        self, name: str, down: torch.Tensor, up: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut_factors(self, name: str, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors of this rank's part of `up @ down`."""
         dim = self.dims.get(name)
         if dim == 0:
@@ -67,9 +63,7 @@ class Shards:
         """Those of every `stride`-th element of the whole tensor that lie in this rank's part, in order."""
         dim, whole = self.dims[name], self.whole_shape(name, part.shape)
         index = torch.arange(0, whole.numel(), stride)
-        places = torch.unravel_index(
-            index[self.owners(name, part.shape, stride) == self.rank], whole
-        )
+        places = torch.unravel_index(index[self.owners(name, part.shape, stride) == self.rank], whole)
         local = [place % part.shape[dim] if i == dim else place for i, place in enumerate(places)]
         return part.detach()[tuple(place.to(part.device) for place in local)].cpu()
 

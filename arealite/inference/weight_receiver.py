@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from arealite.api.errors import RequestError, WeightUpdateError
-from arealite.utils.weight_group import WeightGroup, parse_specs
+from arealite.weights.process_group import WeightGroup, parse_specs
 
 JOIN_TIMEOUT_S = 20.0
 # A sender that dies closes its connections; only one that hangs is waited for this long.
@@ -30,26 +30,21 @@ class WeightReceiver:
             name, backend = str(body["group_name"]), body.get("backend", "gloo")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(
-                "to join a group give master_address, master_port, rank_offset, world_size and group_name: "
-                f"{error!r}"
+                f"to join a group give master_address, master_port, rank_offset, world_size and group_name: {error!r}"
             ) from error
         if not (0 < port < 2**16 and 0 < rank < size):
             raise RequestError(
                 f"no group has port {port}, rank_offset {rank} of world_size {size}: the sender is rank 0"
             )
         if backend != "gloo":
-            raise RequestError(
-                f"backend is {backend!r}; the embedded engine receives weights over gloo"
-            )
+            raise RequestError(f"backend is {backend!r}; the embedded engine receives weights over gloo")
         self._group = None
         limits = {"join_timeout_s": JOIN_TIMEOUT_S, "timeout_s": TIMEOUT_S}
         try:
             self._group = WeightGroup(address, port, rank, size, name, **limits)
         except RuntimeError as error:
             cause = str(error).splitlines()[0]  # torch adds its stack
-            raise WeightUpdateError(
-                f"cannot join the group at {address}:{port}: {cause}"
-            ) from error
+            raise WeightUpdateError(f"cannot join the group at {address}:{port}: {cause}") from error
         self._name = name
 
     def receive(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +62,4 @@ class WeightReceiver:
         except RuntimeError as error:
             if self._group is group:  # and no other was joined meanwhile
                 self._group = None
-            raise WeightUpdateError(
-                f"the broadcast broke off: {error}. The old weights are still served"
-            ) from error
+            raise WeightUpdateError(f"the broadcast broke off: {error}. The old weights are still served") from error

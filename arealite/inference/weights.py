@@ -21,8 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
 from arealite.inference.tensor_parallel import Shards
-from arealite.utils.device_weights import attach
-from arealite.utils.fingerprint import Fingerprints, fingerprints
+from arealite.weights.device_memory import attach
+from arealite.weights.fingerprint import Fingerprints, fingerprints
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -138,10 +138,7 @@ class ServedWeights:
 
     def named_tensors(self) -> Weights:
         """Everything whose fingerprint others may compare: parameters as they are used, and the adapter's own tensors."""
-        return {
-            **dict(self.model.named_parameters()),
-            **(self.adapter.tensors if self.adapter else {}),
-        }
+        return {**dict(self.model.named_parameters()), **(self.adapter.tensors if self.adapter else {})}
 
     def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
         targets = dict(self.model.named_parameters())
@@ -168,9 +165,7 @@ class ServedWeights:
             torch.cuda.current_stream().synchronize()
         return Staged(pairs, adapter, is_base=False)
 
-    def _merge(
-        self, name: str, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _merge(self, name: str, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
         down, up = self.shards.cut_factors(name, down, up)
         down, up = (t.to(base.device, torch.float32) for t in (down, up))
         return torch.addmm(base.float(), up, down, alpha=scale).to(base.dtype)

@@ -20,13 +20,7 @@ from pathlib import Path
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import CONTROLLER_ENV, Job
 from arealite.launcher.plan import ServerPlan, visible_gpus
-from arealite.launcher.servers import (
-    is_healthy,
-    server_command,
-    server_env,
-    server_port,
-    sharing_gpus,
-)
+from arealite.launcher.servers import is_healthy, server_command, server_env, server_port, sharing_gpus
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
@@ -159,9 +153,7 @@ class NodePart:
         command = shutil.which("nvidia-cuda-mps-control")
         if command is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # or it runs already
             return
-        folder = tempfile.mkdtemp(
-            prefix="arealite-mps-"
-        )  # a run directory's path may be too long for a socket
+        folder = tempfile.mkdtemp(prefix="arealite-mps-")  # a run directory's path may be too long for a socket
         self.supervisor.remove_at_end(Path(folder))
         self.mps_env = {f"CUDA_MPS_{kind}_DIRECTORY": folder for kind in ("PIPE", "LOG")}
         spec = ChildSpec("mps", [command, "-f"], self.logs / "mps.log", self.mps_env)
@@ -255,9 +247,7 @@ class NodePart:
         port = self.config.launcher.trainer_port or free_port(self.host)
         if is_free(port, self.host):
             return port
-        raise ServerError(
-            f"launcher.trainer_port={port} is taken: set another, or 0 for a free one"
-        )
+        raise ServerError(f"launcher.trainer_port={port} is taken: set another, or 0 for a free one")
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
         host, port = master.rsplit(":", 1)

@@ -177,9 +177,7 @@ def _ask_script(script: str, argv: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "config.yaml"
         command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}
-        result = subprocess.run(
-            command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S
-        )
+        result = subprocess.run(command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S)
         if result.returncode != 0 or not answer.exists():
             output = (result.stderr or result.stdout).strip().removeprefix("error: ")
             raise ConfigError(output or f"{script} ended before it loaded its configuration")
@@ -284,9 +282,7 @@ def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     return [list(range(cluster.n_gpus_per_node)) for _ in range(nodes)], on_gpu
 
 
-def _place_server(
-    index: int, mode: AllocationMode, slots: list[tuple[int, int]] | None, nodes: int
-) -> ServerPlan:
+def _place_server(index: int, mode: AllocationMode, slots: list[tuple[int, int]] | None, nodes: int) -> ServerPlan:
     if slots is None:
         return ServerPlan(index, ((index % nodes, ()),))
     assert mode.gen is not None
@@ -318,9 +314,7 @@ def _spread(config: LaunchConfig, server: ServerPlan, nodes: list[list[int]]) ->
     )
 
 
-def _arithmetic(
-    config: LaunchConfig, mode: AllocationMode, gen: int, train: int, gpus: list[list[int]]
-) -> str:
+def _arithmetic(config: LaunchConfig, mode: AllocationMode, gen: int, train: int, gpus: list[list[int]]) -> str:
     sides = []
     if gen:
         sides.append(f"{mode.gen_backend} {mode.gen} = {gen}")

@@ -28,7 +28,7 @@ _RESERVED = ("command", "env")
 _VLLM_FLAGS = {
     "enable_scale_out": True,
     "logprobs_mode": "processed_logprobs",
-    "worker_extension_cls": "arealite.engine.vllm_extension.WeightLoading",
+    "worker_extension_cls": "arealite.engine.remote.vllm_extension.WeightLoading",
 }
 _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _KEY_ENV = "AREALITE_API_KEY"
@@ -57,11 +57,7 @@ def sharing_gpus(config: LaunchConfig) -> LaunchConfig:
 
 
 def server_command(
-    config: LaunchConfig,
-    backend: str,
-    port: int,
-    spread: tuple[int, int, str] | None = None,
-    index: int = 0,
+    config: LaunchConfig, backend: str, port: int, spread: tuple[int, int, str] | None = None, index: int = 0
 ) -> list[str]:
     """The command line of server `index`. `spread` is (nodes, which of them, address of the first) if it spans nodes."""
     host = config.server.host

@@ -9,12 +9,7 @@ from arealite.reward.math import answers_equal, final_answer
 
 
 def gsm8k_reward(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    answer: str = "",
-    **data: Any,
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
 ) -> float:
     """1.0 if right, else 0.0. `answer` is the dataset's column, with or without the worked steps."""
     expected = str(answer).rsplit("####", 1)[-1].strip()

@@ -17,9 +17,7 @@ _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+"
 _NUMBER = re.compile(rf"[-+]?(?:\d+ +\d+ */ *\d+|{_PLAIN})")  # the first is mixed, as 1 1/2
 _FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_DROP = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\[()\[\]]"
-)
+_DROP = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\[()\[\]]")
 # Words after a number that are its unit (`18 dollars`, `5 km/h`, `12 cm^2`), not a part of its value.
 _UNIT_WORD = r"(?!(?:and|or|to|plus|minus|times|over|half|hundred|thousand|[mb]illion|dozen)\b)(?:[^\W\d_]{2,}|[mgslhLVWNJK]\b)(?: ?\^\{?[23]\}?|[²³])?"
 _WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*", re.I)
@@ -31,12 +29,7 @@ _HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
 
 
 def math_reward(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    answer: str = "",
-    **data: Any,
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
 ) -> float:
     """1.0 if the completion's final answer equals `answer`, else 0.0."""
     given = final_answer(completion)

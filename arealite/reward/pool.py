@@ -216,9 +216,7 @@ class _Worker:
     def __init__(self, module: str):
         context = fork_context(module)
         self.pipe, self._theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(self._theirs,), name="arealite-reward", daemon=True
-        )
+        self.process = context.Process(target=_serve, args=(self._theirs,), name="arealite-reward", daemon=True)
 
     async def start(self) -> None:
         # On a thread: the first start lasts until the fork server has imported the script.
@@ -229,9 +227,7 @@ class _Worker:
         except _WorkerLost as lost:
             raise RewardError(f"a reward worker could not start: it {lost}") from None
         except (EOFError, OSError) as error:
-            raise RewardError(
-                f"a reward worker could not start: the fork server ended ({error!r})"
-            ) from error
+            raise RewardError(f"a reward worker could not start: the fork server ended ({error!r})") from error
 
     async def ask(self, job: bytes, timeout_s: float) -> tuple[str, Any]:
         try:

@@ -16,23 +16,15 @@ from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
+from arealite.trainer.stats_logger import StatsLogger
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
-from arealite.utils.distributed import (
-    all_reduce_stats,
-    data_size,
-    destroy_process_group,
-    init_process_group,
-    rank,
-)
+from arealite.utils.distributed import all_reduce_stats, data_size, destroy_process_group, init_process_group, rank
 from arealite.utils.rundir import RunDir
-from arealite.utils.stats_logger import StatsLogger
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
-def evaluate(
-    rollout: InferenceEngine, rows: list[dict[str, Any]], workflow: RolloutWorkflow
-) -> dict[str, float]:
+def evaluate(rollout: InferenceEngine, rows: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
     """Mean reward, share of prompts solved at least once, and mean length over `rows`."""
     batch = rollout.rollout_batch(rows, workflow)
     rewards = batch["rewards"].float()

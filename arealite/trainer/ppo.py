@@ -45,9 +45,7 @@ class PPOTrainer:
         parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
-        self.spec = FinetuneSpec(
-            config.total_train_epochs, len(rows), size, config.total_train_steps
-        )
+        self.spec = FinetuneSpec(config.total_train_epochs, len(rows), size, config.total_train_steps)
         self.actor = FSDPPPOActor(config.actor, parallel)
         self.actor.initialize(self.spec)
         self.critic = FSDPPPOCritic(config.critic, parallel) if config.critic else None

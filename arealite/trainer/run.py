@@ -19,14 +19,14 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.dataset import StatefulDataLoader
-from arealite.engine.remote import RemoteEngine
+from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
+from arealite.trainer.recover import Recover
+from arealite.trainer.saver import Frequency, Saver
+from arealite.trainer.stats_logger import StatsLogger
 from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
 from arealite.utils.distributed import broadcast_json, rank
-from arealite.utils.recover import Recover
 from arealite.utils.rundir import RunDir
-from arealite.utils.saver import Frequency, Saver
-from arealite.utils.stats_logger import StatsLogger
 from arealite.utils.trace import Trace
 
 logger = logging.getLogger("arealite.run")
@@ -178,9 +178,7 @@ class Run:
         if first and rank() == 0:
             tell(f"resuming after step {first}")
         # Servers that this run did not start may hold the weights of another one.
-        others = (
-            isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
-        )
+        others = isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
         if self.rollout is not None and (first or broadcast_json(others)):
             weights = make_weight_meta(self.config, self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))

@@ -43,9 +43,7 @@ class SFTTrainer:
         self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
-        self.spec = FinetuneSpec(
-            config.total_train_epochs, len(rows), size, config.total_train_steps
-        )
+        self.spec = FinetuneSpec(config.total_train_epochs, len(rows), size, config.total_train_steps)
         self.engine: Any = self.engine_class(config.model, self.parallel)
         self.engine.initialize(self.spec)
 

@@ -107,9 +107,7 @@ def log_to_file() -> None:
     path = os.environ.get(LOG_FILE_ENV)
     if path is not None:
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.raiseExceptions = (
-            False  # a full disk costs lines of the log, and no traceback for each
-        )
+        logging.raiseExceptions = False  # a full disk costs lines of the log, and no traceback for each
         logging.basicConfig(filename=path, level=logging.WARNING, format=form)
         logging.getLogger("arealite").setLevel(logging.INFO)
 

@@ -132,9 +132,7 @@ class _Screen:
         self._file = os.fdopen(os.dup(descriptor), "w")
         console = Console(file=self._file, force_terminal=True, width=width)
         # The whole process's output is redirected below, by descriptor: rich need not do it again.
-        self.live = Live(
-            console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
-        )
+        self.live = Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
         sys.stdout.flush()
         sys.stderr.flush()
         self._saved = [os.dup(1), os.dup(2)]

@@ -82,9 +82,7 @@ def concat_padded(batches: list[Batch]) -> Batch:
             if min(lengths) < longest:
                 fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
                 parts = [
-                    pad(part, (*rest, 0, longest - length), value=fill)
-                    if length < longest
-                    else part
+                    pad(part, (*rest, 0, longest - length), value=fill) if length < longest else part
                     for part, length in zip(parts, lengths, strict=True)
                 ]
         joined[key] = torch.cat(parts)

@@ -39,9 +39,7 @@ def check_decoder(config: PreTrainedConfig) -> None:
             f"model type {text.model_type!r} does not tell its attention the sliding_window of {window}: {_ELSEWHERE}"
         )
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise ConfigError(
-            f"model type {text.model_type!r} lets tokens see later ones: {_ELSEWHERE}"
-        )
+        raise ConfigError(f"model type {text.model_type!r} lets tokens see later ones: {_ELSEWHERE}")
 
 
 def check_interface(model: type[PreTrainedModel]) -> None:
@@ -49,9 +47,7 @@ def check_interface(model: type[PreTrainedModel]) -> None:
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"{model.__name__} carries a state along the sequence: {_ELSEWHERE}")
     if not model._supports_attention_backend:
-        raise ConfigError(
-            f"{model.__name__} does not attend through transformers' attention interface: {_ELSEWHERE}"
-        )
+        raise ConfigError(f"{model.__name__} does not attend through transformers' attention interface: {_ELSEWHERE}")
 
 
 def load_decoder(
@@ -100,13 +96,8 @@ def original_length(config: PreTrainedConfig) -> int | None:
 
 def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
     """Refuse a model that gives the last of `ids` other log-probs when it runs as Hugging Face wrote it."""
-    names = {
-        "": model.config,
-        **{key: getattr(model.config, key) for key in model.config.sub_configs},
-    }
-    before = {
-        key: config._attn_implementation for key, config in names.items() if config is not None
-    }
+    names = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
+    before = {key: config._attn_implementation for key, config in names.items() if config is not None}
     model.config._attn_implementation = "eager"
     with torch.no_grad():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]

@@ -63,9 +63,7 @@ def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def destroy_process_group() -> None:
@@ -154,9 +152,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def all_gather_rows(
-    value: torch.Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, int]:
+def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, int]:
     """Rows of all ranks in rank order, and where this rank's begin. Ranks may have different numbers of rows."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value, 0

@@ -66,9 +66,7 @@ class HttpClient:
             trust_env=False,
         )
 
-    async def post(
-        self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True
-    ) -> Any:
+    async def post(self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True) -> Any:
         """The answer; None if it `is_json=False` and so of no interest."""
         return await self._request("POST", url, dumps(body), timeout_s, is_json)
 
@@ -79,12 +77,7 @@ class HttpClient:
         await self._session.close()
 
     async def _request(
-        self,
-        method: str,
-        url: str,
-        data: bytes | None,
-        timeout_s: float | None,
-        is_json: bool = True,
+        self, method: str, url: str, data: bytes | None, timeout_s: float | None, is_json: bool = True
     ) -> Any:
         try:
             # connecting is quick or hopeless; without its own limit a dead host takes the whole time-out

@@ -149,11 +149,7 @@ def elastic_names(run_dir: RunDir) -> FileNames:
 
 
 def wait_for_names(
-    names: FileNames,
-    wanted: list[str],
-    timeout_s: float,
-    who: str,
-    pause: Callable[[float], object] = time.sleep,
+    names: FileNames, wanted: list[str], timeout_s: float, who: str, pause: Callable[[float], object] = time.sleep
 ) -> dict[str, str]:
     """Wait until all these names live; returns them in this order. Raises `WaitTimeout` that says which are missing.
 

@@ -93,9 +93,7 @@ class RunDir:
                     ) from None
             except OSError as error:
                 return logger.warning(
-                    "%s has no locks (%s): mind that no other run is started there",
-                    self.path,
-                    error.strerror,
+                    "%s has no locks (%s): mind that no other run is started there", self.path, error.strerror
                 )
             pause.wait(_LOOK_INTERVAL_S)
 
@@ -113,7 +111,5 @@ def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
     """The path of the run that is so named."""
     for key, name in (("experiment_name", experiment_name), ("trial_name", trial_name)):
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{key}={name!r} becomes a folder: use letters, digits, '.', '_' and '-'"
-            )
+            raise ConfigError(f"{key}={name!r} becomes a folder: use letters, digits, '.', '_' and '-'")
     return Path(fileroot).expanduser().absolute() / experiment_name / trial_name

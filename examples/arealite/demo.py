@@ -19,9 +19,9 @@ from arealite.api.cli_args import GRPOConfig, OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.launcher.local import launch
+from arealite.trainer.curve import save_curve
 from arealite.utils.config import load_config, run_main
 from arealite.utils.console import print_summary
-from arealite.utils.curve import save_curve
 from arealite.utils.rundir import RunDir
 
 HERE = Path(__file__).parent

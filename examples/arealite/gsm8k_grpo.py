@@ -36,9 +36,7 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
-    spec = FinetuneSpec(
-        config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
-    )
+    spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
 
     parallel = AllocationMode.from_str(config.allocation_mode).train
     actor = FSDPPPOActor(config.actor, parallel)
@@ -47,16 +45,12 @@ def main(argv: list[str]) -> None:
     if ref:
         ref.temperature = config.actor.temperature
         ref.initialize()
-    rollout = remote_engine_class(config.allocation_mode)(
-        config.rollout, config.seed, RunDir(config).db_path
-    )
+    rollout = remote_engine_class(config.allocation_mode)(config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
     validate = None
     if config.valid_dataset:
-        validate = partial(
-            evaluate, rollout, get_gsm8k_rl(config.valid_dataset, tokenizer), workflow
-        )
+        validate = partial(evaluate, rollout, get_gsm8k_rl(config.valid_dataset, tokenizer), workflow)
 
     if config.dynamic_sampling:
         workflow = DynamicSampling(workflow)

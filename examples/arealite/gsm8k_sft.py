@@ -18,9 +18,7 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = get_gsm8k_sft(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
-    spec = FinetuneSpec(
-        config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
-    )
+    spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
     engine = FSDPLMEngine(config.model, AllocationMode.from_str(config.allocation_mode).train)
     engine.initialize(spec)
     batches = dataloader.cycle()

@@ -21,9 +21,7 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = get_preferences(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
-    spec = FinetuneSpec(
-        config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps
-    )
+    spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
     layout = AllocationMode.from_str(config.allocation_mode).train
     engine = FSDPDPOEngine(config.model, layout)
     engine.initialize(spec)

@@ -39,10 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()  # no spaces between tokens
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
     )
 
 
@@ -73,8 +70,4 @@ def supervised_batch(rows: list[dict], tokenizer) -> dict[str, torch.Tensor]:
     input_ids = torch.tensor([[*tokenizer.encode(t), tokenizer.eos_token_id] for t in texts])
     loss_mask = torch.zeros_like(input_ids)
     loss_mask[:, LENGTH + 1 :] = 1
-    return {
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-        "loss_mask": loss_mask,
-    }
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "loss_mask": loss_mask}

@@ -25,10 +25,7 @@ LEVELS = ("none", "group", "batch")
 def naive_normalize(rewards, groups, mean_level, std_level, leave_one_out, eps):
     result = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        members = {
-            "group": [j for j, g in enumerate(groups) if g == group],
-            "batch": range(len(rewards)),
-        }
+        members = {"group": [j for j, g in enumerate(groups) if g == group], "batch": range(len(rewards))}
         mean, std = 0.0, None
         if mean_level != "none":
             chosen = [rewards[j] for j in members[mean_level] if not (leave_one_out and j == i)]
@@ -49,9 +46,7 @@ def test_normalize_equals_the_definition(mean_level, std_level, leave_one_out):
     torch.manual_seed(0)
     rewards, groups = torch.rand(12), torch.tensor([3, 7, 3, 3, 1, 1, 7, 7, 3, 1, 1, 7])
     ours = normalize(rewards, groups, mean_level, std_level, leave_one_out, 1e-6)
-    expected = naive_normalize(
-        rewards.tolist(), groups.tolist(), mean_level, std_level, leave_one_out, 1e-6
-    )
+    expected = naive_normalize(rewards.tolist(), groups.tolist(), mean_level, std_level, leave_one_out, 1e-6)
     assert ours.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -68,9 +63,7 @@ def test_order_of_rows_does_not_matter():
     torch.manual_seed(0)
     rewards, groups = torch.rand(16), torch.arange(16) % 4
     order = torch.randperm(16)
-    torch.testing.assert_close(
-        normalize(rewards, groups)[order], normalize(rewards[order], groups[order])
-    )
+    torch.testing.assert_close(normalize(rewards, groups)[order], normalize(rewards[order], groups[order]))
 
 
 def test_shaping_and_overlong_penalty():
@@ -116,9 +109,7 @@ def test_gae_over_trained_tokens_only(gamma, lam):
     truncated = torch.tensor([0, 1, 0, 1, 1])
     before = values.clone()
     advantages, returns = gae(rewards, values, mask, truncated, gamma, lam)
-    expected = torch.tensor(
-        naive_gae(rewards.tolist(), values.tolist(), mask.tolist(), truncated.tolist(), gamma, lam)
-    )
+    expected = torch.tensor(naive_gae(rewards.tolist(), values.tolist(), mask.tolist(), truncated.tolist(), gamma, lam))
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0))
     assert torch.equal(values, before)
@@ -154,18 +145,14 @@ def test_whiten_uses_the_sums_of_the_whole_batch():
     kept = values[mask].double()
     result = whiten(values, mask, len(kept), kept.sum().item(), kept.square().sum().item())
     torch.testing.assert_close(result[mask].mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        result[mask].std(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(result[mask].std(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
     assert result[~mask].abs().sum() == 0
 
 
 def test_adaptive_kl_moves_towards_the_target():
     assert adapted_kl_ctl(0.1, kl=12.0, target=6.0, num_sequences=100) == pytest.approx(0.1 * 1.002)
     assert adapted_kl_ctl(0.1, kl=3.0, target=6.0, num_sequences=100) == pytest.approx(0.1 * 0.998)
-    assert adapted_kl_ctl(0.1, kl=6.06, target=6.0, num_sequences=100) == pytest.approx(
-        0.1 * 1.0001
-    )
+    assert adapted_kl_ctl(0.1, kl=6.06, target=6.0, num_sequences=100) == pytest.approx(0.1 * 1.0001)
 
 
 def test_distillation_advantage_pulls_towards_the_teacher():

@@ -25,9 +25,7 @@ def naive(hidden, weight, ids, positions, bias, temperature, softcap):
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("temperature,softcap,with_bias", [(1.0, None, False), (0.7, 5.0, True)])
-def test_values_and_gradients_equal_whole_logits(
-    monkeypatch, chunk, keep, temperature, softcap, with_bias
-):
+def test_values_and_gradients_equal_whole_logits(monkeypatch, chunk, keep, temperature, softcap, with_bias):
     monkeypatch.setattr(logprobs, "_KEEP_LOGITS", 1 << 30 if keep else 0)
     torch.manual_seed(0)
     ids = torch.randint(0, 13, (11,))

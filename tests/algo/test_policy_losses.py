@@ -192,22 +192,15 @@ def naive_behaviour(prox, behav, mask, cap, floor, mode):
     return result
 
 
-@pytest.mark.parametrize(
-    "mode", ["token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp"]
-)
+@pytest.mark.parametrize("mode", ["token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp"])
 def test_behaviour_weights(mode):
     tokens = example()
     behav = (
-        tokens.prox_logp
-        + 0.2 * OWNER
-        - 0.4
-        + 0.2 * torch.randn(len(OWNER), generator=torch.Generator().manual_seed(5))
+        tokens.prox_logp + 0.2 * OWNER - 0.4 + 0.2 * torch.randn(len(OWNER), generator=torch.Generator().manual_seed(5))
     )
     mask, cap, floor = tokens.mask, 1.3, 0.75
     weight, kept = behaviour_weights(tokens.prox_logp, behav, mask, OWNER, cap, floor, mode)
-    expected = naive_behaviour(
-        tokens.prox_logp.tolist(), behav.tolist(), mask.tolist(), cap, floor, mode
-    )
+    expected = naive_behaviour(tokens.prox_logp.tolist(), behav.tolist(), mask.tolist(), cap, floor, mode)
     assert weight.tolist() == pytest.approx(expected)
     assert (kept == (weight > 0)).all()
     assert mode.endswith("clamp") or 0 < kept.sum() < mask.sum()

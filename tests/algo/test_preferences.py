@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from arealite.algo.preferences import (
-    dpo_loss,
-    ipo_loss,
-    kto_loss,
-    orpo_loss,
-    reward_model_loss,
-    simpo_loss,
-    value_loss,
-)
+from arealite.algo.preferences import dpo_loss, ipo_loss, kto_loss, orpo_loss, reward_model_loss, simpo_loss, value_loss
 
 G = torch.Generator().manual_seed(0)
 CHOSEN, REJECTED = -torch.rand(9, generator=G) * 3, -torch.rand(9, generator=G) * 3
@@ -35,10 +27,7 @@ def odds(x):
         (dpo_loss(CHOSEN, REJECTED, 0.3), lambda c, r: -log_sigmoid(0.3 * (c - r))),
         (ipo_loss(CHOSEN, REJECTED, 0.3), lambda c, r: (c - r - 1 / 0.6) ** 2),
         (simpo_loss(CHOSEN, REJECTED, 2.0, 0.5), lambda c, r: -log_sigmoid(2.0 * (c - r) - 0.5)),
-        (
-            orpo_loss(CHOSEN, REJECTED, -CHOSEN, 0.2),
-            lambda c, r: -c - 0.2 * log_sigmoid(math.log(odds(c) / odds(r))),
-        ),
+        (orpo_loss(CHOSEN, REJECTED, -CHOSEN, 0.2), lambda c, r: -c - 0.2 * log_sigmoid(math.log(odds(c) / odds(r)))),
     ],
     ids=["reward_model", "dpo", "ipo", "simpo", "orpo"],
 )
@@ -71,9 +60,7 @@ def test_value_loss_equals_its_formula(eps_clip):
     loss, clipped = value_loss(values, old, returns, mask, eps_clip)
     loss.backward()
     total, count = 0.0, 0
-    for v, o, r, m in zip(
-        values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), strict=True
-    ):
+    for v, o, r, m in zip(values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), strict=True):
         if m:
             losses = [(v - r) ** 2]
             if eps_clip:

@@ -51,10 +51,7 @@ def test_some_definitions():
         (actor("cispo", c_clip=3.0), "no dual clip"),
         (actor("grpo", m2_threshold=0.1), "belongs to algorithm=m2po"),
         (actor("grpo", use_decoupled_loss=False, prox_logp="first_pass"), "no effect"),
-        (
-            actor("grpo", use_decoupled_loss=False, behav_imp_weight_mode="token_clamp"),
-            "leaves out",
-        ),
+        (actor("grpo", use_decoupled_loss=False, behav_imp_weight_mode="token_clamp"), "leaves out"),
         (actor("grpo", kl_ctl=0.1, kl_loss_coef=0.1), "not both"),
         (actor("grpo", kl_loss_coef=0.1, kl_estimator="k1"), "does not depend on the reference"),
         (actor("grpo", kl_ctl=0.1, kl_estimator="k4"), "none of k1"),

@@ -20,11 +20,7 @@ from arealite.api.errors import AllocationError
 )
 def test_every_form_of_the_grammar(text, gen, gen_size, train_size):
     mode = AllocationMode.from_str(text)
-    assert (mode.gen_backend, mode.gen_world_size, mode.train_world_size) == (
-        gen,
-        gen_size,
-        train_size,
-    )
+    assert (mode.gen_backend, mode.gen_world_size, mode.train_world_size) == (gen, gen_size, train_size)
     assert mode.world_size == gen_size + train_size
     assert mode.evaluate == text.endswith("eval")
     assert AllocationMode.from_str(str(mode)) == mode

@@ -21,9 +21,7 @@ BATCH, STEPS, ETA = 4, 12, 2
 class ChaosJob:
     """`python -m arealite.launcher.local tests/chaos/task.py …` in a folder of its own."""
 
-    def __init__(
-        self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), **overrides: object
-    ):
+    def __init__(self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), **overrides: object):
         """`wrap`: what the launcher is started through."""
         self.folder = folder
         self.run_dir = folder / "runs" / "chaos" / "job"
@@ -59,13 +57,7 @@ class ChaosJob:
             "stats_logger.console": "false",
             **overrides,
         }
-        self.command = [
-            *wrap,
-            sys.executable,
-            "-m",
-            "arealite.launcher.local",
-            str(ROOT / "tests/chaos/task.py"),
-        ]
+        self.command = [*wrap, sys.executable, "-m", "arealite.launcher.local", str(ROOT / "tests/chaos/task.py")]
         self.command += [f"{key}={value}" for key, value in options.items()]
         self.eta = int(str(options["rollout.max_head_offpolicyness"]))
         self.steps = int(str(options["total_train_steps"]))
@@ -75,12 +67,7 @@ class ChaosJob:
 
     def start(self) -> None:
         self.launcher = subprocess.Popen(
-            self.command,
-            cwd=ROOT,
-            env=self.env,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
+            self.command, cwd=ROOT, env=self.env, stdout=self.log, stderr=self.log, start_new_session=True
         )
 
     def pids(self, part: str) -> list[int]:
@@ -95,9 +82,7 @@ class ChaosJob:
         for pid in process_table():
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                mine = f"CHAOS_FOLDER={self.folder}\0" in Path(f"/proc/{pid}/environ").read_text(
-                    errors="replace"
-                )
+                mine = f"CHAOS_FOLDER={self.folder}\0" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
             except OSError:
                 continue
             is_launcher = words["launcher"] in command
@@ -136,9 +121,7 @@ class ChaosJob:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} never came:\n{self.tail()}"
-            assert self.launcher.poll() is None or condition(), (
-                f"the launcher ended:\n{self.tail()}"
-            )
+            assert self.launcher.poll() is None or condition(), f"the launcher ended:\n{self.tail()}"
             time.sleep(0.05)
 
     def finish(self, timeout_s: float = 500.0) -> int:
@@ -160,17 +143,13 @@ class ChaosJob:
 
     def check(self) -> None:
         """What is promised after any fault: all steps once, the ledger balances, nothing too old, no orphan."""
-        steps = [
-            json.loads(line) for line in (self.run_dir / "stats.jsonl").read_text().splitlines()
-        ]
+        steps = [json.loads(line) for line in (self.run_dir / "stats.jsonl").read_text().splitlines()]
         assert [row["step"] for row in steps] == list(range(self.steps)), self.tail()
         assert max(row["staleness/max"] for row in steps) <= self.eta
         db = sqlite3.connect(self.run_dir / "run.sqlite")
         counts = dict(db.execute("SELECT state, COUNT(*) FROM episodes GROUP BY state").fetchall())
         per_step = dict(
-            db.execute(
-                "SELECT step, COUNT(*) FROM episodes WHERE state = 'trained' GROUP BY step"
-            ).fetchall()
+            db.execute("SELECT step, COUNT(*) FROM episodes WHERE state = 'trained' GROUP BY step").fetchall()
         )
         too_old = db.execute(
             "SELECT id, step, oldest_version FROM episodes WHERE state = 'trained' AND step - oldest_version > ?",

@@ -25,16 +25,7 @@ CHOICES = {
     "rollout.num_workers": [0, 0, 1],
 }
 
-FAULTS = [
-    "server",
-    "server",
-    "server SIGTERM",
-    "trainer",
-    "trainer SIGTERM",
-    "worker",
-    "launcher",
-    "hang",
-]
+FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "hang"]
 
 
 def visit(job: ChaosJob, rng: random.Random) -> None:

@@ -34,9 +34,9 @@ class Proxy:
         self.writers: set[asyncio.StreamWriter] = set()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self.handle, "127.0.0.1", 0), self.loop
-        ).result(5)
+        server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self.handle, "127.0.0.1", 0), self.loop).result(
+            5
+        )
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def handle(self, reader, writer):
@@ -45,9 +45,7 @@ class Proxy:
             return
         upstream_reader, upstream_writer = await asyncio.open_connection(self.host, int(self.port))
         self.writers |= {writer, upstream_writer}
-        await asyncio.gather(
-            self.copy(reader, upstream_writer, False), self.copy(upstream_reader, writer, True)
-        )
+        await asyncio.gather(self.copy(reader, upstream_writer, False), self.copy(upstream_reader, writer, True))
 
     async def copy(self, reader, writer, is_answer):
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
@@ -74,14 +72,10 @@ def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect): 
         proxy = Proxy(server.address)
         try:
             engine = connect(server, type("P", (), {"address": proxy.address}))
-            expected = {
-                i: run(engine, engine.agenerate(request(i, 40))).output_tokens for i in range(4)
-            }
+            expected = {i: run(engine, engine.agenerate(request(i, 40))).output_tokens for i in range(4)}
 
             def check():
-                answers = [
-                    run(engine, engine.agenerate(request(i, 40))).output_tokens for i in range(4)
-                ]
+                answers = [run(engine, engine.agenerate(request(i, 40))).output_tokens for i in range(4)]
                 assert answers == list(expected.values())
 
             proxy.delay_s = 0.05
@@ -109,9 +103,7 @@ def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect): 
 
 
 def test_a_hundred_thousand_queued_episodes(monkeypatch):
-    config = InferenceEngineConfig(
-        max_concurrent_rollouts=20000, max_head_offpolicyness=1 << 20, batch_timeout_s=120
-    )
+    config = InferenceEngineConfig(max_concurrent_rollouts=20000, max_head_offpolicyness=1 << 20, batch_timeout_s=120)
     executor = WorkflowExecutor(config, StubEngine(), 1000)
     executor.start()
     workflow = Echo()

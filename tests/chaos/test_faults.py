@@ -84,9 +84,7 @@ def test_all_servers_killed_at_once(job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_killed(
-    tmp_path, model_path, monkeypatch
-):
+def test_without_staleness_a_killed_run_ends_with_the_weights_of_one_never_killed(tmp_path, model_path, monkeypatch):
     monkeypatch.setenv("CHAOS_MISBEHAVE", "0")
     weights = []
     for name in ("calm", "killed"):

@@ -65,9 +65,7 @@ def executors():
 
     def make(batch_size=4, ledger=None, **config):
         config.setdefault("batch_timeout_s", 20.0)
-        executor = WorkflowExecutor(
-            InferenceEngineConfig(**config), StubEngine(), batch_size, ledger=ledger
-        )
+        executor = WorkflowExecutor(InferenceEngineConfig(**config), StubEngine(), batch_size, ledger=ledger)
         executor.start()
         made.append(executor)
         return executor

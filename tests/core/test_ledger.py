@@ -38,10 +38,7 @@ def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
     ledger.flush()
     [(buffered_id, batch)] = ledger.rewind(step=3, has_ended=lambda i: i < 6 or i == 10)
     assert buffered_id == 7 and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
-    assert ledger.counts() == {
-        "trained": 7,
-        "rejected": 1,
-    }  # 7 is noted as buffered by the executor
+    assert ledger.counts() == {"trained": 7, "rejected": 1}  # 7 is noted as buffered by the executor
     ledger.close()
 
 
@@ -89,9 +86,7 @@ def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
         ledger.flush()
 
 
-def test_a_checkpoint_that_was_never_whole_does_not_push_out_the_buffer_of_the_last_good_one(
-    tmp_path,
-):
+def test_a_checkpoint_that_was_never_whole_does_not_push_out_the_buffer_of_the_last_good_one(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.save_buffer(2, [(8, make_batch(8))])
     for _ in range(2):  # killed twice before the checkpoint at 4 was whole
@@ -142,9 +137,7 @@ class HalfCharacters:
 
 
 @pytest.mark.parametrize("tokenizer, texts", [(object(), 0), (Panics(), 0), (HalfCharacters(), 16)])
-def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(
-    tmp_path, executors, caplog, tokenizer, texts
-):
+def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(tmp_path, executors, caplog, tokenizer, texts):
     ledger = Ledger(tmp_path / "run.sqlite")
     executor, workflow = executors(batch_size=4, ledger=ledger), Echo()
     workflow.tokenizer = tokenizer
@@ -164,11 +157,7 @@ def test_the_executor_books_every_episode(tmp_path, executors):
     ledger = Ledger(tmp_path / "run.sqlite")
     executor = executors(batch_size=4, ledger=ledger, max_head_offpolicyness=1)
     rows = [
-        {
-            "x": i,
-            **({"reject": True} if i % 5 == 1 else {}),
-            **({"raises": KeyError("k")} if i % 5 == 2 else {}),
-        }
+        {"x": i, **({"reject": True} if i % 5 == 1 else {}), **({"raises": KeyError("k")} if i % 5 == 2 else {})}
         for i in range(40)
     ]
     data = [rows[i : i + 4] for i in range(0, 40, 4)]
@@ -184,9 +173,7 @@ def test_the_executor_books_every_episode(tmp_path, executors):
         assert booked.get(state, 0) == getattr(counts, state), state
     assert sum(booked.values()) == counts.admitted
     db = sqlite3.connect(tmp_path / "run.sqlite")
-    assert (
-        db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == 40
-    )  # 4 episodes of 2 samples in 5 steps
+    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == 40  # 4 episodes of 2 samples in 5 steps
     reason = db.execute("SELECT reason FROM episodes WHERE state = 'failed'").fetchone()[0]
     assert reason == "KeyError: 'k'"
     db.close()

@@ -34,9 +34,7 @@ class Job:
         self.loader = StatefulDataLoader(rows, config)
         self.engine = StubEngine()
         options = InferenceEngineConfig(max_head_offpolicyness=eta, batch_timeout_s=20)
-        self.executor = WorkflowExecutor(
-            options, self.engine, 4, ledger=Ledger(folder / "run.sqlite")
-        )
+        self.executor = WorkflowExecutor(options, self.engine, 4, ledger=Ledger(folder / "run.sqlite"))
         self.executor.start()
         self.workflow = Fates()
         self.step = 0
@@ -91,12 +89,7 @@ def test_every_row_is_dealt_with_once_over_crashes(tmp_path, eta, seed):
     assert booked["trained"] == counts.trained == len(seen)
     assert booked.get("rejected", 0) == counts.rejected and booked.get("failed", 0) == counts.failed
     # every row before the position ended, in one way only, and none is missing
-    ended = (
-        booked["trained"]
-        + booked.get("rejected", 0)
-        + booked.get("failed", 0)
-        + booked.get("stale", 0)
-    )
+    ended = booked["trained"] + booked.get("rejected", 0) + booked.get("failed", 0) + booked.get("stale", 0)
     assert ended == final["position"] + len(final["done"])
 
 

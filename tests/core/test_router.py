@@ -6,8 +6,8 @@ import time
 import pytest
 
 from arealite.api.errors import WaitTimeout
-from arealite.core.router import AFFINITY_SLACK, Router
 from arealite.core.waits import NamedWait
+from arealite.engine.remote.router import AFFINITY_SLACK, Router
 
 
 def wait(timeout_s=5.0):

@@ -132,8 +132,7 @@ def test_a_workflow_that_cancels_itself_fails_at_once(executor):
 
 
 @pytest.mark.parametrize(
-    ("does", "words"),
-    [("exits", "SystemExit: out of a task"), ("unprintable", "Unprintable, which")],
+    ("does", "words"), [("exits", "SystemExit: out of a task"), ("unprintable", "Unprintable, which")]
 )
 def test_a_workflow_that_fails_in_an_odd_way_costs_its_episode_only(executor, does, words):
     pool, workflow = executor.runner.pool, Pids()

@@ -51,9 +51,7 @@ def test_joined_episodes_are_freed_at_once_by_the_thread_that_made_them(executor
     class Watched(Echo):
         async def arun_episode(self, engine, data):
             batch = await super().arun_episode(engine, data)
-            weakref.finalize(
-                batch["input_ids"], lambda: freed_by.append(threading.current_thread().name)
-            )
+            weakref.finalize(batch["input_ids"], lambda: freed_by.append(threading.current_thread().name))
             return batch
 
     for row in rows(2):
@@ -84,9 +82,7 @@ def test_no_staleness_equals_a_plain_loop_bit_for_bit(executors):
     engine, workflow = StubEngine(), Random()
     for version in range(12):  # over two epochs
         executor.engine.version = engine.version = version
-        batch = executor.prepare_batch(
-            loader(data) if version == 0 else executor._stream.dataloader, workflow
-        )
+        batch = executor.prepare_batch(loader(data) if version == 0 else executor._stream.dataloader, workflow)
         expected = []
         for position in range(4 * version, 4 * version + 4):
             row = {**data[position % 20], "seed": episode_seed(executor.seed, position)}
@@ -132,9 +128,7 @@ def test_generation_goes_on_while_the_trainer_trains(executors):
 def test_a_server_that_missed_an_update_is_told(executors):
     executor = executors(batch_size=2, max_head_offpolicyness=1, max_failed_episodes=3)
     executor.set_version(5)
-    with pytest.raises(
-        TrainingError, match="under version 5 but has tokens of version 3: a server missed"
-    ):
+    with pytest.raises(TrainingError, match="under version 5 but has tokens of version 3: a server missed"):
         executor.prepare_batch(loader(rows(8, version=3)), Echo())
 
 
@@ -172,9 +166,7 @@ def test_rejected_and_failed_episodes_free_their_place_and_are_replaced(executor
 
 def test_when_everything_fails_the_first_cause_is_told(executors):
     executor = executors(batch_size=4, max_failed_episodes=10)
-    with pytest.raises(
-        TrainingError, match=r"10 episodes in a row failed.*ZeroDivisionError: first"
-    ) as info:
+    with pytest.raises(TrainingError, match=r"10 episodes in a row failed.*ZeroDivisionError: first") as info:
         executor.prepare_batch(loader(rows(8, raises=ZeroDivisionError("first"))), Echo())
     assert isinstance(info.value.__cause__, ZeroDivisionError)
     with pytest.raises(TrainingError):
@@ -187,17 +179,11 @@ def test_when_everything_fails_the_first_cause_is_told(executors):
         (torch.ones(2), "expected a dict of tensors"),
         ({"input_ids": torch.ones(2, 3)}, "lacks"),
         ({**make_batch(1), "input_ids": torch.ones(2, 4)}, "whole numbers, got torch.float32"),
-        (
-            {**make_batch(1), "logprobs": torch.zeros(2, 3)},
-            r"`logprobs` is \[2, 3\], but `input_ids` is \[2, 4\]",
-        ),
+        ({**make_batch(1), "logprobs": torch.zeros(2, 3)}, r"`logprobs` is \[2, 3\], but `input_ids` is \[2, 4\]"),
         ({**make_batch(1), "rewards": torch.tensor([1.0, float("nan")])}, "not finite"),
         ({**make_batch(1), "rewards": torch.ones(3)}, r"shape \[2\]"),
         ({**make_batch(1), "extra": torch.ones(5)}, "first dimension is 2"),
-        (
-            {**make_batch(1), "logprobs": torch.full((2, 4), float("-inf"))},
-            "`logprobs` are not finite",
-        ),
+        ({**make_batch(1), "logprobs": torch.full((2, 4), float("-inf"))}, "`logprobs` are not finite"),
     ],
 )
 def test_wrong_results_are_named(executors, result, words):
@@ -321,12 +307,7 @@ def test_counts_are_conserved_under_random_fates(executors):
     for x in range(400):
         fate = rng.choice(["ok"] * 4 + ["reject", "raise", "slow"])
         row = {"x": x, "yields": rng.randint(0, 5)}
-        row |= {
-            "ok": {},
-            "reject": {"reject": True},
-            "raise": {"raises": KeyError("k")},
-            "slow": {"yields": 200},
-        }[fate]
+        row |= {"ok": {}, "reject": {"reject": True}, "raise": {"raises": KeyError("k")}, "slow": {"yields": 200}}[fate]
         data.append(row)
     seen = []
     batches = loader(data, size=8)

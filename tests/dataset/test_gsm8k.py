@@ -18,10 +18,7 @@ def test_supervised_rows_train_the_answer_and_its_end(gsm8k_path, tokenizer):
 def test_reinforcement_rows_are_chats_with_the_answer(gsm8k_path, tokenizer):
     rows = get_gsm8k_rl(DatasetConfig(path=str(gsm8k_path)), tokenizer)
     assert set(rows[0]) == {"messages", "answer"} and rows[2]["answer"].endswith("#### 5")
-    assert (
-        rows[0]["messages"][0]["role"] == "user"
-        and "Tom has 0 pens" in rows[0]["messages"][0]["content"]
-    )
+    assert rows[0]["messages"][0]["role"] == "user" and "Tom has 0 pens" in rows[0]["messages"][0]["content"]
 
 
 def test_base_models_are_asked_in_plain_text(gsm8k_path, tokenizer, monkeypatch):
@@ -36,9 +33,7 @@ def test_base_models_are_asked_in_plain_text(gsm8k_path, tokenizer, monkeypatch)
 
 
 def test_long_rows_are_left_out(gsm8k_path, tokenizer):
-    lengths = [
-        len(r["input_ids"]) for r in get_gsm8k_sft(DatasetConfig(path=str(gsm8k_path)), tokenizer)
-    ]
+    lengths = [len(r["input_ids"]) for r in get_gsm8k_sft(DatasetConfig(path=str(gsm8k_path)), tokenizer)]
     limit = min(lengths)
     kept = get_gsm8k_sft(DatasetConfig(path=str(gsm8k_path), max_length=limit), tokenizer)
     assert len(kept) == lengths.count(limit)

@@ -25,9 +25,7 @@ def test_json_files_and_folders(tmp_path):
     assert load(tmp_path, split="train") == ROWS * 2
     assert load(tmp_path, split="test") == ROWS
     assert len(load(tmp_path)) == 6
-    with pytest.raises(
-        DatasetError, match=r"split 'valid'; there are: test.jsonl.gz, train/a.jsonl"
-    ):
+    with pytest.raises(DatasetError, match=r"split 'valid'; there are: test.jsonl.gz, train/a.jsonl"):
         load(tmp_path, split="valid")
 
 
@@ -38,9 +36,7 @@ def test_csv(tmp_path):
 
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(
-        pytest.importorskip("pyarrow").Table.from_pylist(ROWS), tmp_path / "a.parquet"
-    )
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(ROWS), tmp_path / "a.parquet")
     assert load(tmp_path / "a.parquet") == ROWS
 
 
@@ -87,15 +83,11 @@ def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
 
 def test_required_columns():
     require_columns(ROWS, ["q", "a"])
-    with pytest.raises(
-        DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"
-    ):
+    with pytest.raises(DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"):
         require_columns(ROWS, ["question", "a"])
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        ConfigError, match=rf"cannot load a tokenizer from {tmp_path}: .*tokenizer_path"
-    ):
+    with pytest.raises(ConfigError, match=rf"cannot load a tokenizer from {tmp_path}: .*tokenizer_path"):
         load_tokenizer(str(tmp_path))

@@ -19,17 +19,13 @@ _SIZE = dict(
 _THREE = _SIZE | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
 MODELS = {
     "qwen2": lambda: Qwen2Config(**_SIZE, tie_word_embeddings=True),
-    "qwen2_window": lambda: Qwen2Config(
-        **_SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1
-    ),
+    "qwen2_window": lambda: Qwen2Config(**_SIZE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**_SIZE, head_dim=16),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZE, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
     ),
     "three_heads": lambda: Qwen2Config(**_THREE, tie_word_embeddings=True),
-    "three_heads_window": lambda: Qwen2Config(
-        **_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1
-    ),
+    "three_heads_window": lambda: Qwen2Config(**_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
 }
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
@@ -42,9 +38,7 @@ def make_model(path, kind: str) -> str:
     return str(path)
 
 
-def engine_config(
-    path: str, cls=TrainEngineConfig, lr: float = 1e-2, **kwargs
-) -> TrainEngineConfig:
+def engine_config(path: str, cls=TrainEngineConfig, lr: float = 1e-2, **kwargs) -> TrainEngineConfig:
     optimizer = OptimizerConfig(lr=lr, warmup_steps_proportion=0.0, weight_decay=0.1)
     return cls(path=path, dtype="float32", device="cpu", optimizer=optimizer, **kwargs)
 
@@ -80,11 +74,7 @@ class Ranks:
         self.num_tasks = 0
         self.tasks = [context.Queue() for _ in range(world_size)]
         self.processes = [
-            context.Process(
-                target=_rank_main,
-                args=(r, world_size, port, self.tasks[r], self.answers),
-                daemon=True,
-            )
+            context.Process(target=_rank_main, args=(r, world_size, port, self.tasks[r], self.answers), daemon=True)
             for r in range(world_size)
         ]
         for process in self.processes:

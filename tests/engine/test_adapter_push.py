@@ -7,12 +7,7 @@ import pytest
 import torch
 from engine_testing import SPEC, engine_config
 
-from arealite.api.cli_args import (
-    GenerationHyperparameters,
-    GRPOConfig,
-    InferenceEngineConfig,
-    PPOActorConfig,
-)
+from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest
 from arealite.core.waits import NamedWait

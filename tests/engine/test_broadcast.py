@@ -11,19 +11,10 @@ from transformers import Qwen2ForCausalLM
 from arealite.api.errors import ServerError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.weight_sync import sync_weights
-from arealite.utils import weight_group
 from arealite.utils.network import free_port
-from arealite.utils.weight_group import Outbox, WeightGroup, put_outbox, specs_of
-from tests.engine.test_fleet import (  # noqa: F401
-    background,
-    connect,
-    is_open,
-    request,
-    run,
-    steady,
-    steady_process,
-    until,
-)
+from arealite.weights import process_group as weight_group
+from arealite.weights.process_group import Outbox, WeightGroup, put_outbox, specs_of
+from tests.engine.test_fleet import background, connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
 
 LIMITS = {"join_timeout_s": 20, "timeout_s": 20}

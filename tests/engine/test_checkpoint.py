@@ -15,11 +15,11 @@ from arealite.api.cli_args import RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, StepInfo, WeightUpdateMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.trainer.recover import Recover
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
-from arealite.utils.recover import Recover
 from arealite.utils.rundir import RunDir
-from arealite.utils.shared_weights import SharedWeights
+from arealite.weights.host_memory import SharedWeights
 
 BATCH = random_batch([5, 12, 7, 9])
 
@@ -40,9 +40,7 @@ def test_hf_export_is_read_by_transformers_and_back(model_dirs, tmp_path, kind):
     engine.save(SaveLoadMeta(path, "hf"))
     engine.save(SaveLoadMeta(path, "hf"))  # over an existing one
     loaded = AutoModelForCausalLM.from_pretrained(path)
-    for (name, ours), theirs in zip(
-        engine.model.named_parameters(), loaded.parameters(), strict=True
-    ):
+    for (name, ours), theirs in zip(engine.model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
     fresh = trained_engine(model_dirs[kind], steps=0)

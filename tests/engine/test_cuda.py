@@ -8,27 +8,20 @@ from transformers import AutoModelForCausalLM
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 
 
 def cuda_engine(path, **kwargs):
     settings = {"dtype": "bfloat16", "param_dtype": "bfloat16", "max_tokens_per_mb": 40, **kwargs}
     optimizer = OptimizerConfig(lr=1e-3, warmup_steps_proportion=0.0)
-    engine = FSDPLMEngine(
-        TrainEngineConfig(path=path, device="cuda", optimizer=optimizer, **settings)
-    )
+    engine = FSDPLMEngine(TrainEngineConfig(path=path, device="cuda", optimizer=optimizer, **settings))
     engine.initialize(SPEC)
     return engine
 
 
 def reference_logp(path, batch):
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     logp = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)

@@ -13,8 +13,8 @@ from engine_testing import random_batch
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
 from arealite.api.io_struct import Stat
-from arealite.engine import collecting
-from arealite.engine.collecting import CollectingEngine
+from arealite.engine.remote import collecting
+from arealite.engine.remote.collecting import CollectingEngine
 from arealite.utils import distributed
 from arealite.utils.config import run_main
 from arealite.utils.data import select_rows
@@ -27,9 +27,7 @@ def _exchange(rank):
     batch["truncated"] = torch.tensor([True, False, True])
     shares = [select_rows(batch, [0, 2]), select_rows(batch, [1])]
     mine = distributed.scatter_batches(shares if rank == 0 else None)
-    same = all(
-        torch.equal(mine[k], v) and mine[k].dtype == v.dtype for k, v in shares[rank].items()
-    )
+    same = all(torch.equal(mine[k], v) and mine[k].dtype == v.dtype for k, v in shares[rank].items())
     word = distributed.broadcast_json({"from": rank, "text": "é"})
     rows, start = distributed.all_gather_rows(torch.arange(rank + 1) + 10 * rank)
     stats = distributed.all_reduce_stats(

@@ -13,8 +13,8 @@ from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUp
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
-from arealite.engine.remote import Piece
-from arealite.utils.weight_group import put_outbox
+from arealite.engine.remote.base import Piece
+from arealite.weights.process_group import put_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -126,18 +126,14 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
     for cut_at[0] in range(len(whole.output_tokens)):
         again = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
         assert again.output_tokens == whole.output_tokens, f"interrupted after {cut_at[0]} tokens"
-        assert again.num_interruptions == 1 and len(again.output_logprobs) == len(
-            again.output_tokens
-        )
+        assert again.num_interruptions == 1 and len(again.output_logprobs) == len(again.output_tokens)
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
     """As with embedded servers: what is in flight goes on inside the engine, which knows the tokens it has made."""
     engine = make(pause_mode=mode)
-    gconfig = GenerationHyperparameters(
-        max_new_tokens=60, temperature=0.0, ignore_eos=True, frequency_penalty=1000.0
-    )
+    gconfig = GenerationHyperparameters(max_new_tokens=60, temperature=0.0, ignore_eos=True, frequency_penalty=1000.0)
     asked = engine.agenerate(ModelRequest([5, 6, 7], gconfig))
     future = asyncio.run_coroutine_threadsafe(asked, engine.executor.runner.loop)
     version = 0

@@ -136,9 +136,7 @@ def check_served(model: PreTrainedModel, folder) -> None:
             expected = own_logprobs(model, whole.tolist())[len(prompt) - 1 :]
             for output in future.result(60):
                 assert prompt + output.token_ids == whole.tolist()
-                torch.testing.assert_close(
-                    torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0
-                )
+                torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
         assert engine.stats()["preemptions"] > 0
     finally:
         engine.close()

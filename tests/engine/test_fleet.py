@@ -13,12 +13,12 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.fleet import Fleet
+from arealite.engine.remote.fleet import Fleet
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.utils.fingerprint import fingerprint, fingerprints, first_mismatch
 from arealite.utils.names import elastic_names
 from arealite.utils.network import free_port
 from arealite.utils.rundir import RunDir
+from arealite.weights.fingerprint import fingerprint, fingerprints, first_mismatch
 from tests.server_process import server_process
 
 TOKENS = 150
@@ -89,9 +89,7 @@ def other_weights(model_path, folder, seed=9):
     return str(folder)
 
 
-def test_a_restarted_server_gets_the_current_weights_before_its_first_request(
-    model_path, tmp_path, connect, steady
-):
+def test_a_restarted_server_gets_the_current_weights_before_its_first_request(model_path, tmp_path, connect, steady):
     port = free_port()
     weights = other_weights(model_path, tmp_path / "other")
     with server_process(model_path, port=port, deterministic="true") as first:
@@ -109,9 +107,7 @@ def test_a_restarted_server_gets_the_current_weights_before_its_first_request(
         assert second.get("weights_checker") == steady.get("weights_checker")
 
 
-def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(
-    model_path, tmp_path, connect, steady
-):
+def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(model_path, tmp_path, connect, steady):
     weights = other_weights(model_path, tmp_path / "other")
     engine = connect(steady)
     engine.update_weights(WeightUpdateMeta("disk", weights, 1))
@@ -247,23 +243,15 @@ def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady)
     pieces = connect(steady, segment_tokens=16)
     a = run(whole, whole.agenerate(request(3)))
     b = run(pieces, pieces.agenerate(request(3)))
-    assert (
-        a.output_tokens == b.output_tokens
-        and b.stop_reason == "length"
-        and b.num_interruptions == 0
-    )
-    assert torch.allclose(
-        torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4
-    )
+    assert a.output_tokens == b.output_tokens and b.stop_reason == "length" and b.num_interruptions == 0
+    assert torch.allclose(torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4)
     # weights that are not what was published stop the run and are named
     folder = model_path
     torn = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
     held = fingerprints(torn.named_parameters())
     whole.fingerprints = lambda server: asyncio.sleep(0, held)
-    with pytest.raises(
-        WeightUpdateError, match=r"tensor model.layers.1.mlp.up_proj.weight differs"
-    ):
+    with pytest.raises(WeightUpdateError, match=r"tensor model.layers.1.mlp.up_proj.weight differs"):
         whole.update_weights(WeightUpdateMeta("disk", str(folder), 1))
 
 

@@ -17,21 +17,11 @@ from transformers import Qwen2ForCausalLM
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
-from arealite.engine.fleet import Fleet
-from arealite.utils.fingerprint import fingerprints
+from arealite.engine.remote.fleet import Fleet
 from arealite.utils.http import HttpClient, UnreachableError
 from arealite.utils.network import free_port
-from tests.engine.test_fleet import (  # noqa: F401
-    TOKENS,
-    background,
-    connect,
-    is_open,
-    request,
-    run,
-    steady,
-    steady_process,
-    until,
-)
+from arealite.weights.fingerprint import fingerprints
+from tests.engine.test_fleet import TOKENS, background, connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
 
 
@@ -93,9 +83,7 @@ def test_an_update_does_not_wait_for_a_server_that_hangs_while_it_catches_up(
         on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
         assert hangs.wait(30)
         engine.load_weights = load
-        update = threading.Thread(
-            target=engine.update_weights, args=[WeightUpdateMeta("disk", str(model_path), 2)]
-        )
+        update = threading.Thread(target=engine.update_weights, args=[WeightUpdateMeta("disk", str(model_path), 2)])
         update.start()
         update.join(30)
         assert not update.is_alive() and is_open(engine, steady)
@@ -137,9 +125,7 @@ def test_a_server_that_dies_while_its_memory_is_lent_stops_no_run(model_path, co
 def test_the_least_length_may_be_longer_than_a_segment(connect, steady):  # noqa: F811
     engine = connect(steady, segment_tokens=16)
     gconfig = GenerationHyperparameters(max_new_tokens=60, min_new_tokens=40)
-    answers = [
-        run(engine, engine.agenerate(ModelRequest([5, 6, 7], gconfig, seed=i))) for i in range(4)
-    ]
+    answers = [run(engine, engine.agenerate(ModelRequest([5, 6, 7], gconfig, seed=i))) for i in range(4)]
     assert all(40 <= len(answer.output_tokens) <= 60 for answer in answers)
 
 
@@ -198,9 +184,7 @@ def test_a_server_that_is_stopped_while_it_reads_new_weights_stops_no_run(
         load = engine.load_weights
 
         def load_slowly(server, meta):
-            return load(
-                server, replace(meta, path=str(slow)) if server.address == one.address else meta
-            )
+            return load(server, replace(meta, path=str(slow)) if server.address == one.address else meta)
 
         engine.load_weights = load_slowly
         meta = WeightUpdateMeta("disk", str(model_path), 1)

@@ -4,7 +4,7 @@ import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
-from arealite.engine.remote import NAMES_ENV
+from arealite.engine.remote.base import NAMES_ENV
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.http import HttpError
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
@@ -15,9 +15,7 @@ from tests.server_process import server_process
 
 
 @pytest.mark.timeout(120)
-def test_one_that_died_is_replaced_by_the_one_started_in_its_place(
-    model_path, tmp_path, monkeypatch
-):
+def test_one_that_died_is_replaced_by_the_one_started_in_its_place(model_path, tmp_path, monkeypatch):
     names = FileNames(tmp_path / "names")
     monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
     dead = f"127.0.0.1:{free_port()}"
@@ -75,8 +73,6 @@ def test_one_that_is_refused_again_and_again_is_told_of_whatever_way_weights_tak
             leases = elastic_names(RunDir(tmp_path))
             leases.publish(f"{ELASTIC_PREFIX}guest", "127.0.0.1:9")
             until(lambda: len(asked) > 3)
-            assert (
-                f"gets no requests: http://127.0.0.1:9 answered {status}" in capfd.readouterr().out
-            )
+            assert f"gets no requests: http://127.0.0.1:9 answered {status}" in capfd.readouterr().out
         finally:
             engine.destroy()

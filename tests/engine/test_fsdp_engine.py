@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.fsdp.lowmem_adamw import LowMemoryAdamW, load_moment, store_rounded
+from arealite.engine.fsdp.optimizer import make_optimizer
+from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.lowmem_adamw import LowMemoryAdamW, load_moment, store_rounded
-from arealite.engine.optim import make_optimizer
-from arealite.engine.parallel import check_layout
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
 from arealite.utils.data import select_rows
@@ -43,9 +43,7 @@ def test_packed_gradient_equals_padded(model_dirs, kind):
     mask = batch["loss_mask"].bool()
     mask[:, 0] = False
     logp = padded_logp(reference, batch)
-    torch.testing.assert_close(
-        engine.forward(batch)["logp"][mask], logp[mask], atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(engine.forward(batch)["logp"][mask], logp[mask], atol=1e-5, rtol=1e-5)
 
     (-(logp * mask).sum() / mask.sum()).backward()
     engine.optimizer.step = engine.optimizer.zero_grad = lambda *a, **k: None
@@ -54,9 +52,7 @@ def test_packed_gradient_equals_padded(model_dirs, kind):
     assert stats["num_micro_batches"] > 1
     expected = dict(reference.named_parameters())
     for name, parameter in engine.model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-4, msg=name
-        )
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_equal_lengths_take_the_short_way(model_dirs):
@@ -65,10 +61,7 @@ def test_equal_lengths_take_the_short_way(model_dirs):
     reference = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
     mask = batch["loss_mask"].bool()
     torch.testing.assert_close(
-        engine.forward(batch)["logp"][mask],
-        padded_logp(reference, batch)[mask],
-        atol=1e-5,
-        rtol=1e-5,
+        engine.forward(batch)["logp"][mask], padded_logp(reference, batch)[mask], atol=1e-5, rtol=1e-5
     )
 
 
@@ -124,12 +117,7 @@ def test_two_ranks_train_like_one(model_dirs, two_ranks, kind, layout, steps):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [
-        ("d2", "1 ranks were started"),
-        ("d1p2", "d2p1t1 .2 ranks"),
-        ("d1e2", "set e1"),
-        ("t3", "started"),
-    ],
+    [("d2", "1 ranks were started"), ("d1p2", "d2p1t1 .2 ranks"), ("d1e2", "set e1"), ("t3", "started")],
 )
 def test_layouts_that_cannot_work_are_refused_before_loading(model_dirs, layout, message):
     with pytest.raises(AllocationError, match=message):
@@ -198,9 +186,7 @@ def test_low_memory_adamw_follows_adamw(model_dirs):
         engine.optimizer = make_optimizer(engine.model, engine.config.optimizer)
         losses[kind] = [engine.train_lm(batch)["loss"] for _ in range(12)]
         sizes[kind] = sum(
-            value.numel() * value.itemsize
-            for state in engine.optimizer.state.values()
-            for value in state.values()
+            value.numel() * value.itemsize for state in engine.optimizer.state.values() for value in state.values()
         )
     assert losses["adamw_bf16"] == pytest.approx(losses["adamw"], rel=0.01)
     assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.02)
@@ -239,17 +225,13 @@ def _8_bit(rank, path, folder):
     for _ in range(0 if rank is None else 3):
         engine.train_lm(batch)
     state = engine.optimizer.state[engine.model.get_input_embeddings().weight]
-    whole = {
-        k: (v.full_tensor() if isinstance(v, DTensor) else v).tolist() for k, v in state.items()
-    }
+    whole = {k: (v.full_tensor() if isinstance(v, DTensor) else v).tolist() for k, v in state.items()}
     if rank is not None:
         engine.save(meta)
     return whole, engine.train_lm(batch)["loss"]
 
 
-def test_8_bit_states_are_sharded_saved_and_loaded_on_another_number_of_ranks(
-    model_dirs, two_ranks, tmp_path
-):
+def test_8_bit_states_are_sharded_saved_and_loaded_on_another_number_of_ranks(model_dirs, two_ranks, tmp_path):
     (state, loss), other = two_ranks.run(_8_bit, model_dirs["qwen2"], str(tmp_path / "c"))
     assert other == (state, loss)
     again, next_loss = _8_bit(None, model_dirs["qwen2"], str(tmp_path / "c"))

@@ -66,6 +66,4 @@ def check_like_one_rank(path, ranks, tmp_path, layout):
     one = FSDPLMEngine(engine_config(path, max_tokens_per_mb=30))
     one.initialize(SPEC)
     one.load(SaveLoadMeta(str(tmp_path / layout), "dcp", with_optim=True))
-    assert one.train_lm(random_batch(LENGTHS, seed=2))["loss"] == pytest.approx(
-        expected[3, 0].item(), rel=1e-5
-    )
+    assert one.train_lm(random_batch(LENGTHS, seed=2))["loss"] == pytest.approx(expected[3, 0].item(), rel=1e-5)

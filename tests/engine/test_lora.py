@@ -9,7 +9,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
-from arealite.engine.published import read_published
+from arealite.engine.remote.published import read_published
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
@@ -76,9 +76,7 @@ def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "score"]])
-def test_a_reward_models_head_is_trained_and_travels_with_the_adapters(
-    model_dirs, tmp_path, targets
-):
+def test_a_reward_models_head_is_trained_and_travels_with_the_adapters(model_dirs, tmp_path, targets):
     def reward_model(seed):
         torch.manual_seed(seed)  # the head is drawn
         config = engine_config(model_dirs["qwen2"], lora_rank=4, lora_targets=targets)

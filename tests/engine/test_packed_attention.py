@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from arealite.engine import packed_attention as packed
+from arealite.engine.fsdp import packed_attention as packed
 
 LENGTHS = [5, 1, 9]
 

@@ -40,15 +40,7 @@ def test_update_raises_the_probability_of_what_was_rewarded(model_dirs):
     good = batch["rewards"] == 1
     assert change[good].sum() > 0 > change[~good].sum()
     assert stats["reward"] == 0.5 and stats["reward/max"] == 1.0
-    for key in (
-        "entropy",
-        "clip_share",
-        "behav_kl/k3",
-        "ratio/mean",
-        "staleness",
-        "grad_norm",
-        "lr",
-    ):
+    for key in ("entropy", "clip_share", "behav_kl/k3", "ratio/mean", "staleness", "grad_norm", "lr"):
         assert key in stats
 
 
@@ -167,9 +159,7 @@ def _actor_on_rank(rank, path, world_size):
         batch["rewards"][:2] = 1.0
         stats = one_update(actor, select_rows(batch, rows))[0]
         # what is measured in seconds or counts of pieces may differ
-        answers.append(
-            {k: v for k, v in stats.items() if not k.endswith(("per_s", "tflops", "micro_batches"))}
-        )
+        answers.append({k: v for k, v in stats.items() if not k.endswith(("per_s", "tflops", "micro_batches"))})
     return answers
 
 

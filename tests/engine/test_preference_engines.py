@@ -10,8 +10,8 @@ from arealite.api.errors import DatasetError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
+from arealite.engine.fsdp.packed_attention import attention_kwargs
 from arealite.engine.fsdp_engine import _units
-from arealite.engine.packed_attention import attention_kwargs
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.utils.data import select_rows
@@ -38,9 +38,7 @@ def pair_batch(seed=0):
 
 
 def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
-    critic = started(
-        FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_eps_clip=None)
-    )
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_eps_clip=None))
     batch = random_batch(LENGTHS)
     mask = batch["loss_mask"].bool()
     batch["returns"] = torch.where(mask, (batch["input_ids"].roll(1, 1) % 5).float(), 0.0)
@@ -69,9 +67,7 @@ def test_critic_values_where_a_row_stopped(model_dirs):
 
 
 def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
-    config = engine_config(
-        model_dirs["qwen2"], PPOCriticConfig, value_norm=True, value_eps_clip=None
-    )
+    config = engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True, value_eps_clip=None)
     critic = started(FSDPPPOCritic, config)
     batch = random_batch(LENGTHS)
     mask = batch["loss_mask"].bool()
@@ -90,9 +86,7 @@ def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
 
 def test_the_first_update_of_a_normalised_critic_is_not_clipped_away(model_dirs):
     """Returns far from 0 change the scale at once; clipping goes by what the network gave, not by that scale."""
-    critic = started(
-        FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True)
-    )
+    critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True))
     batch = random_batch(LENGTHS)
     mask = batch["loss_mask"].bool()
     batch["returns"] = torch.where(mask, 10.0 + torch.randn(mask.shape), 0.0)
@@ -166,10 +160,7 @@ def test_kto_baseline_is_that_of_mismatched_rows(model_dirs):
     batch = with_mismatched(pairs)
     batch["ref_logp"] = engine.forward(batch)["logp"] - 0.1 * torch.rand(batch["loss_mask"].shape)
     deltas = []
-    for side in (
-        1,
-        0,
-    ):  # the naive way: the prompt of each row, the answer of the next one of its side
+    for side in (1, 0):  # the naive way: the prompt of each row, the answer of the next one of its side
         rows = [i for i in range(8) if pairs["is_chosen"][i] == side]
         for here, there in zip(rows, rows[1:] + rows[:1], strict=True):
             prompt = [int(t) for t, a, m in zip(*(pairs[k][here] for k in ("input_ids", "attention_mask", "loss_mask")), strict=True) if a and not m]  # fmt: skip

@@ -15,7 +15,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.data import split_groups
 from arealite.utils.network import free_port
-from arealite.utils.shared_weights import SharedWeights
+from arealite.weights.host_memory import SharedWeights
 from arealite.workflow.rlvr import RLVRWorkflow
 from tests.server_process import server_process
 
@@ -50,9 +50,7 @@ def run(engine, coroutine, timeout_s=60):
 
 
 def request(n=1, max_new_tokens=20, seed=3, **kwargs):
-    gconfig = GenerationHyperparameters(
-        n_samples=n, max_new_tokens=max_new_tokens, ignore_eos=True, **kwargs
-    )
+    gconfig = GenerationHyperparameters(n_samples=n, max_new_tokens=max_new_tokens, ignore_eos=True, **kwargs)
     return ModelRequest(PROMPT, gconfig, seed=seed)
 
 
@@ -77,12 +75,7 @@ def full_logprobs(model_path, tokens):
 def test_one_request(server, connect, model_path):
     engine = connect(server)
     response = run(engine, engine.agenerate(request()))
-    assert (
-        len(response.output_tokens)
-        == len(response.output_logprobs)
-        == len(response.output_versions)
-        == 20
-    )
+    assert len(response.output_tokens) == len(response.output_logprobs) == len(response.output_versions) == 20
     assert response.stop_reason == "length" and response.truncated
     expected = full_logprobs(model_path, PROMPT + response.output_tokens)[len(PROMPT) - 1 :]
     assert torch.allclose(torch.tensor(response.output_logprobs), expected, atol=1e-4)
@@ -120,18 +113,14 @@ def test_interruption_loses_and_doubles_no_token(model_path, connect, mode, serv
     seen = set()
     for a, b in zip(undisturbed, interrupted, strict=True):
         assert a.output_tokens == b.output_tokens
-        assert torch.allclose(
-            torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4
-        )
+        assert torch.allclose(torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4)
         assert len(b.output_versions) == 120 and b.output_versions == sorted(b.output_versions)
         assert b.num_interruptions == 0, "the server did not go on by itself"
         seen |= set(b.output_versions)
     assert len(seen) > 1, "all tokens carry one version"
 
 
-def test_tokens_after_an_update_follow_from_the_new_weights_alone(
-    model_path, tmp_path, connect, server
-):
+def test_tokens_after_an_update_follow_from_the_new_weights_alone(model_path, tmp_path, connect, server):
     torch.manual_seed(8)
     other = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     for parameter in other.parameters():
@@ -155,9 +144,7 @@ def test_tokens_after_an_update_follow_from_the_new_weights_alone(
     engine.update_weights(WeightUpdateMeta("disk", str(model_path), first + 2))
 
 
-def test_new_weights_make_other_tokens_by_disk_and_shared_memory(
-    model_path, tmp_path, connect, server
-):
+def test_new_weights_make_other_tokens_by_disk_and_shared_memory(model_path, tmp_path, connect, server):
     torch.manual_seed(9)
     other = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     for parameter in other.parameters():
@@ -178,19 +165,14 @@ def test_new_weights_make_other_tokens_by_disk_and_shared_memory(
     assert run(engine, engine.agenerate(greedy)).output_tokens == by_disk.output_tokens != before
     with pytest.raises(WeightUpdateError, match="refused version 4"):
         engine.update_weights(WeightUpdateMeta("disk", str(tmp_path), 4))
-    engine.update_weights(
-        WeightUpdateMeta("disk", str(model_path), 5)
-    )  # as it was, for other tests
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 5))  # as it was, for other tests
     shared.unlink()
 
 
 def test_requests_of_a_killed_server_go_on_elsewhere(model_path, connect, server):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, server)
-        futures = [
-            in_background(engine, engine.agenerate(request(max_new_tokens=120, seed=i)))
-            for i in range(8)
-        ]
+        futures = [in_background(engine, engine.agenerate(request(max_new_tokens=120, seed=i))) for i in range(8)]
         wait_until_generating(one, futures[0])
         one.signal(signal.SIGKILL)
         responses = [f.result(60) for f in futures]
@@ -241,18 +223,14 @@ def test_a_whole_loop_with_updates_keeps_its_promises(model_path, tokenizer, con
     assert engine.stats()["failed"] == 0
 
 
-def test_no_staleness_through_the_server_equals_a_plain_loop(
-    model_path, tokenizer, connect, server
-):
+def test_no_staleness_through_the_server_equals_a_plain_loop(model_path, tokenizer, connect, server):
     gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=16)
     workflow = RLVRWorkflow(reward, gconfig, tokenizer, reward_inline=True)
     rows = [{"prompt": f"count to {i}", "seed": 100 * i} for i in range(8)]
     engine = connect(server, batch_size=4)
     first = engine.prepare_batch([rows[:4], rows[4:]], workflow)
     plain = [run(engine, workflow.arun_episode(engine, row)) for row in rows[:4]]
-    assert torch.equal(
-        first["input_ids"][:3, : plain[0]["input_ids"].shape[1]], plain[0]["input_ids"]
-    )
+    assert torch.equal(first["input_ids"][:3, : plain[0]["input_ids"].shape[1]], plain[0]["input_ids"])
     for i, part in enumerate(plain):
         length = part["input_ids"].shape[1]
         for key in part:

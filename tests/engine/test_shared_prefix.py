@@ -8,8 +8,8 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, Stat
+from arealite.engine.fsdp.shared_prefix import plan_prefixes
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.shared_prefix import plan_prefixes
 
 SMALL = dict(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -24,16 +24,13 @@ def grouped_batch(seed: int = 0) -> Batch:
     for group, (size, prompt_len) in enumerate([(4, 9), (3, 20), (1, 5), (5, 2), (2, 7)]):
         prompt = torch.randint(3, 40, (prompt_len,), generator=rng)
         for _ in range(size):
-            answer = torch.randint(
-                3, 40, (int(torch.randint(1, 14, (1,), generator=rng)),), generator=rng
-            )
+            answer = torch.randint(3, 40, (int(torch.randint(1, 14, (1,), generator=rng)),), generator=rng)
             rows.append((prompt.clone(), answer))
             groups.append(group)
     rows[-1][0][3] += 1 if rows[-1][0][3] < 39 else -1
     length = max(len(p) + len(a) for p, a in rows)
     batch = {
-        key: torch.zeros(len(rows), length, dtype=torch.long)
-        for key in ("input_ids", "attention_mask", "loss_mask")
+        key: torch.zeros(len(rows), length, dtype=torch.long) for key in ("input_ids", "attention_mask", "loss_mask")
     }
     for i, (prompt, answer) in enumerate(rows):
         end = len(prompt) + len(answer)
@@ -54,9 +51,7 @@ def gradients(folder, batch: Batch, share: bool, max_tokens: int) -> tuple[torch
     engine.initialize()
     logp = engine.forward(batch)["logp"]
     found: dict[str, torch.Tensor] = {}
-    engine.optimizer.step = lambda: found.update(
-        {n: p.grad.clone() for n, p in engine.model.named_parameters()}
-    )
+    engine.optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in engine.model.named_parameters()})
     engine.train_batch(
         batch,
         lambda out, mb: ((out["logp"] * mb["weight"]).sum(), {"x": Stat(torch.tensor(1.0))}),
@@ -97,9 +92,7 @@ def test_on_cuda_logprobs_are_those_of_whole_rows(tmp_path):
         engine.initialize()
         logp = engine.forward(batch)["logp"]
         stats = engine.train_batch(
-            batch,
-            lambda out, mb: ((out["logp"] * mb["weight"]).sum(), {}),
-            lambda mb: mb["loss_mask"].sum(),
+            batch, lambda out, mb: ((out["logp"] * mb["weight"]).sum(), {}), lambda mb: mb["loss_mask"].sum()
         )
         found.append((logp, stats["grad_norm"]))
     (whole, whole_norm), (shared, shared_norm) = found

@@ -9,12 +9,12 @@ from arealite.algo.logprobs import token_logprobs
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.io_struct import Stat
+from arealite.engine.fsdp.shared_prefix import plan_piece
+from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import FSDPLMEngine
-from arealite.engine.shared_prefix import plan_piece
-from arealite.engine.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.utils import distributed
 
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
@@ -41,14 +41,10 @@ def _logprobs(rank, softcap, temperature, sharded):
 def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature):
     expected = _logprobs(0, softcap, temperature, sharded=False)
     first, second = two_ranks.run(_logprobs, softcap, temperature, True)
-    for name, want, a, b in zip(
-        ("logp", "entropy", "states"), expected, first, second, strict=False
-    ):
+    for name, want, a, b in zip(("logp", "entropy", "states"), expected, first, second, strict=False):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(want), msg=name)
         assert a == b
-    torch.testing.assert_close(
-        torch.tensor(first[3]) + torch.tensor(second[3]), torch.tensor(expected[3])
-    )
+    torch.testing.assert_close(torch.tensor(first[3]) + torch.tensor(second[3]), torch.tensor(expected[3]))
 
 
 def _head_is_split(rank, path):
@@ -117,9 +113,7 @@ def test_entropy_and_values_on_two_ranks(model_dirs, two_ranks, kind, layout):
 
 def _replicated_weights(rank, path, optimizer):
     """After some steps, what each rank of a tensor group holds whole; ranks have random states of their own."""
-    engine = FSDPLMEngine(
-        engine_config(path, param_dtype="bfloat16"), AllocationMode.from_str("t2").train
-    )
+    engine = FSDPLMEngine(engine_config(path, param_dtype="bfloat16"), AllocationMode.from_str("t2").train)
     engine.config.optimizer.type = optimizer
     engine.initialize(SPEC)
     torch.manual_seed(rank)

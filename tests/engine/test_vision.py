@@ -3,20 +3,14 @@
 import pytest
 import torch
 from engine_testing import SPEC, engine_config
-from transformers import (
-    AutoModelForImageTextToText,
-    CLIPVisionConfig,
-    LlavaConfig,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig, Qwen2_5_VLConfig, Qwen2Config
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.fsdp.vision import check_vision_layout
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
-from arealite.engine.vision import check_vision_layout
 from arealite.utils.data import concat_padded, select_rows
 
 IMAGE = 60
@@ -44,10 +38,7 @@ def llava_config():
         image_size=8, patch_size=4, projection_dim=16,
     )  # fmt: skip
     return LlavaConfig(
-        vision_config=vision,
-        text_config=Qwen2Config(**TEXT),
-        image_token_index=IMAGE,
-        image_seq_length=4,
+        vision_config=vision, text_config=Qwen2Config(**TEXT), image_token_index=IMAGE, image_seq_length=4
     )
 
 
@@ -70,11 +61,7 @@ def row(kind, length, num_images, seed):
         ids[0, 2 + 6 * i : 6 + 6 * i] = IMAGE
     loss_mask = torch.ones(1, length, dtype=torch.long)
     loss_mask[0, : 1 + 6 * num_images] = 0
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones(1, length, dtype=torch.long),
-        "loss_mask": loss_mask,
-    }
+    batch = {"input_ids": ids, "attention_mask": torch.ones(1, length, dtype=torch.long), "loss_mask": loss_mask}
     if kind == "qwen":  # a 4 × 4 grid of patches merges to 2 × 2 tokens
         batch["pixel_values"] = torch.randn(1, 16 * num_images, 3 * 2 * 2, generator=g)
         batch["image_grid_thw"] = torch.tensor([[[1, 4, 4]]]).repeat(1, num_images, 1)
@@ -85,9 +72,7 @@ def row(kind, length, num_images, seed):
 
 
 def vlm_batch(kind):
-    return concat_padded(
-        [row(kind, 14, 1, 0), row(kind, 9, 0, 1), row(kind, 21, 2, 2), row(kind, 16, 1, 3)]
-    )
+    return concat_padded([row(kind, 14, 1, 0), row(kind, 9, 0, 1), row(kind, 21, 2, 2), row(kind, 16, 1, 3)])
 
 
 def vlm_engine(path, parallel=None, **kwargs):
@@ -112,9 +97,7 @@ def test_packed_rows_equal_single_rows_of_plain_transformers(vlm_dirs, kind):
             inputs["mm_token_type_ids"] = (single["input_ids"] == IMAGE).int()
         with torch.no_grad():
             logits = plain(**inputs).logits
-        logp = (
-            logits[0, :-1].log_softmax(-1).gather(-1, single["input_ids"][0, 1:, None]).squeeze(-1)
-        )
+        logp = logits[0, :-1].log_softmax(-1).gather(-1, single["input_ids"][0, 1:, None]).squeeze(-1)
         mask = single["loss_mask"][0, 1:].bool()
         torch.testing.assert_close(found[i, 1:length][mask], logp[mask], atol=1e-5, rtol=1e-4)
 
@@ -146,9 +129,7 @@ def _losses_on_rank(rank, path, freeze_vision, lora_rank):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("freeze_vision", [True, False])
-def test_ranks_with_and_without_images_train_like_one(
-    vlm_dirs, two_ranks, freeze_vision, lora_rank
-):
+def test_ranks_with_and_without_images_train_like_one(vlm_dirs, two_ranks, freeze_vision, lora_rank):
     one = _losses_on_rank(None, vlm_dirs["qwen"], freeze_vision, lora_rank)
     two = two_ranks.run(_losses_on_rank, vlm_dirs["qwen"], freeze_vision, lora_rank)
     assert two[0] == two[1] == pytest.approx(one, rel=1e-5)

@@ -29,12 +29,7 @@ def model_path(tmp_path_factory):
 
 def load(overlay, model_path):
     argv = ["--config", str(CONFIGS / "gsm8k_grpo.yaml"), "--config", str(overlay)]
-    argv += [
-        f"actor.path={model_path}",
-        "actor.dtype=float32",
-        "actor.device=cpu",
-        "actor.ppo_n_minibatches=2",
-    ]
+    argv += [f"actor.path={model_path}", "actor.dtype=float32", "actor.device=cpu", "actor.ppo_n_minibatches=2"]
     config = load_config(argv, GRPOConfig)
     if config.teacher is not None:
         config.teacher.path = model_path

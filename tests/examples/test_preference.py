@@ -23,17 +23,8 @@ def pairs_path(tmp_path_factory):
 def run_script(name, model_path, pairs_path, tmp_path, *overrides):
     command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / f"{name}.py")]
     command += ["--config", str(EXAMPLES / "configs" / f"{name}.yaml"), f"model.path={model_path}"]
-    command += [
-        f"train_dataset.path={pairs_path}",
-        f"cluster.fileroot={tmp_path}",
-        "model.dtype=float32",
-    ]
-    command += [
-        "train_dataset.batch_size=4",
-        "total_train_epochs=9",
-        "total_train_steps=6",
-        "model.optimizer.lr=1e-2",
-    ]
+    command += [f"train_dataset.path={pairs_path}", f"cluster.fileroot={tmp_path}", "model.dtype=float32"]
+    command += ["train_dataset.batch_size=4", "total_train_epochs=9", "total_train_steps=6", "model.optimizer.lr=1e-2"]
     command += ["allocation_mode=d1", "model.gradient_checkpointing=false", *overrides]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)

@@ -25,12 +25,7 @@ STATISTICS = {
 def run(*command: str, timeout_s: float = 240.0) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

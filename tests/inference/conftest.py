@@ -54,18 +54,10 @@ FAMILIES = {
         Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1)
     ),
     "gemma2-softcap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(
-            **EAGER,
-            head_dim=16,
-            sliding_window=9,
-            attn_logit_softcapping=2.0,
-            query_pre_attn_scalar=16,
-        )
+        Gemma2Config(**EAGER, head_dim=16, sliding_window=9, attn_logit_softcapping=2.0, query_pre_attn_scalar=16)
     ),
     "gpt-oss-sinks": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **EAGER, head_dim=16, sliding_window=9, num_local_experts=4, num_experts_per_tok=2
-        )
+        GptOssConfig(**EAGER, head_dim=16, sliding_window=9, num_local_experts=4, num_experts_per_tok=2)
     ),
 }
 

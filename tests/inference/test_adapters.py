@@ -12,13 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.adapters import read_adapter
-from tests.inference.conftest import (
-    forward_logprobs,
-    make_model,
-    prompts,
-    run,
-    submit_and_see_start,
-)
+from tests.inference.conftest import forward_logprobs, make_model, prompts, run, submit_and_see_start
 
 peft = pytest.importorskip("peft")
 
@@ -151,9 +145,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(
-    change, message, make_engine, tmp_path
-):
+def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(change, message, make_engine, tmp_path):
     model = make_model()
     make_adapter(tmp_path / "good", model, 1)
     shutil.copytree(tmp_path / "good", tmp_path / "bad")

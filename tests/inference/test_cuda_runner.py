@@ -11,16 +11,14 @@ import torch
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference import engine as engine_module
+from arealite.inference.cpu.runner import ModelRunner
 from arealite.inference.engine import Engine
-from arealite.inference.model_runner import ModelRunner
 from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 GPU = torch.cuda.is_available()
 if not GPU:
@@ -30,7 +28,7 @@ SCALE = 1 if GPU else 4  # the interpreter is slow
 
 @pytest.fixture
 def make_engine(monkeypatch):
-    cuda_runner = pytest.importorskip("arealite.inference.cuda_runner")
+    cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")
     monkeypatch.setattr(engine_module, "make_runner", cuda_runner.CudaRunner)
     engines = []
 
@@ -56,14 +54,11 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
     if GPU and family == "gpt-oss-sinks":
         pytest.skip("grouped products in float32 cannot be captured in a CUDA graph")
     if not fused:
-        monkeypatch.setattr("arealite.inference.cuda_runner.is_llama_like", lambda model: False)
+        monkeypatch.setattr("arealite.inference.cuda.runner.is_llama_like", lambda model: False)
     model = make_model(family)
     engine = make_engine(model)
     asked = prompts(8 // SCALE + 1)
-    futures = [
-        submit_request(engine, p, temperature=0.0, max_new_tokens=24 // SCALE, ignore_eos=True)
-        for p in asked
-    ]
+    futures = [submit_request(engine, p, temperature=0.0, max_new_tokens=24 // SCALE, ignore_eos=True) for p in asked]
     for prompt, future in zip(asked, futures, strict=True):
         (output,) = future.result(120)
         assert output.token_ids == generate(model, prompt, 24 // SCALE, None)
@@ -107,9 +102,7 @@ def test_preemption_prefix_reuse_and_aborts_leave_no_trace(make_engine):
     tight = make_engine(model, max_total_tokens=96 if GPU else 48)
     asked = prompts(8 if GPU else 2, low=4, high=12)
     futures = [
-        submit_request(
-            tight, p, max_new_tokens=32 if GPU else 14, ignore_eos=True, sampling_seed=i, n=2
-        )
+        submit_request(tight, p, max_new_tokens=32 if GPU else 14, ignore_eos=True, sampling_seed=i, n=2)
         for i, p in enumerate(asked)
     ]
     outputs = [future.result(300) for future in futures]
@@ -139,9 +132,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
     model = make_model()
     results = []
     for company in (0, 5 if GPU else 1):
-        engine = make_engine(
-            model, deterministic=True, max_total_tokens=100, max_running_requests=4
-        )
+        engine = make_engine(model, deterministic=True, max_total_tokens=100, max_running_requests=4)
         others = [submit_request(engine, p, max_new_tokens=9) for p in prompts(company, high=6)]
         (output,) = run(engine, [3, 1, 4], max_new_tokens=8, sampling_seed=1, ignore_eos=True)
         [future.result(100) for future in others]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.inference.dense_cache import DenseCache, Shelf
+from arealite.inference.cpu.dense_cache import DenseCache, Shelf
 from arealite.inference.slots import SlotTable
 from tests.inference.conftest import make_model, prompts, submit
 

@@ -26,12 +26,7 @@ def by_fallback() -> PreTrainedTokenizerFast:
     """As Llama 2 and Gemma have it: letters, and a token per byte for what is none of them."""
     names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abEND\u2581"]
     made = Tokenizer(
-        models.BPE(
-            vocab={name: i for i, name in enumerate(names)},
-            merges=[],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
+        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True)
     )
     made.normalizer = normalizers.Replace(" ", "\u2581")
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]

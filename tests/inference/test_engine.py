@@ -32,8 +32,7 @@ def test_greedy_equals_generate_and_logprobs_equal_a_forward_pass(family, make_e
     engine = make_engine(model, max_prefill_tokens=16)
     asked = prompts(12)
     futures = [
-        submit(engine, p, temperature=0.0, max_new_tokens=20, ignore_eos=i % 2 == 0)
-        for i, p in enumerate(asked)
+        submit(engine, p, temperature=0.0, max_new_tokens=20, ignore_eos=i % 2 == 0) for i, p in enumerate(asked)
     ]
     for i, (prompt, future) in enumerate(zip(asked, futures, strict=True)):
         (output,) = future.result(30)
@@ -113,8 +112,7 @@ def test_preemption_changes_nothing_but_time(make_engine):
     results = []
     for engine in (roomy, tight):
         futures = [
-            submit(engine, p, max_new_tokens=40, ignore_eos=True, sampling_seed=i, n=2)
-            for i, p in enumerate(asked)
+            submit(engine, p, max_new_tokens=40, ignore_eos=True, sampling_seed=i, n=2) for i, p in enumerate(asked)
         ]
         results.append([[o.token_ids for o in f.result(60)] for f in futures])
     assert tight.stats()["preemptions"] > 0
@@ -128,9 +126,7 @@ def test_seed_and_position_alone_decide_the_draw(make_engine):
     alone = run(engine, prompt, max_new_tokens=20, sampling_seed=7, ignore_eos=True)[0].token_ids
     crowd = [submit(engine, p, max_new_tokens=30) for p in prompts(20, seed=3)]
     again = run(engine, prompt, max_new_tokens=20, sampling_seed=7, ignore_eos=True)[0].token_ids
-    continued = run(
-        engine, prompt + alone[:8], max_new_tokens=12, sampling_seed=7, ignore_eos=True
-    )[0].token_ids
+    continued = run(engine, prompt + alone[:8], max_new_tokens=12, sampling_seed=7, ignore_eos=True)[0].token_ids
     grouped = run(engine, prompt, max_new_tokens=20, sampling_seed=6, n=2, ignore_eos=True)
     other = run(engine, prompt, max_new_tokens=20, sampling_seed=8, ignore_eos=True)[0].token_ids
     [future.result(30) for future in crowd]
@@ -144,9 +140,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
     for company in (0, 9):
         engine = make_engine(model, deterministic=True, max_total_tokens=160)
         others = [submit(engine, p, max_new_tokens=25) for p in prompts(company, seed=5)]
-        (output,) = run(
-            engine, [3, 1, 4, 1, 5], max_new_tokens=25, sampling_seed=1, ignore_eos=True
-        )
+        (output,) = run(engine, [3, 1, 4, 1, 5], max_new_tokens=25, sampling_seed=1, ignore_eos=True)
         [future.result(60) for future in others]
         results.append((output.token_ids, output.logprobs))
     assert results[0] == results[1]
@@ -163,9 +157,7 @@ def test_stop_token_stop_string_length_and_minimum(make_engine, tokenizer):
     (stopped,) = run(engine, [9, 8], max_new_tokens=12, stop_token_ids=[stop_id], **greedy)
     assert stopped.finish_reason == {"type": "stop", "matched": stop_id}
     assert stopped.token_ids == whole.token_ids[: first + 1]
-    (late,) = run(
-        engine, [9, 8], max_new_tokens=12, min_new_tokens=12, stop_token_ids=[stop_id], **greedy
-    )
+    (late,) = run(engine, [9, 8], max_new_tokens=12, min_new_tokens=12, stop_token_ids=[stop_id], **greedy)
     assert len(late.token_ids) == 12 and stop_id not in late.token_ids
     text = tokenizer.decode(whole.token_ids)
     word = text[3:5]
@@ -201,9 +193,7 @@ def test_abort_returns_what_there_is_and_frees_everything(make_engine):
 def test_a_pause_in_place_is_invisible_in_the_result(mode, make_engine):
     engine = make_engine(make_model())
     expected = run(engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True)
-    future = submit_and_see_start(
-        engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True
-    )
+    future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True)
     assert engine.pause(mode).result(10) == 1
     late = submit(engine, [1], max_new_tokens=2)
     assert not future.done() and not late.done()
@@ -214,9 +204,7 @@ def test_a_pause_in_place_is_invisible_in_the_result(mode, make_engine):
 
 def test_a_pause_by_abort_answers_running_requests_and_keeps_new_ones_waiting(make_engine):
     engine = make_engine(make_model())
-    future = submit_and_see_start(
-        engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True
-    )
+    future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     engine.pause("abort").result(10)
     (part,) = future.result(10)
     assert part.finish_reason["type"] == "abort"
@@ -295,9 +283,7 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
     assert len(run(engine, [1] * 255, max_new_tokens=50)[0].token_ids) == 1  # cut at the context
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"root:x:0:0:root:/root:/bin/bash\n" * 9, b"\2" + b"\0" * 7 + b"[]"]
-)
+@pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/bash\n" * 9, b"\2" + b"\0" * 7 + b"[]"])
 def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tmp_path):
     engine = make_engine(make_model())
     (tmp_path / "segment").write_bytes(content)
@@ -341,9 +327,7 @@ def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engi
     futures = []
     for i, prompt in enumerate(prompts(150, seed=9)):
         draw = torch.randint(0, 20, (3,), generator=random).tolist()
-        futures.append(
-            submit(engine, prompt, rid=str(i), n=1 + draw[0] % 3, max_new_tokens=1 + draw[1])
-        )
+        futures.append(submit(engine, prompt, rid=str(i), n=1 + draw[0] % 3, max_new_tokens=1 + draw[1]))
         if draw[2] == 0:
             engine.abort(str(i - draw[1]))
         if draw[2] == 1:
@@ -369,9 +353,7 @@ def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engi
 def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
     engine = make_engine(make_model())
     expected = run(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
-    future = submit_and_see_start(
-        engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True
-    )
+    future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     engine.release_memory().result(10)
     assert engine.runner is None and not future.done()
     engine.resume_memory().result(10)

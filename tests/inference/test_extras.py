@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.inference.sampler import make_batch, sample
+from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import SlotTable
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -46,8 +44,8 @@ CASES = [
 
 
 def test_the_device_samples_what_the_cpu_samples():
-    cuda_ops = pytest.importorskip("arealite.inference.cuda_ops")
-    from arealite.inference.extras import SamplingExtras
+    cuda_ops = pytest.importorskip("arealite.inference.cuda.ops")
+    from arealite.inference.cuda.extras import SamplingExtras
 
     slots = SlotTable(len(CASES), 32, 4)
     for i, params in enumerate(CASES):
@@ -96,8 +94,8 @@ def test_the_device_samples_what_the_cpu_samples():
 
 
 def test_counts_of_a_continued_sequence_are_those_of_an_uninterrupted_one():
-    pytest.importorskip("arealite.inference.cuda_ops")
-    from arealite.inference.extras import SamplingExtras
+    pytest.importorskip("arealite.inference.cuda.ops")
+    from arealite.inference.cuda.extras import SamplingExtras
 
     slots = SlotTable(1, 32, 4)
     (seq,) = Request([4, 4, 9], SamplingParams(presence_penalty=1.0)).sequences

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from arealite.api.cli_args import ServerConfig
 from arealite.inference.engine import Engine
-from arealite.inference.server import make_app
+from arealite.inference.http.server import make_app
 from tests.inference.conftest import generate, make_model
 
 

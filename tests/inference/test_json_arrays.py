@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from arealite.inference.json_arrays import encode_tokens
+from arealite.inference.http.json_arrays import encode_tokens
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 5000])

@@ -6,17 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from arealite.inference.lean_model import is_llama_like
+from arealite.inference.cpu.lean_model import is_llama_like
 from tests.inference.conftest import SMALL, make_model, prompts, submit
 
 ROPES = {
     "linear": {"factor": 2.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
 
@@ -28,9 +23,7 @@ def with_rope(kind: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize(
-    "case", ["qwen2", "qwen3", "smollm2", "mistral-window", "qwen2-window", *ROPES]
-)
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "smollm2", "mistral-window", "qwen2-window", *ROPES])
 def test_lean_and_plain_forward_give_the_same_logprobs(case, make_engine):
     model = with_rope(case) if case in ROPES else make_model(case)
     for name, parameter in model.named_parameters():

@@ -23,15 +23,7 @@ from arealite.inference.engine import Engine
 from arealite.inference.ranks import _Follower
 from arealite.inference.weights import Staged
 from arealite.utils.process import process_table
-from tests.inference.conftest import (
-    forward_logprobs,
-    generate,
-    make_model,
-    prompts,
-    run,
-    submit,
-    submit_and_see_start,
-)
+from tests.inference.conftest import forward_logprobs, generate, make_model, prompts, run, submit, submit_and_see_start
 from tests.inference.test_adapters import make_adapter
 from tests.server_process import server_process
 
@@ -50,10 +42,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def pair(folders):
     """Two ranks, and one."""
-    engines = [
-        Engine(ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=n, **SETTINGS))
-        for n in (2, 1)
-    ]
+    engines = [Engine(ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=n, **SETTINGS)) for n in (2, 1)]
     yield [engine.start() for engine in engines]
     processes = engines[0].ranks.processes
     for engine in engines:
@@ -211,9 +200,7 @@ def test_a_rank_reads_new_weights_only_when_the_last_ones_are_in_use():
 
 def test_memory_is_released_on_every_rank(pair, model):
     two, _ = pair
-    future = submit_and_see_start(
-        two, [9, 8, 7], temperature=0.0, max_new_tokens=100, ignore_eos=True
-    )
+    future = submit_and_see_start(two, [9, 8, 7], temperature=0.0, max_new_tokens=100, ignore_eos=True)
     two.release_memory().result(60)
     with pytest.raises(WeightUpdateError, match="released"):
         two.update_weights_from_tensors({}, 9)
@@ -252,11 +239,7 @@ def test_a_server_without_one_of_its_ranks_ends_with_one_message(folders):
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         assert len(server.post("generate", **body)["output_ids"]) == 4
         table = process_table()
-        ranks = [
-            p
-            for p, info in table.items()
-            if info.parent == server.process.pid and b"spawn_main" in _command(p)
-        ]
+        ranks = [p for p, info in table.items() if info.parent == server.process.pid and b"spawn_main" in _command(p)]
         assert len(ranks) == 1
         os.kill(ranks[0], signal.SIGKILL)
         assert server.process.wait(30) == 1

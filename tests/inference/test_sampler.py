@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.inference.sampler import SamplingBatch, gumbel_noise, make_batch, sample, truncate
+from arealite.inference.cpu.sampler import SamplingBatch, gumbel_noise, make_batch, sample, truncate
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import SlotTable
 
@@ -150,9 +150,7 @@ def test_draws_follow_the_definition_of_all_parameters_together(given):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
     batch = make_batch(slots, np.flip(rows).copy(), 12, [EOS])
     tokens, logprobs, _ = sample(logits.expand(len(rows), -1), batch)
-    mine = [
-        i for i, row in enumerate(np.flip(rows)) if slots.sequence[row].request.params is params
-    ]
+    mine = [i for i, row in enumerate(np.flip(rows)) if slots.sequence[row].request.params is params]
     probs, reported = defined(logits.tolist(), params)
     drawn = torch.bincount(tokens[mine], minlength=12)
     assert set(drawn.nonzero()[:, 0].tolist()) <= set(probs)

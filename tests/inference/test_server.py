@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from arealite.api.errors import ConfigError
 from arealite.cli import serve
-from arealite.utils.shared_weights import SharedWeights
+from arealite.weights.host_memory import SharedWeights
 
 TIMEOUT_S = 60
 
@@ -140,10 +140,7 @@ def test_openai_endpoints(server, tokenizer):
     assert choice["prompt_token_ids"] == tokenizer.encode("<user>hi\n<assistant>")
     entries = choice["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
-    assert (
-        b"".join(bytes(entry["bytes"]) for entry in entries).decode()
-        == choice["message"]["content"]
-    )
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == choice["message"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in entries)
     stream = {"messages": messages, "max_tokens": 3, "stream": True, "temperature": 0}
     status, raw = server.request("/v1/chat/completions", stream)
@@ -181,21 +178,9 @@ BAD = [
     ("/generate", b'{"input_ids": [999999]}', "vocabulary"),
     ("/generate", b"[" * 100_000, "valid JSON"),
     ("/generate", b'{"input_ids": [1], "sampling_params": {"n": 1000000000}}', "n must be"),
-    (
-        "/generate",
-        b'{"input_ids": [1], "sampling_params": {"temperature": 1' + b"0" * 400 + b"}}",
-        "too large",
-    ),
-    (
-        "/generate",
-        b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1' + b"0" * 400 + b"}}}",
-        "logit_bias",
-    ),
-    (
-        "/generate",
-        b'{"input_ids": [1], "sampling_params": {"top_k": 1' + b"0" * 400 + b"}}",
-        "top_k must be",
-    ),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"temperature": 1' + b"0" * 400 + b"}}", "too large"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1' + b"0" * 400 + b"}}}", "logit_bias"),
+    ("/generate", b'{"input_ids": [1], "sampling_params": {"top_k": 1' + b"0" * 400 + b"}}", "top_k must be"),
     ("/abort_request", b'{"rid": ["x"]}', "rid must be a string"),
     ("/generate", b'{"input_ids": [99999999999999]}', "vocabulary"),
     ("/generate", b'{"input_ids": []}', "empty"),
@@ -222,11 +207,7 @@ BAD = [
     ("/generate", b'{"input_ids": [1], "stream": "no"}', "stream must be"),
     ("/generate", b'{"input_ids": [1], "sampling_params": []}', "sampling_params"),
     ("/generate", b'{"input_ids": [1], "sampling_params": {"logit_bias": {"1": 1e300}}}', "1e+300"),
-    (
-        "/generate",
-        json.dumps({"text": "a", "sampling_params": {"stop": ["x"] * 9999}}).encode(),
-        "256",
-    ),
+    ("/generate", json.dumps({"text": "a", "sampling_params": {"stop": ["x"] * 9999}}).encode(), "256"),
     ("/update_weights_from_disk", json.dumps({"model_path": "x" * 9999}).encode(), "cannot read"),
     ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": -1}', "weight_version"),
     ("/update_weights_from_disk", b'{"model_path": "/", "weight_version": 1.5}', "weight_version"),
@@ -240,11 +221,7 @@ BAD = [
         b'{"master_address": "x", "master_port": 1e999, "rank_offset": 1, "world_size": 2, "group_name": "g"}',
         "infinity",
     ),
-    (
-        "/v1/chat/completions",
-        b'{"messages": [{"role": "user"}], "top_logprobs": 5}',
-        "top_logprobs",
-    ),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "top_logprobs": 5}', "top_logprobs"),
     (
         "/v1/chat/completions",
         b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"return_tensors": "pt"}}',
@@ -290,10 +267,7 @@ def test_weight_updates_from_disk_and_shared_memory(server, model_path, tmp_path
         (changed | {"model.norm.weight": torch.zeros(32, dtype=torch.int64)}, "int64"),
         (changed | {"model.norm.weight": torch.full([32], torch.nan)}, "norm.weight holds NaN"),
         (changed | {"model.norm.weight": torch.full([32], -torch.inf)}, "infinity"),
-        (
-            changed | {"model.norm.weight": torch.full([32], 1e300, dtype=torch.float64)},
-            "more than torch.float32",
-        ),
+        (changed | {"model.norm.weight": torch.full([32], 1e300, dtype=torch.float64)}, "more than torch.float32"),
         (changed | {"lm_head.weight": torch.zeros(3)}, "it is tied"),
     ):
         folder = tmp_path / message

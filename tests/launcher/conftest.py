@@ -126,9 +126,7 @@ def carriers(folder: Path) -> list[str]:
             except OSError:
                 continue
     # A cluster that the test itself made here is not what a launcher left.
-    return [
-        line for line in found if not any(word in line for word in ("pytest", "/ray/", "ray::"))
-    ]
+    return [line for line in found if not any(word in line for word in ("pytest", "/ray/", "ray::"))]
 
 
 def wait_until_gone(folder: Path, timeout_s: float = 30) -> None:

@@ -51,11 +51,7 @@ PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
 
 def why_not() -> str | None:
     """Why no cluster can be made here, if so."""
-    missing = [
-        p
-        for p in ("slurmctld", "slurmd", "munged", "sbatch")
-        if shutil.which(p, path=_path()) is None
-    ]
+    missing = [p for p in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(p, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
     return None if os.geteuid() == 0 else "a cluster on one machine needs root"
@@ -72,20 +68,14 @@ class SlurmCluster:
     def __enter__(self) -> SlurmCluster:
         self._owns_munge = self._start_munge()
         devices = self.folder / "dev"
-        for folder in (
-            devices,
-            self.folder / "state",
-            *(self.folder / f"spool.n{i + 1}" for i in range(self.nodes)),
-        ):
+        for folder in (devices, self.folder / "state", *(self.folder / f"spool.n{i + 1}" for i in range(self.nodes))):
             folder.mkdir(parents=True)
         for i in range(8):
             subprocess.run(["mknod", str(devices / f"nvidia{i}"), "c", "1", "3"], check=True)
         first = self._free_range()
         values = {"host": socket.gethostname(), "folder": self.folder, "nodes": self.nodes, "port": free_port(), "first": first, "last": first + self.nodes - 1}  # fmt: skip
         (self.folder / "slurm.conf").write_text(CONF.format(**values))
-        (self.folder / "gres.conf").write_text(
-            f"NodeName=n[1-{self.nodes}] Name=gpu File={devices}/nvidia[0-7]\n"
-        )
+        (self.folder / "gres.conf").write_text(f"NodeName=n[1-{self.nodes}] Name=gpu File={devices}/nvidia[0-7]\n")
         self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
         for i in range(self.nodes):
             self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}")

@@ -51,9 +51,7 @@ def test_a_run_from_start_to_end(work, arguments, capfdbinary):
     out = capfdbinary.readouterr().out.decode()
     logs = {path.name: path.read_text() for path in (RUN / "logs").iterdir()}
     assert set(logs) == {"rank0.log", "rank1.log", "server0.log", "server1.log"}
-    assert (
-        "rank 0 of 2 servers 127.0.0.1:" in logs["rank0.log"] and "rank 1 of 2" in logs["rank1.log"]
-    )
+    assert "rank 0 of 2 servers 127.0.0.1:" in logs["rank0.log"] and "rank 1 of 2" in logs["rank1.log"]
     assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 speaks on the console"
     assert "2 sglang server(s) ready" in out
     assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
@@ -92,10 +90,7 @@ def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments)
     process = start(arguments(), FAKE_SERVER="dies")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert (
-        "a server died while it was starting" in out
-        and "cannot load the model: no such file" in out
-    )
+    assert "a server died while it was starting" in out and "cannot load the model: no such file" in out
     assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
 
 
@@ -146,9 +141,7 @@ def is_server(entry: Path, work: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_end_everything(work, arguments, number, code):
     argv = arguments("tokenizer_path=wait", "recover.mode=auto", "recover.retries=1")
     process = start(argv)
@@ -158,17 +151,13 @@ def test_signals_end_everything(work, arguments, number, code):
     assert process.returncode == code and f"ended by {number.name}: ending 4 processes" in out
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_one_left(
-    work, arguments
-):
+def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_one_left(work, arguments):
     first = start(arguments("tokenizer_path=wait"))
     wait_for(work / "up0", work / "up1")
     config = (RUN / "config.yaml").read_text()
     second = start(arguments("seed=5"))
     out, _ = second.communicate(timeout=60)
-    assert (
-        second.returncode == 2 and f"a run is going on in {work / RUN} (process {first.pid} " in out
-    )
+    assert second.returncode == 2 and f"a run is going on in {work / RUN} (process {first.pid} " in out
     assert (RUN / "config.yaml").read_text() == config
     first.kill()
     first.communicate()
@@ -265,9 +254,7 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
 def test_dry_run_starts_nothing(work, arguments, capsys):
     assert launch("script.py", arguments("sglang.mem_fraction_static=0.5"), dry_run=True) == 0
     out = capsys.readouterr().out
-    assert (
-        "server 1: node 0" in out and "rank 1: node 0" in out and "--mem-fraction-static 0.5" in out
-    )
+    assert "server 1: node 0" in out and "rank 1: node 0" in out and "--mem-fraction-static 0.5" in out
     assert not Path("runs").exists()
 
 

@@ -3,13 +3,7 @@ import pytest
 from arealite.api.cli_args import ClusterConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
-from arealite.launcher.plan import (
-    LaunchConfig,
-    local_slots,
-    make_plan,
-    read_launch_config,
-    visible_gpus,
-)
+from arealite.launcher.plan import LaunchConfig, local_slots, make_plan, read_launch_config, visible_gpus
 from arealite.launcher.servers import server_command, server_env, sharing_gpus
 
 EIGHT = list(range(8))
@@ -28,12 +22,7 @@ def test_devices_are_split_servers_first():
 def test_nodes_are_filled_in_order():
     plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
     assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
-    assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [0, 1, 2, 3]
 
 
 def test_a_server_may_span_nodes():
@@ -60,10 +49,7 @@ def test_too_few_devices_are_refused_with_the_arithmetic():
     with pytest.raises(AllocationError) as caught:
         make_plan(config("sglang.d4t2+d8"), [EIGHT], True)
     message = str(caught.value)
-    assert (
-        "needs 16 devices (sglang d4p1t2 = 8, training d8p1t1 = 8)" in message
-        and "there are 8" in message
-    )
+    assert "needs 16 devices (sglang d4p1t2 = 8, training d8p1t1 = 8)" in message and "there are 8" in message
 
 
 def test_cpu_processes_are_not_limited(monkeypatch):
@@ -91,9 +77,7 @@ def test_cpu_clusters_fill_their_places_like_devices():
 def test_sides_that_ask_for_cpu_need_no_device():
     on_cpu = config("embedded.d4+d8", server=ServerConfig(device="cpu"), train_device="cpu")
     plan = make_plan(on_cpu, [[0], [0]], on_gpu=True)
-    assert [(r.node, r.local_rank) for r in plan.ranks] == [
-        (n, i) for n in (0, 1) for i in range(4)
-    ]
+    assert [(r.node, r.local_rank) for r in plan.ranks] == [(n, i) for n in (0, 1) for i in range(4)]
     assert [s.places for s in plan.servers] == [((i % 2, ()),) for i in range(4)]
 
 
@@ -112,9 +96,7 @@ def test_servers_need_a_model():
     ("mode", "gpus", "server_gpus", "rank_gpus"),
     [("embedded.d1+d1", "7", [(0,)], [0]), ("sglang.d1t2+d2", "0,1", [(0, 1)], [0, 1]), ("embedded.d1+d2", "0,1", [(0,)], [0, 1])],
 )  # fmt: skip
-def test_sides_share_the_gpus_of_a_machine_that_has_too_few(
-    monkeypatch, mode, gpus, server_gpus, rank_gpus
-):
+def test_sides_share_the_gpus_of_a_machine_that_has_too_few(monkeypatch, mode, gpus, server_gpus, rank_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     devices, on_gpu = local_slots(config(mode))
     plan = make_plan(config(mode), devices, on_gpu)
@@ -202,10 +184,7 @@ def test_servers_that_span_nodes():
     sglang = server_command(config("sglang.d1t16+d1"), "sglang", 1, spread)
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:99" in " ".join(sglang)
     vllm = server_command(config("vllm.d1t16+d1"), "vllm", 1, spread)
-    assert (
-        "--nnodes 2 --node-rank 1 --headless --master-addr 10.0.0.1 --master-port 99"
-        in " ".join(vllm)
-    )
+    assert "--nnodes 2 --node-rank 1 --headless --master-addr 10.0.0.1 --master-port 99" in " ".join(vllm)
 
 
 def test_a_job_travels_as_json(tmp_path):
@@ -213,9 +192,7 @@ def test_a_job_travels_as_json(tmp_path):
     job = Job(config("embedded.d2+d2", cluster=cluster), "a.py", ["x=1"], [[0, 1]] * 2, False)
     path = job.save()
     assert path.stat().st_mode & 0o077 == 0, "it holds the key"
-    assert (
-        Job.load(path) == job and job.config.server.api_key and job.config.server.host == "0.0.0.0"
-    )
+    assert Job.load(path) == job and job.config.server.api_key and job.config.server.host == "0.0.0.0"
     assert job.plan().servers_on(0) == list(job.plan().servers) and len(job.plan().ranks_on(1)) == 2
     text = job.describe()
     assert "server 1: node 0 slot 1" in text and "rank 1: node 1 slot 1" in text
@@ -235,9 +212,7 @@ def test_a_script_with_its_own_class_is_asked(tmp_path):
         "run_main(main)\n"
     )
     found = read_launch_config(str(script), [*BASE, "actor.path=m", "horizon=5", "server.port=77"])
-    assert (
-        found.model_path == "m" and found.server.port == 77 and "horizon: 5" in found.resolved_yaml
-    )
+    assert found.model_path == "m" and found.server.port == 77 and "horizon: 5" in found.resolved_yaml
     with pytest.raises(ConfigError, match="did you mean horizon"):
         read_launch_config(str(script), [*BASE, "actor.path=m", "horizn=5"])
 

@@ -50,9 +50,7 @@ def test_dry_run_needs_no_cluster(work, arguments, capsys):
 
 @ray_marker
 def test_a_job_over_four_nodes(work, arguments, ray_cluster):
-    argv = on_cpu(
-        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1"
-    )
+    argv = on_cpu(arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1")
     process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
@@ -77,20 +75,13 @@ def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, ray_clus
     process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert (
-        "needs 2 nodes with 8 GPU each" in out
-        and "4 nodes with 0, 4, 4, 4 GPU: 0 of them fit" in out
-    )
+    assert "needs 2 nodes with 8 GPU each" in out and "4 nodes with 0, 4, 4, 4 GPU: 0 of them fit" in out
 
 
 @ray_marker
 def test_a_failing_rank_is_shown(work, arguments, ray_cluster):
     argv = on_cpu(
-        arguments,
-        "cluster.n_nodes=2",
-        "cluster.n_gpus_per_node=2",
-        "tokenizer_path=raise",
-        mode="sglang.d2+d2",
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=raise", mode="sglang.d2+d2"
     )
     process = start(ray_cluster, argv)
     out, _ = process.communicate(timeout=100)
@@ -103,11 +94,7 @@ def test_a_failing_rank_is_shown(work, arguments, ray_cluster):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_leaves_nothing(work, arguments, ray_cluster, number):
     argv = on_cpu(
-        arguments,
-        "cluster.n_nodes=2",
-        "cluster.n_gpus_per_node=2",
-        "tokenizer_path=wait",
-        mode="sglang.d2+d2",
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=wait", mode="sglang.d2+d2"
     )
     process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())

@@ -15,15 +15,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from arealite.api.alloc_mode import ParallelStrategy
-from arealite.api.cli_args import (
-    ClusterConfig,
-    OptimizerConfig,
-    PreferenceConfig,
-    TrainEngineConfig,
-)
+from arealite.api.cli_args import ClusterConfig, OptimizerConfig, PreferenceConfig, TrainEngineConfig
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import FinetuneSpec, Stat
-from arealite.engine.controller.driver import Driver
+from arealite.controller.driver import Driver
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.launcher import local, ray
@@ -113,9 +108,7 @@ def test_dry_run_shows_who_has_devices_of_its_own(tmp_path, models, capsys):
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_script_in_controller_mode_computes_what_its_ranks_do(
-    start, tmp_path, models, ray_cluster
-):
+def test_a_script_in_controller_mode_computes_what_its_ranks_do(start, tmp_path, models, ray_cluster):
     """Actor and critic on two ranks each, and a reference: losses of the two runs are equal to the last bit."""
     one, other = tmp_path / "ranks", tmp_path / "controller"
     ranks = start("local", arguments(one, models, 3))
@@ -139,9 +132,7 @@ def test_a_script_in_controller_mode_computes_what_its_ranks_do(
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_dead_actor_is_told_and_the_run_goes_on_from_its_checkpoint(
-    start, tmp_path, models, ray_cluster
-):
+def test_a_dead_actor_is_told_and_the_run_goes_on_from_its_checkpoint(start, tmp_path, models, ray_cluster):
     alone = ("critic=null", "ref=null", "actor.algorithm=grpo", "actor.kl_ctl=0")
     recover = ("recover.mode=auto", "recover.retries=1", "recover.freq_steps=1")
     gpus = ("actor.device=auto", "server.device=auto", "cluster.n_gpus_per_node=4")  # made-up ones

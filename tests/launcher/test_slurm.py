@@ -74,9 +74,7 @@ def test_values_with_spaces_are_quoted_in_the_batch_script(work, arguments, caps
 
 def test_a_plan_that_does_not_fit_is_refused(work, arguments):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
-    with pytest.raises(
-        AllocationError, match=r"needs 16 devices .* but there are 8 \(2 node\(s\): 4 \+ 4\)"
-    ):
+    with pytest.raises(AllocationError, match=r"needs 16 devices .* but there are 8 \(2 node\(s\): 4 \+ 4\)"):
         launch("script.py", argv)
 
 
@@ -117,9 +115,7 @@ def test_a_controller_that_is_away_for_a_while_costs_nothing(clients, arguments,
 def test_a_controller_that_stays_away_is_an_error(clients, arguments, monkeypatch):
     monkeypatch.setattr(slurm, "_SILENCE_S", 0.0)
     (clients / "answers").write_text(AWAY)
-    with pytest.raises(
-        slurm.NoAnswer, match=r"nothing was heard of Slurm job 7 .*Unable to contact"
-    ):
+    with pytest.raises(slurm.NoAnswer, match=r"nothing was heard of Slurm job 7 .*Unable to contact"):
         launch("script.py", on_cpu(arguments, mode="sglang.d2+d2"))
     assert (clients / "cancelled").exists()
 
@@ -166,11 +162,7 @@ def test_a_job_over_four_nodes(work, arguments, slurm_cluster):
 @pytest.mark.slurm
 def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, slurm_cluster):
     argv = on_cpu(
-        arguments,
-        "cluster.n_nodes=2",
-        "cluster.n_gpus_per_node=2",
-        "tokenizer_path=raise",
-        mode="sglang.d2+d2",
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=raise", mode="sglang.d2+d2"
     )
     process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=100)
@@ -183,11 +175,7 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, slurm_cluste
 @pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
 def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
     argv = on_cpu(
-        arguments,
-        "cluster.n_nodes=2",
-        "cluster.n_gpus_per_node=2",
-        "tokenizer_path=wait",
-        mode="sglang.d2+d2",
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=wait", mode="sglang.d2+d2"
     )
     process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
@@ -204,11 +192,7 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
 @pytest.mark.slurm
 def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
     argv = on_cpu(
-        arguments,
-        "cluster.n_nodes=2",
-        "cluster.n_gpus_per_node=2",
-        "tokenizer_path=requeue",
-        mode="sglang.d2+d2",
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=requeue", mode="sglang.d2+d2"
     )
     process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists())

@@ -125,11 +125,7 @@ def test_machines_join_and_leave_a_run(work):
         """Until so many ranks have made two steps."""
         deadline, before = time.monotonic() + 100, None
         while before is None or len(steps()) < before + 2:
-            ready = (
-                f"fsdp:d{count}p" in (folder / "config.yaml").read_text()
-                if folder.exists()
-                else False
-            )
+            ready = f"fsdp:d{count}p" in (folder / "config.yaml").read_text() if folder.exists() else False
             before = len(steps()) if ready and before is None else before
             assert time.monotonic() < deadline, (work / "machine0.log").read_text()[-3000:]
             time.sleep(0.1)

@@ -67,9 +67,7 @@ def test_of_a_very_long_error_the_beginning_comes_back(pool):
 
 def test_a_reward_that_forks_answers_once(pool):
     async def main():
-        return [
-            await pool.run(fn, rows("xyz")) for fn in (sample_rewards.forks, sample_rewards.length)
-        ]
+        return [await pool.run(fn, rows("xyz")) for fn in (sample_rewards.forks, sample_rewards.length)]
 
     assert asyncio.run(main()) == [[1.0], [3.0]]
 
@@ -115,9 +113,7 @@ def test_a_reward_that_never_returns_is_killed_and_others_are_not_delayed():
         began = time.monotonic()
         hanging = [asyncio.ensure_future(pool.run(sample_rewards.never_returns, rows("x")))]
         await asyncio.sleep(0)
-        quick = await asyncio.gather(
-            *(pool.run(sample_rewards.length, rows("a" * i)) for i in range(20))
-        )
+        quick = await asyncio.gather(*(pool.run(sample_rewards.length, rows("a" * i)) for i in range(20)))
         with pytest.raises(RewardError, match=r"did not return within 1.0 s and was killed"):
             await hanging[0]
         assert time.monotonic() - began < 10
@@ -236,10 +232,7 @@ def test_workers_die_with_a_killed_parent(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, script, "hang"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, script, "hang"], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     worker = int(process.stdout.readline())
     descriptor = os.pidfd_open(worker)

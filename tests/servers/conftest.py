@@ -108,9 +108,7 @@ class RealServers:
     children: list[Child] = field(default_factory=list)
 
 
-def start_servers(
-    supervisor: Supervisor, backend: str, model: Path, logs: Path, count: int = 1
-) -> RealServers:
+def start_servers(supervisor: Supervisor, backend: str, model: Path, logs: Path, count: int = 1) -> RealServers:
     servers = RealServers(backend)
     config = launch_config(backend, model)
     # adapters too, on the same server

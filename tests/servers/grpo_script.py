@@ -47,11 +47,7 @@ def main(argv: list[str]) -> None:
             is_current = (batch["versions"] == rollout.get_version()) | ~trained
             fresh = trained & is_current.all(1, keepdim=True)
             batch["prox_logp"] = actor.compute_logp(batch)
-            gap = (
-                (batch["prox_logp"] - batch["logprobs"])[fresh].abs().max().item()
-                if fresh.any()
-                else 0.0
-            )
+            gap = (batch["prox_logp"] - batch["logprobs"])[fresh].abs().max().item() if fresh.any() else 0.0
             lag = int((rollout.get_version() - batch["versions"][trained]).max())
             actor.compute_advantages(batch)
             stats = actor.ppo_update(batch)

@@ -16,11 +16,11 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine import fleet
+from arealite.engine.remote import fleet
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
-from arealite.utils.shared_weights import SharedWeights
-from arealite.utils.weight_group import put_outbox
+from arealite.weights.host_memory import SharedWeights
+from arealite.weights.process_group import put_outbox
 
 ENGINES = {"embedded": RemoteSGLangEngine, "sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
 PROMPT = [5, 17, 40, 8, 61]
@@ -54,9 +54,7 @@ def forward(model_path: Path, response: ModelResponse, temperature: float = 1.0)
 
 
 @torch.no_grad()
-def logprobs_of(
-    model: torch.nn.Module, response: ModelResponse, temperature: float = 1.0
-) -> torch.Tensor:
+def logprobs_of(model: torch.nn.Module, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
     tokens = torch.tensor([response.input_tokens + response.output_tokens])
     logp = torch.log_softmax(model(tokens).logits[0].float() / temperature, -1)
     start = len(response.input_tokens)
@@ -132,7 +130,7 @@ def publish() -> Iterator:
 
 @pytest.mark.parametrize("way", ["disk", "shm", "broadcast"])
 def test_new_weights_are_used_from_the_next_token_on(engine, models, publish, way, monkeypatch):
-    monkeypatch.setattr("arealite.utils.weight_group.BUCKET_BYTES", 50_000)  # several portions
+    monkeypatch.setattr("arealite.weights.process_group.BUCKET_BYTES", 50_000)  # several portions
     for version in (2, 3):
         path = models[version - 1]
         engine.update_weights(publish(way, path, version))
@@ -231,9 +229,7 @@ def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, m
             assert bool(response.num_interruptions) == (servers.backend != "embedded")
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
-    engine, models, servers, tmp_path
-):
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine, models, servers, tmp_path):
     if servers.backend != "embedded":
         pytest.skip("SGLang and vLLM end their process over a wrong checkpoint")
     (tmp_path / "config.json").write_text("{}")

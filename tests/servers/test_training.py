@@ -78,10 +78,7 @@ def test_grpo_through_the_local_launcher(start, tmp_path, models, gsm8k_path, ba
 
 @pytest.mark.parametrize(
     ("backend", "way"),
-    [
-        pytest.param("embedded", "broadcast", marks=pytest.mark.slow),
-        pytest.param("vllm", "broadcast", marks=VLLM),
-    ],
+    [pytest.param("embedded", "broadcast", marks=pytest.mark.slow), pytest.param("vllm", "broadcast", marks=VLLM)],
 )
 def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, backend, way):
     mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 15
@@ -119,17 +116,13 @@ def test_grpo_through_torchrun_survives_a_killed_rank(start, tmp_path, models, g
     while len(checks(tmp_path)) < 5:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    found = subprocess.run(
-        ["pgrep", "-f", str(SCRIPT)], text=True, capture_output=True
-    ).stdout.split()
+    found = subprocess.run(["pgrep", "-f", str(SCRIPT)], text=True, capture_output=True).stdout.split()
     ranks = [pid for pid in map(int, found) if "LOCAL_RANK=1" in environment(pid)]
     os.kill(ranks[0], signal.SIGKILL)
     out, _ = process.communicate(timeout=250)
     assert process.returncode == 0, out
     steps = [line["step"] for line in checks(tmp_path)]
-    assert steps[-1] == 29 and sorted(set(steps)) == list(range(30)), (
-        "resumed from the checkpoint, not from the start"
-    )
+    assert steps[-1] == 29 and sorted(set(steps)) == list(range(30)), "resumed from the checkpoint, not from the start"
     assert len(steps) < 40
 
 

@@ -11,7 +11,7 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.remote import Piece, Progress
+from arealite.engine.remote.base import Piece, Progress
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
 
@@ -249,9 +249,7 @@ def test_samples_that_vllm_has_not_begun_keep_their_place_and_their_seed(connect
     wait = NamedWait("the test", "an answer", 20)
     answers = engine.executor.run_coroutine(engine.agenerate_group(request), wait)
     assert [len(answer.output_tokens) for answer in answers] == [4, 4, 4]
-    sent = [
-        (len(b["token_ids"]), b["sampling_params"]["seed"]) for b in stub.bodies if "token_ids" in b
-    ]
+    sent = [(len(b["token_ids"]), b["sampling_params"]["seed"]) for b in stub.bodies if "token_ids" in b]
     assert len(sent) == 4 and sent[0] == (1, 50), sent
     assert (1, 51) in sent[1:], f"the second sample was not begun anew with its own seed: {sent}"
 

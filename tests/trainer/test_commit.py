@@ -9,9 +9,7 @@ from arealite.trainer.run import Run
 from tests.engine.engine_testing import engine_config
 
 
-def test_a_step_that_a_checkpoint_holds_has_its_statistics_wherever_a_kill_falls(
-    model_path, tmp_path
-):
+def test_a_step_that_a_checkpoint_holds_has_its_statistics_wherever_a_kill_falls(model_path, tmp_path):
     actor = FSDPPPOActor(engine_config(str(model_path), PPOActorConfig))
     config = GRPOConfig(experiment_name="e", trial_name="t", actor=actor.config)
     config.cluster.fileroot = str(tmp_path)

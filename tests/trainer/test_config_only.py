@@ -28,14 +28,9 @@ def cli(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "sampling"),
-    [
-        ("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]),
-        ("embedded.d1+d2", ["n_samples=1", "temperature=0"]),
-    ],
+    [("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]), ("embedded.d1+d2", ["n_samples=1", "temperature=0"])],
 )
-def test_evaluation_without_training_reports_the_mean_reward(
-    model_path, gsm8k_path, tmp_path, layout, sampling
-):
+def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_path, tmp_path, layout, sampling):
     printed = cli(
         tmp_path,
         *("trainer.type=null", f"valid_dataset.path={gsm8k_path}", f"allocation_mode={layout}"),
@@ -60,9 +55,7 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
         keys += [f"trainer.dpo.ref.path={model_path}", "trainer.dpo.ref.dtype=float32"]
     data = [f"train_dataset.path={pairs}", "train_dataset.batch_size=4"]
     data += [f"valid_dataset.path={pairs}", "evaluator.freq_epochs=2"]
-    cli(
-        tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data
-    )
+    cli(tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data)
     lines = (tmp_path / "arealite" / kind / "stats.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -82,9 +75,7 @@ def test_each_kind_of_run_has_a_directory_and_only_the_devices_it_needs(kind, na
 
 
 def test_the_tree_becomes_the_flat_config_of_a_script():
-    config = load_config(
-        ["trainer.grpo.actor.path=m", "trainer.grpo.gconfig.n_samples=8"], MainConfig
-    )
+    config = load_config(["trainer.grpo.actor.path=m", "trainer.grpo.gconfig.n_samples=8"], MainConfig)
     flat = flatten(config)
     assert isinstance(flat, GRPOConfig)
     assert flat.actor.path == "m" and flat.gconfig.n_samples == 8

@@ -43,11 +43,7 @@ class Parts:
         optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.0)
         self.actor = FSDPPPOActor(
             PPOActorConfig(
-                path=str(model_path),
-                dtype="float32",
-                device="cpu",
-                ppo_n_minibatches=2,
-                optimizer=optimizer,
+                path=str(model_path), dtype="float32", device="cpu", ppo_n_minibatches=2, optimizer=optimizer
             )
         )
         self.actor.initialize(FinetuneSpec(1, 64, BATCH_SIZE))
@@ -92,9 +88,7 @@ def plain_loop(parts: Parts) -> list[dict[str, torch.Tensor]]:
         data = [{**row, "seed": episode_seed(5, next_id + i)} for i, row in enumerate(rows)]
 
         async def play(data=data):
-            return await asyncio.gather(
-                *(parts.workflow.arun_episode(parts.rollout, row) for row in data)
-            )
+            return await asyncio.gather(*(parts.workflow.arun_episode(parts.rollout, row) for row in data))
 
         episodes = parts.rollout.executor.run_coroutine(play(), NamedWait("test", "episodes", 60.0))
         batch = concat_padded(episodes)
@@ -105,9 +99,7 @@ def plain_loop(parts: Parts) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def test_synchronous_training_through_the_executor_equals_a_plain_loop(
-    model_path, tokenizer, tmp_path
-):
+def test_synchronous_training_through_the_executor_equals_a_plain_loop(model_path, tokenizer, tmp_path):
     results = []
     with server_process(model_path, deterministic="true") as server:
         for loop in (executor_loop, plain_loop):

@@ -87,9 +87,7 @@ def test_a_field_of_text_gets_the_text_as_it_is_written(tmp_path, text):
 
 
 def test_null_and_nothing_given_for_text():
-    config = load(
-        "server.api_key=null", "tokenizer_path=", "valid_dataset.path=v", "valid_dataset.name="
-    )
+    config = load("server.api_key=null", "tokenizer_path=", "valid_dataset.path=v", "valid_dataset.name=")
     assert (config.server.api_key, config.tokenizer_path) == (None, "")
     assert config.valid_dataset is not None and config.valid_dataset.name is None
     assert "trial_name" in refusal("trial_name=null")
@@ -177,9 +175,7 @@ def test_help_lists_every_field_in_order(capsys):
     text = capsys.readouterr().out
     positions = [text.index(f"\n  {f.name}") for f in fields(GRPOConfig)]
     assert len(positions) == len(fields(GRPOConfig))
-    assert (
-        "actor.optimizer.lr" in text and "float = 1e-05" in text and "Peak learning rate." in text
-    )
+    assert "actor.optimizer.lr" in text and "float = 1e-05" in text and "Peak learning rate." in text
     assert "(required)" in text and "bool = true" in text
 
 

@@ -5,16 +5,10 @@ import sys
 
 import pytest
 
+from arealite.trainer.curve import save_curve
 from arealite.utils.console import Column, ProgressTable, clock, print_summary
-from arealite.utils.curve import save_curve
 
-STATS = {
-    "reward": 0.5,
-    "loss": 0.01,
-    "staleness/max": 2,
-    "tokens_per_s": 1234.5,
-    "idle/trainer": 0.25,
-}
+STATS = {"reward": 0.5, "loss": 0.01, "staleness/max": 2, "tokens_per_s": 1234.5, "idle/trainer": 0.25}
 
 
 def read_terminal(master: int) -> bytes:
@@ -35,11 +29,7 @@ def test_plain_lines_when_there_is_no_terminal(capsys):
             table.update(step, STATS)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/25" for n in (1, 10, 20, 25)]
-    assert (
-        "reward 0.500" in lines[0]
-        and "tokens/s 1,234" in lines[0]
-        and "trainer idle 25%" in lines[0]
-    )
+    assert "reward 0.500" in lines[0] and "tokens/s 1,234" in lines[0] and "trainer idle 25%" in lines[0]
     assert "server idle –" in lines[0] and lines[-1].endswith("left 0:00")
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from arealite.api.errors import AReaLiteError, WaitTimeout
-from arealite.core import membership
+from arealite.engine.remote import membership
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.rundir import RunDir
 

@@ -20,9 +20,7 @@ if sys.argv[1] == "stay":
 def start(mode: str, mark: str | None = None) -> tuple[subprocess.Popen, int]:
     env = {**os.environ, **({MARK_ENV: mark} if mark else {})}
     command = [sys.executable, "-c", DAEMON, mode]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 

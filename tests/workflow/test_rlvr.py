@@ -27,9 +27,7 @@ class FixedEngine:
             tokens = self.tokenizer.encode("a" * (i + 1))
             reason = "length" if i == request.gconfig.n_samples - 1 else "stop"
             numbers = [-0.1 * (j + 1) for j in range(len(tokens))]
-            responses.append(
-                ModelResponse(request.input_ids, tokens, numbers, [i] * len(tokens), reason)
-            )
+            responses.append(ModelResponse(request.input_ids, tokens, numbers, [i] * len(tokens), reason))
         return responses
 
 
@@ -54,27 +52,15 @@ def test_the_batch_marks_what_was_generated(tokenizer):
     assert engine.requests[0].seed == 5
     assert batch["input_ids"].shape == (3, 6)
     assert batch["rewards"].tolist() == [11.0, 12.0, 13.0]
-    assert batch["loss_mask"].tolist() == [
-        [0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1, 1],
-    ]
-    assert batch["versions"].tolist() == [
-        [-1, -1, -1, 0, -1, -1],
-        [-1, -1, -1, 1, 1, -1],
-        [-1, -1, -1, 2, 2, 2],
-    ]
+    assert batch["loss_mask"].tolist() == [[0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
+    assert batch["versions"].tolist() == [[-1, -1, -1, 0, -1, -1], [-1, -1, -1, 1, 1, -1], [-1, -1, -1, 2, 2, 2]]
     assert batch["attention_mask"].sum(1).tolist() == [4, 5, 6]
-    assert (
-        math.isclose(batch["logprobs"][2, 5], -0.3, rel_tol=1e-6) and batch["logprobs"][0, 4] == 0
-    )
+    assert math.isclose(batch["logprobs"][2, 5], -0.3, rel_tol=1e-6) and batch["logprobs"][0, 4] == 0
     assert batch["truncated"].tolist() == [False, False, True]
 
 
 def test_prompt_forms(tokenizer):
-    workflow = RLVRWorkflow(
-        count_letters, GenerationHyperparameters(), tokenizer, reward_inline=True
-    )
+    workflow = RLVRWorkflow(count_letters, GenerationHyperparameters(), tokenizer, reward_inline=True)
     chat = workflow.encode_prompt({"messages": [{"role": "user", "content": "hi"}]})
     assert tokenizer.decode(chat) == "<user>hi\n<assistant>"
     assert workflow.encode_prompt({"input_ids": [4, 5]}) == [4, 5]
@@ -88,19 +74,13 @@ def test_rewards_in_the_pool_equal_those_inline(tokenizer):
     gconfig = GenerationHyperparameters(n_samples=4)
     row = {"messages": [{"role": "user", "content": "hi"}], "answer": 1}
     pool = RewardPool(num_workers=1)
-    inline, _ = play(
-        RLVRWorkflow(count_letters, gconfig, tokenizer, reward_inline=True), tokenizer, row
-    )
-    pooled, _ = play(
-        RLVRWorkflow(count_letters, gconfig, tokenizer, reward_pool=pool), tokenizer, row
-    )
+    inline, _ = play(RLVRWorkflow(count_letters, gconfig, tokenizer, reward_inline=True), tokenizer, row)
+    pooled, _ = play(RLVRWorkflow(count_letters, gconfig, tokenizer, reward_pool=pool), tokenizer, row)
     pool.close()
     assert all(torch.equal(inline[key], pooled[key]) for key in inline)
 
 
 def test_a_reward_that_is_no_number_is_named(tokenizer):
-    workflow = RLVRWorkflow(
-        returns_none, GenerationHyperparameters(), tokenizer, reward_inline=True
-    )
+    workflow = RLVRWorkflow(returns_none, GenerationHyperparameters(), tokenizer, reward_inline=True)
     with pytest.raises(RewardError, match="returns_none returned None"):
         play(workflow, tokenizer, {"prompt": "x"})

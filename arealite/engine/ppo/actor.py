@@ -89,9 +89,7 @@ class FSDPPPOActor(FSDPEngine):
         rewards = batch["rewards"].float()
         if config.overlong_buffer is not None:
             assert config.max_answer_length is not None
-            rewards = rewards + overlong_penalty(
-                mask.sum(dim=1), config.max_answer_length, config.overlong_buffer
-            )
+            rewards = rewards + overlong_penalty(mask.sum(dim=1), config.max_answer_length, config.overlong_buffer)
         return shape_rewards(rewards, config.reward_bias, config.reward_scaling, config.reward_clip)
 
     def _normalized(self, shaped: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -116,9 +114,7 @@ class FSDPPPOActor(FSDPEngine):
             return None
         reference = _required(batch, "ref_logp", "actor.kl_ctl", "ref")
         current = batch.get("prox_logp", batch["logprobs"])
-        return torch.where(
-            mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0
-        )
+        return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0)
 
     def _adapt_kl(self, kl: torch.Tensor) -> None:
         total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
@@ -246,7 +242,5 @@ def _extreme(values: torch.Tensor, pick) -> torch.Tensor:
 
 def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor:
     if key not in batch:
-        raise TrainingError(
-            f"{setting} needs `{key}` in the batch: batch['{key}'] = {engine}.forward(batch)['logp']"
-        )
+        raise TrainingError(f"{setting} needs `{key}` in the batch: batch['{key}'] = {engine}.forward(batch)['logp']")
     return batch[key]

@@ -26,9 +26,7 @@ from arealite.api.cli_args import PPOActorConfig
 from arealite.api.io_struct import Batch, Stat
 
 
-def policy_loss(
-    outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int
-) -> LossAndStats:
+def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int) -> LossAndStats:
     """Objective, KL and entropy terms; `mb` holds `loss_weights`, `advantages`, `logprobs` and what the config needs."""
     logp, weights = outputs["logp"], mb["loss_weights"]
     mask = weights > 0

@@ -1,0 +1,58 @@
+"""How many floating-point operations a batch needs, and what share of the device's peak a step reached (MFU).
+
+Counted as usual: two operations per weight and token of every matrix product, attention over the causal half, twice as much
+again for the backward pass; recomputation (checkpointing, log-prob chunks) does not count as useful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+# Dense bf16 peak of one device in FLOP/s, by a part of its name.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12}  # fmt: skip
+
+
+def peak_flops(device: str) -> float | None:
+    """Peak of the current device, or None where it is not known (then no MFU is reported)."""
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+class FlopCounter:
+    """Operations of a forward pass of one model; three times that for a training step."""
+
+    def __init__(self, model: PreTrainedModel):
+        text = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        self.head = head.weight.numel() if head is not None else 0
+        tied = head is not None and head.weight is embedding.weight
+        total = sum(p.numel() for p in model.parameters())
+        self.body = total - embedding.weight.numel() - (0 if tied else self.head)
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        if experts:
+            taken = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+            active = (taken or experts) / experts
+            routed = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+            self.body -= int(routed * (1.0 - active))
+        # Some families have layers of several widths.
+        layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+        self.attention = 2 * sum(
+            layer.num_attention_heads
+            * (getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads)
+            for layer in layers
+        )
+
+    def forward(self, lengths: Sequence[int], num_predicted: int) -> float:
+        """`lengths` of the sequences, and for how many tokens the vocabulary projection is computed."""
+        tokens = sum(lengths)
+        squares = sum(length * length for length in lengths)
+        return 2.0 * (self.body * tokens + self.head * num_predicted) + self.attention * squares
+
+    def train(self, lengths: Sequence[int], num_predicted: int) -> float:
+        return 3.0 * self.forward(lengths, num_predicted)

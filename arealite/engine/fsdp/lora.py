@@ -1,0 +1,98 @@
+"""Low-rank adapters through PEFT: put into a model in place, merged for servers, saved as PEFT saves them.
+
+The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get the adapter alone through a folder
+(`rollout.weight_update=disk`), merged weights under the model's own names otherwise; checkpoints are adapter folders that
+`PeftModel.from_pretrained` reads. The scalar head of critics and reward models, which is new, is trained and saved whole beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.engine.fsdp.parallel import whole
+from arealite.engine.fsdp.vision import has_vision, language_model
+
+_ADAPTER = "default"
+_HEAD = "score"  # of models for sequence classification
+
+
+def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Freeze the model and add trainable adapters of `lora_rank` (scaled by 2) to the chosen linear layers."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("lora_rank needs the package peft: pip install peft") from error
+    targets = [name for name in config.lora_targets if name != _HEAD]
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=2 * config.lora_rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=targets if config.lora_targets else "all-linear",
+        exclude_modules=_frozen_towers(model, config),
+        task_type="SEQ_CLS" if hasattr(model, _HEAD) else "CAUSAL_LM",
+    )
+    try:
+        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        names = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        raise ConfigError(
+            f"lora_targets={list(config.lora_targets)} fits no layer of the model: choose from {sorted(names)}"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or _is_head(name))
+    if has_vision(model.config) and not config.freeze_vision:
+        # Images bring gradients to the first layer's input. FSDP wants that on ranks without images too.
+        model.enable_input_require_grads()
+
+
+def _frozen_towers(model: PreTrainedModel, config: TrainEngineConfig) -> str | None:
+    """What PEFT leaves alone, as a pattern of names: beside the language model, a frozen vision tower and its projector."""
+    if not (has_vision(model.config) and config.freeze_vision):
+        return None
+    towers = (n for n, m in model.base_model.named_children() if m is not language_model(model))
+    return rf"{model.base_model_prefix}\.({'|'.join(towers)})\..*"
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith(f"{_HEAD}.")
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """`W + scale·B·A` for an adapted layer's whole weight; any other value as it is. Collective when sharded."""
+    if not name.endswith(".base_layer.weight"):
+        return value
+    layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
+    down, up = (whole(side[_ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
+    return value + (layer.scaling[_ADAPTER] * (up @ down)).to(value.dtype)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Adapter parameters, and a scalar head's, under the names of PEFT's files."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) or _is_head(name):
+            yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), parameter
+
+
+def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None:
+    """PEFT's `adapter_config.json`."""
+    settings = model.peft_config[_ADAPTER]
+    settings.base_model_name_or_path = base_model
+    settings.modules_to_save = [_HEAD] if hasattr(model, _HEAD) else None
+    settings.save_pretrained(str(folder))

@@ -1,0 +1,137 @@
+"""AdamW with its two moments in 16 or 8 bits instead of 32: a half or a quarter of the optimizer's memory.
+
+Used for `optimizer.type=adamw_bf16` and `adamw_8bit`. All arithmetic is fp32; what is stored in fewer bits (moments, and weights
+where those are bfloat16) is rounded stochastically, so that small updates are kept on average instead of lost. Ranks that hold the
+same values round them alike. States have the parameter's shape and placement, so sharding and checkpoints treat them like any other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from arealite.engine.fsdp.parallel import local
+
+_BLOCK = 128  # entries along the last dimension that share a scale
+# 8 bits: a share x of the block's largest value is stored as levels·|x|^(1/power), finer near zero. The second moment spans more.
+_CODES = {"exp_avg": (torch.int8, 127, 2.0), "exp_avg_sq": (torch.uint8, 255, 4.0)}
+
+
+class LowMemoryAdamW(torch.optim.Optimizer):
+    """Decoupled weight decay (arXiv 1711.05101), moments in bfloat16 or, in blocks, 8 bits (as in 2110.02861, with another code).
+
+    Works on sharded parameters. With 8 bits, the moments of vectors (norms, biases) stay fp32: they are few and matter.
+    """
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], eps: float, bits: int = 16):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.bits = bits
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None, "this optimizer takes no closure"
+        pairs = ((p, group) for group in self.param_groups for p in group["params"])
+        for number, (parameter, group) in enumerate(pairs):
+            if parameter.grad is not None:
+                self._update(parameter, group, number)
+
+    def _update(self, parameter: torch.nn.Parameter, group: dict, number: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            self._make_state(parameter, state)
+        state["step"] += 1
+        count = float(state["step"])
+        # drawn from nothing that a rank has of its own, nor that a checkpoint would have to keep
+        noise = torch.Generator(local(parameter).device)
+        noise.manual_seed(hash((number, int(count), *_place(parameter))))
+        beta1, beta2 = group["betas"]
+        weight, grad = local(parameter), local(parameter.grad).float()
+        mean = load_moment(state, "exp_avg").lerp_(grad, 1.0 - beta1)
+        square = load_moment(state, "exp_avg_sq").mul_(beta2)
+        square.addcmul_(grad, grad, value=1.0 - beta2)
+        store_moment(state, "exp_avg", mean, noise)
+        store_moment(state, "exp_avg_sq", square, noise)
+        step = mean.div_(1.0 - beta1**count)
+        step.div_((square.div_(1.0 - beta2**count)).sqrt_().add_(group["eps"]))
+        updated = weight.float() * (1.0 - group["lr"] * group["weight_decay"]) - group["lr"] * step
+        store_rounded(weight, updated, noise)
+
+    def _make_state(self, parameter: torch.nn.Parameter, state: dict) -> None:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for key, (code_type, _, _) in _CODES.items():
+            coded = self.bits == 8 and parameter.dim() > 1
+            dtype = code_type if coded else torch.bfloat16 if self.bits == 16 else torch.float32
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
+            if coded:
+                state[f"{key}_scale"] = _zero_scales(parameter)
+
+
+def _place(parameter: torch.Tensor) -> list[int]:
+    """Which part of a sharded parameter is here: equal on ranks that hold the same, such as the norms of a tensor group."""
+    if not isinstance(parameter, DTensor):
+        return []
+    places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return [index for index, placement in places if not placement.is_replicate()]
+
+
+def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
+    """One number for each block of a row: shaped and placed like the parameter, but shorter in its last dimension."""
+    mine = local(parameter)
+    block = math.gcd(mine.shape[-1], _BLOCK)
+    block = block if block >= 32 else mine.shape[-1]
+    scales = mine.new_zeros(*mine.shape[:-1], mine.shape[-1] // block, dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        scales, parameter.device_mesh, parameter.placements, shape=torch.Size(shape), stride=stride
+    )
+
+
+def load_moment(state: dict, key: str) -> torch.Tensor:
+    """A moment as a new fp32 tensor."""
+    stored = local(state[key])
+    if f"{key}_scale" not in state:
+        return stored.to(torch.float32, copy=True)
+    _, levels, power = _CODES[key]
+    scale = local(state[f"{key}_scale"])
+    share = stored.float() / levels
+    value = _blocks(share.abs().pow_(power).copysign_(share), scale) * scale[..., None]
+    return value.view(stored.shape)
+
+
+def store_moment(state: dict, key: str, value: torch.Tensor, noise: torch.Generator) -> None:
+    stored = local(state[key])
+    if f"{key}_scale" not in state:
+        store_rounded(stored, value, noise)
+        return
+    _, levels, power = _CODES[key]
+    scale = local(state[f"{key}_scale"])
+    blocks = _blocks(value, scale)
+    scale.copy_(blocks.abs().amax(dim=-1) if value.numel() else scale)
+    share = (blocks / scale.clamp(min=1e-38)[..., None]).view(stored.shape)
+    dither = torch.rand(share.shape, device=share.device, generator=noise)
+    code = share.abs().pow_(1.0 / power).mul_(levels).add_(dither).floor_()
+    code.clamp_(max=levels)
+    if stored.dtype == torch.uint8:
+        # A second moment of zero under a first that is not would make a huge step.
+        code.clamp_(min=1.0).mul_(share > 0)
+    stored.copy_(code.copysign_(share))
+
+
+def _blocks(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return value.view(*scale.shape, value.shape[-1] // max(scale.shape[-1], 1))
+
+
+def store_rounded(target: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
+    """Copy fp32 `value` into `target`; into bfloat16 it goes up or down at random, right on average."""
+    if target.dtype != torch.bfloat16:
+        target.copy_(value)
+        return
+    options = {"dtype": torch.int32, "device": value.device, "generator": noise}
+    dither = torch.randint(0, 1 << 16, value.shape, **options)
+    bits = (value.contiguous().view(torch.int32) + dither) & -(1 << 16)
+    target.copy_(bits.view(torch.float32))

@@ -1,0 +1,288 @@
+"""Hugging Face models as the engines see them: found, checked, loaded, sharded, and called on packed batches.
+
+`PackedModel` is the root module: its forward pass takes one packed micro-batch and returns per-token results, so that
+sharding gathers the output head together with the rest and `[N, V]` logits never exist. Used by `FSDPEngine`.
+
+N packed tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    logging,
+)
+
+from arealite.algo.logprobs import token_logprobs
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Batch
+from arealite.engine.fsdp.lora import add_adapters
+from arealite.engine.fsdp.packed_attention import ATTENTION, attention_kwargs, check_model
+from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
+from arealite.engine.fsdp.shared_prefix import PrefixPlan
+from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
+from arealite.engine.fsdp.vision import has_vision, language_model, vision_parameters
+from arealite.utils.decoders import TRIAL_TOKENS, check_interface, check_trial, load_decoder, original_length
+
+
+class PackedModel(nn.Module):
+    """One decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`).
+
+    With a context group, each rank of it runs an equal piece of the tokens; results are whole on all of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, layout: Layout | None = None):
+        super().__init__()
+        self.model = model
+        self.chunk_size = config.logprob_chunk_size
+        self.fused = config.compile
+        self.context_group = layout.cp_group if layout is not None else None
+        self.tensor_group = layout.tp_group if layout is not None else None
+        self.ring = layout is not None and not trades_heads(model.config, layout.strategy)
+        text = model.config.get_text_config()
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        # Cohere multiplies logits, Granite divides them.
+        self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
+        self.longest = original_length(model.config)
+        self.has_lm_head = model.get_output_embeddings() is not None
+        self.trains_vision = has_vision(model.config) and not config.freeze_vision
+
+    def forward(
+        self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool, prefixes: PrefixPlan | None = None
+    ) -> Batch:
+        hidden, first = self._hidden(mb, lengths, prefixes)
+        num_tokens, targets = len(mb["input_ids"]), mb["target_positions"]
+        if not self.has_lm_head:
+            targets = torch.arange(num_tokens, device=hidden.device)
+            rows, kept = self._rows(targets, first, len(hidden), prefixes)
+            values = self.model.score(hidden[rows]).squeeze(-1).float()
+            return {"values": self._whole(values, targets[kept], num_tokens)}
+        rows, kept = self._rows(targets - 1, first, len(hidden), prefixes)
+        targets = targets[kept]
+        labels = mb["input_ids"][targets]
+        # A row that is used more than once (a shared prompt's last one) adds its gradients up here.
+        states = hidden.index_select(0, rows)
+        if self.logit_scale != 1.0:
+            states = states * self.logit_scale
+        logp, entropy = self._logprobs(states, labels, temperature, with_entropy)
+        outputs = {"logp": self._whole(logp, targets, num_tokens)}
+        if with_entropy:
+            outputs["entropy"] = self._whole(entropy, targets, num_tokens)
+        return outputs
+
+    @torch.no_grad()
+    def try_out(self, device: str) -> None:
+        """What the function of this name does; a method, for sharded parameters are gathered by methods."""
+        self.eval()
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % vocabulary
+        lengths = [TRIAL_TOKENS // 3, TRIAL_TOKENS]
+        mb = {
+            "input_ids": torch.cat([ids[: lengths[0]], ids]),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+            "cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+            "target_positions": lengths[0] + torch.arange(1, TRIAL_TOKENS),
+        }
+        mb = {key: value.to(device) for key, value in mb.items()}
+        logp = self.forward(mb, lengths, temperature=1.0, with_entropy=False)["logp"]
+        check_trial(self.model, ids.to(device), logp[mb["target_positions"]].cpu())
+
+    def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None):
+        """Last states of the tokens that this rank computes, and which of all computed ones is its first."""
+        if self.longest is not None and max(lengths) > self.longest:
+            raise ConfigError(
+                f"a sequence has {max(lengths)} tokens; beyond {self.longest} this model's rotary angles depend on the other "
+                "sequences of a batch: make prompts and answers shorter"
+            )
+        ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
+        if prefixes is not None:
+            ids, positions = ids[prefixes.unique], positions[prefixes.unique]
+        first = 0
+        if self.context_group is not None:
+            # Tokens are filled up to equal pieces; the filling is a sequence of its own.
+            size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
+            missing = -len(ids) % size
+            if missing:
+                ids = nn.functional.pad(ids, (0, missing))
+                positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
+                cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+                lengths = [*lengths, missing]
+                prefixes = None if prefixes is None else prefixes.filled(missing)
+            first = rank * (len(ids) // size)
+            ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
+        images = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
+        positions = mb["rope_positions"][:, None] if "rope_positions" in mb else positions[None]
+        outputs = self.model.base_model(
+            input_ids=ids[None],
+            position_ids=positions,
+            use_cache=False,
+            **images,
+            **attention_kwargs(cu_seqlens, lengths, prefixes, self.context_group, self.ring),
+        )
+        hidden = outputs.last_hidden_state.squeeze(0)
+        if self.trains_vision and not images:
+            # Other ranks may have images now: sharded parameters want a gradient from every rank.
+            hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
+        return hidden, first
+
+    def _rows(self, tokens: torch.Tensor, first: int, length: int, prefixes: PrefixPlan | None):
+        """Where the states of packed `tokens` lie in this rank's piece, and for which of them they do."""
+        rows = (tokens if prefixes is None else prefixes.expand[tokens]) - first
+        if self.context_group is None:
+            return rows, slice(None)
+        kept = ((rows >= 0) & (rows < length)).nonzero(as_tuple=True)[0]
+        return rows[kept], kept
+
+    def _logprobs(self, states, labels, temperature: float, with_entropy: bool):
+        """Log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
+        head = self.model.get_output_embeddings()
+        shard = VocabularyShard.of(head.weight, self.tensor_group)
+        settings = {"softcap": self.softcap, "chunk_size": self.chunk_size}
+        settings |= {"temperature": temperature}
+        if shard is not None:
+            return sharded_logprobs(states, shard, labels, **settings)
+        settings |= {"with_entropy": with_entropy, "fused": self.fused}
+        return token_logprobs(states, head.weight, labels, head.bias, **settings)
+
+    def _whole(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """`values` at `tokens`, zero at all others `[N]`, with those of the context group's other ranks."""
+        whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
+        return whole if self.context_group is None else sum_pieces(whole, self.context_group)
+
+
+def resolve_path(path: str) -> Path:
+    """The local folder of a model, fetched from the hub if `path` is not a folder."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        return folder
+    if folder.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model path {path!r} does not exist: give a folder or a hub name")
+    try:
+        return Path(snapshot_download(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model {path!r} is neither a local folder nor available from the hub ({error}): give an existing folder, or "
+            "check the name and the network"
+        ) from error
+
+
+def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
+    config = AutoConfig.from_pretrained(folder)
+    if scalar_head:
+        config.num_labels = 1
+    check_model(config)
+    return config
+
+
+def load_model(
+    folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
+) -> PreTrainedModel:
+    """The whole model on the host, in the type that the optimizer holds."""
+    logging.disable_progress_bar()  # a run shows one live table
+    attention: str | dict[str, str] = ATTENTION
+    if scalar_head:
+        cls = AutoModelForSequenceClassification
+    elif has_vision(hf_config):
+        cls = AutoModelForImageTextToText
+        attention = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
+    else:
+        cls = AutoModelForCausalLM
+    check_interface(cls._model_mapping[type(hf_config)])
+    dtype = getattr(torch, config.param_dtype)
+    if config.init_from_scratch:
+        # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
+        model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    else:
+        options = {"config": hf_config, "dtype": dtype, "attn_implementation": attention}
+        model = load_decoder(cls, folder, has_new_head=scalar_head, **options)
+    if has_vision(hf_config) and config.freeze_vision:
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
+    if config.lora_rank:
+        add_adapters(model, config)
+    model.train()
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, which are sharded, checkpointed and compiled one by one."""
+    names = set(model._no_split_modules or ())
+    layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(model).__name__} does not say which of its modules are layers")
+    return layers
+
+
+def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
+    """Shard an empty (meta) `module` layer by layer, then fill it from `full`, which only rank 0 has."""
+    types = {"param_dtype": getattr(torch, config.dtype), "reduce_dtype": torch.float32}
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**types)}
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for layer in decoder_layers(module.model):
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    register_fsdp_forward_method(module, "try_out")
+    module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
+    module.model.tie_weights()
+    fill(module, full, mesh.device_type)
+
+
+def try_out(module: PackedModel, device: str) -> None:
+    """Compare the packed log-probs of a few tokens with the model's own forward pass; `ConfigError` if they differ."""
+    with torch.compiler.set_stance("force_eager"):  # layers are compiled for batches
+        module.try_out(device)
+    if isinstance(module, FSDPModule):
+        module.reshard()  # an optimizer made now would hold what was gathered
+
+
+def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None:
+    """Copy weights and buffers of rank 0's `full` into the sharded `module`.
+
+    Buffers that are not saved (rotary frequencies) are empty after the meta device and are sent along.
+    """
+    fill_parameters(module.model, dict(full.named_parameters()) if full else {})
+    source = dict(full.named_buffers()) if full else {}
+    for name, buffer in module.model.named_buffers():
+        if name in source:
+            buffer.copy_(source[name])
+        dist.broadcast(buffer, src=0)
+    # Offloaded weights live on the host, but buffers are used where the layers run.
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors, which only rank 0 needs to have, into parameters that may be sharded."""
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        with torch.no_grad():
+            for name, value in weights.items():
+                model.get_parameter(name).copy_(value)
+        return
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, {k: v.detach() for k, v in weights.items()}, options=options)

@@ -1,0 +1,196 @@
+"""How a model is spread over ranks: data (FSDP), context and tensor (DTensor) parallel, in this order of nearness.
+
+`Layout` says which ranks share what; it is checked against the model before anything is loaded. Ranks of one data-parallel index
+(its context and tensor neighbours) get the same batch. Context parallel cuts the packed tokens in equal pieces; around
+attention an all-to-all trades pieces for heads (Ulysses), or, where heads cannot be shared out, keys and values go round a ring. The
+tensor group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and the packed attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
+
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.errors import AllocationError
+from arealite.utils.decoders import tensor_plan
+
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+_EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
+
+
+def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
+    """`d32p2` as `d64`: FSDP spreads every layer over all ranks, so stages, which are there to spread layers, join them."""
+    return replace(strategy, data=strategy.data * strategy.pipeline, pipeline=1)
+
+
+def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int) -> None:
+    """Refuse a layout that does not fit the ranks or the model, saying which number is in the way."""
+    if strategy.expert > 1:
+        raise AllocationError(
+            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism; {strategy} asks for more: set e1"
+        )
+    if strategy.world_size != world_size:
+        raise AllocationError(
+            f"the training side is {strategy} ({strategy.world_size} ranks), but {world_size} ranks were started"
+        )
+    tensor, text = strategy.tensor, config.get_text_config()
+    if tensor == 1:
+        return
+    heads, kv_heads = _num_heads(config)
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": text.intermediate_size,
+             "experts": num_experts(config)}  # fmt: skip
+    for what, size in sizes.items():
+        if size % tensor:
+            raise AllocationError(
+                f"t{tensor} does not divide the model's {what} ({size}): use a divisor of it, or t1 and more of d or c"
+            )
+    plan = tensor_plan(config)
+    unknown = {s for s in plan.values() if s not in _STYLES + _EXPERT_STYLES}
+    if unknown or not plan:
+        raise AllocationError(
+            f"model type {text.model_type!r} has parts without a tensor-parallel plan here ({sorted(unknown) or 'none at all'}): use t1 "
+            "and give those ranks to d (FSDP spreads the weights over them too) or c"
+        )
+
+
+def _num_heads(config: PreTrainedConfig) -> tuple[int, int]:
+    text = config.get_text_config()
+    return text.num_attention_heads, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)  # fmt: skip
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    text = config.get_text_config()
+    return getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+
+
+def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
+    """Whether context ranks can share out the heads that tensor parallel leaves them; otherwise they form a ring."""
+    heads, kv_heads = (n // strategy.tensor for n in _num_heads(config))
+    size = strategy.context
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+class Layout:
+    """The mesh `(dp, cp, tp)` of one engine. Parameters are sharded over dp and cp together (`fsdp`)."""
+
+    def __init__(self, strategy: ParallelStrategy, device: str):
+        self.strategy = strategy
+        sizes = (strategy.data, strategy.context, strategy.tensor)
+        self.mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        self.fsdp: DeviceMesh = self.mesh["dp", "cp"]._flatten("fsdp")
+        self.dp_group = self.mesh.get_group("dp")
+        self.cp_group = self.mesh.get_group("cp") if strategy.context > 1 else None
+        self.tp_group = self.mesh.get_group("tp")
+        self.dp_rank = self.mesh.get_local_rank("dp")
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be sharded, gathered (by all ranks together) and detached."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# ---------------------------------------------------------------------------------------- context parallel
+
+
+class _Exchange(torch.autograd.Function):
+    """Piece `i` of dimension 0 goes to rank `i`; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx, pieces, group):
+        ctx.group = group
+        return _exchange(pieces, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group), None
+
+
+def _exchange(pieces: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    pieces = pieces.contiguous()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return received
+
+
+def tokens_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`[n, heads, D]` of this rank's tokens → `[N, heads / c, D]` of all tokens (Ulysses, arXiv 2309.14509)."""
+    size = dist.get_world_size(group)
+    if x.shape[1] < size:
+        x = x.repeat_interleave(size // x.shape[1], dim=1)
+    pieces = x.unflatten(1, (size, -1)).transpose(0, 1)
+    return _Exchange.apply(pieces, group).flatten(0, 1)
+
+
+def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The way back: `[N, heads / c, D]` → `[n, heads, D]`."""
+    size = dist.get_world_size(group)
+    pieces = x.unflatten(0, (size, -1))
+    return _Exchange.apply(pieces, group).transpose(0, 1).flatten(1, 2)
+
+
+class _SumPieces(torch.autograd.Function):
+    """Sum over ranks of what each computed for its own tokens. The loss is the same on all of them, so each keeps the
+    gradient of its own part: none is counted twice."""
+
+    @staticmethod
+    def forward(ctx, value, group):
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def sum_pieces(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _SumPieces.apply(value, group)
+
+
+def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor:
+    """Give `x` to the rank `step` places on in the ring, and take what comes from behind."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = torch.empty_like(x)
+    to, source = (dist.get_global_rank(group, (rank + s) % size) for s in (step, -step))
+    operations = [dist.P2POp(dist.isend, x.contiguous(), to, group), dist.P2POp(dist.irecv, received, source, group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
+
+
+class _Ring(torch.autograd.Function):
+    """Rows of the `hops` ranks before this one, the farthest first; gradients go back round the ring and add up on the way."""
+
+    @staticmethod
+    def forward(ctx, x, hops, group):
+        ctx.hops, ctx.group = hops, group
+        pieces = [x]
+        for _ in range(hops):
+            pieces.append(_shift(pieces[-1], group, 1))
+        return torch.cat(pieces[:0:-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        pieces = grad.chunk(ctx.hops)
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = _shift(total, ctx.group, -1) + piece
+        return _shift(total, ctx.group, -1), None, None
+
+
+@torch.compiler.disable
+def with_earlier_pieces(x: torch.Tensor, hops: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's rows `[n, …]`, then those of the `hops` ranks before it: `[(1 + hops)·n, …]`."""
+    return torch.cat([x, _Ring.apply(x, hops, group)]) if hops else x

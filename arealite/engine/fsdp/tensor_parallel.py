@@ -1,0 +1,194 @@
+"""Tensor parallel: which parts of a model each rank of a tensor group holds, and what the group adds up.
+
+Linear layers are split by the model's own plan (DTensor). Experts are spread whole: each rank runs its share of them on all tokens.
+The embedding and the output head are split by vocabulary rows, and so are log-probs: no rank ever has logits of the whole
+vocabulary. Applied by `FSDPEngine` to a model on the meta device, before sharding. Results are the same on all ranks of a group.
+
+n tokens of this rank, M tokens whose log-prob is asked for, V vocabulary, t tensor ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from arealite.algo.logprobs import logits_grad, scaled_logits
+from arealite.engine.fsdp.parallel import Layout, local, sum_pieces
+from arealite.utils.decoders import tensor_plan
+
+# Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
+    """Split `model`; returns the names of replicated parameters whose gradients are partial.
+
+    Norms of single heads see only this rank's heads: their gradients must be summed over the tensor group.
+    """
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    partial: set[int] = set()
+    decoder = getattr(model.base_model, "language_model", model.base_model)
+    plan = tensor_plan(model.config)
+    for name, module in decoder.named_modules():
+        style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
+        if style in styles and isinstance(module, nn.Linear):
+            parallelize_module(module, layout.mesh["tp"], styles[style]())
+        elif style == "moe_tp_experts":
+            _spread_experts(module, layout)
+        elif style == "replicated_with_grad_allreduce":
+            partial |= set(map(id, module.parameters()))
+    _split_vocabulary(model, layout)
+    return [name for name, parameter in model.named_parameters() if id(parameter) in partial]
+
+
+def _split_rows(module: nn.Module, layout: Layout) -> None:
+    """Each rank of the tensor group holds an equal range of dimension 0 of the module's parameters."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        split = distribute_tensor(parameter.detach(), layout.mesh["tp"], [Shard(0)])
+        module.register_parameter(name, nn.Parameter(split))
+
+
+class _SumGrads(torch.autograd.Function):
+    """Each rank used `value` for its own part of a sum: the parts' gradients are added up."""
+
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _spread_experts(experts: nn.Module, layout: Layout) -> None:
+    """Rank `i` keeps every `i`-th range of experts. Tokens routed elsewhere count as routed to none here; outputs are summed."""
+    group, original = layout.tp_group, experts.forward
+    _split_rows(experts, layout)
+    experts.num_experts //= layout.strategy.tensor
+    # transformers' grouped kernels then pass over tokens of other ranks, whose index is `count`
+    experts._is_expert_parallel = True
+    count, first = experts.num_experts, experts.num_experts * dist.get_rank(group)
+
+    def forward(hidden_states, top_k_index, top_k_weights):
+        hidden_states = _SumGrads.apply(hidden_states, group)
+        top_k_weights = _SumGrads.apply(top_k_weights, group)
+        here = (top_k_index >= first) & (top_k_index < first + count)
+        index = torch.where(here, top_k_index - first, count)
+        whole = dict(experts._parameters)
+        experts._parameters.update({k: local(v) for k, v in whole.items()})
+        try:
+            out = original(hidden_states, index, torch.where(here, top_k_weights, 0.0))
+        finally:
+            experts._parameters.update(whole)
+        # a rank without a routed token still has its place in the graph, as sharded layers want
+        return sum_pieces(out + 0.0 * sum(local(v).sum() for v in whole.values()), group)
+
+    experts.forward = forward
+
+
+def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
+    """Embedding and head by rows. A vocabulary that the group does not divide, or a head with a bias, stays whole on each rank."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if table.num_embeddings % layout.strategy.tensor or getattr(head, "bias", None) is not None:
+        return
+    tied = head is not None and head.weight is table.weight
+    group, padding = layout.tp_group, table.padding_idx
+    _split_rows(table, layout)
+    if tied:
+        head.weight = table.weight
+    elif head is not None:
+        _split_rows(head, layout)
+
+    def forward(ids):
+        shard = VocabularyShard(local(table.weight), group)
+        index, here = shard.find(ids)
+        out = embedding(index, shard.weight) * here[..., None]
+        if padding is not None:
+            out = torch.where((ids == padding)[..., None], out.detach(), out)
+        return sum_pieces(out, group)
+
+    table.forward = forward
+
+
+class VocabularyShard(NamedTuple):
+    """This rank's rows `[V / t, H]` of an embedding or a head."""
+
+    weight: torch.Tensor
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> VocabularyShard | None:
+        is_split = group is not None and isinstance(weight, DTensor)
+        return cls(weight.to_local(), group) if is_split else None
+
+    def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each id in this shard (0 where it is in another), and whether it is here."""
+        row = ids - len(self.weight) * dist.get_rank(self.group)
+        here = (row >= 0) & (row < len(self.weight))
+        return torch.where(here, row, 0), here
+
+
+def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softcap, chunk_size):
+    """Log-prob of `labels [M]` predicted from `states [M, H]`, and the entropy of each prediction; as `algo.logprobs`, in shards."""
+    index, here = shard.find(labels)
+    settings = (temperature, softcap, max(chunk_size, 1), shard.group)
+    return _ShardedLogprobs.apply(states, shard.weight, index, here, settings)
+
+
+class _ShardedLogprobs(torch.autograd.Function):
+    """Each rank makes the logits of its rows, chunk by chunk and again in the backward pass; `[t, 3, M]` numbers are exchanged.
+
+    With `lse_r` of rank r's logits: `lse = log Σ_r exp(lse_r)`, and the expected logit is the mean of theirs weighted by `exp(lse_r − lse)`.
+    """
+
+    @staticmethod
+    def forward(ctx, states, weight, index, here, settings):
+        temperature, softcap, chunk, group = settings
+        parts = torch.zeros(dist.get_world_size(group), 3, len(states), device=states.device)
+        mine = parts[dist.get_rank(group)]
+        for start in range(0, len(states), chunk):
+            part = slice(start, start + chunk)
+            raw = linear(states[part].to(weight.dtype), weight)
+            logits = scaled_logits(raw, temperature, softcap)
+            mine[0, part] = lse = logits.logsumexp(dim=-1)
+            mine[1, part] = logits.gather(1, index[part, None]).squeeze(1) * here[part]
+            mine[2, part] = ((logits - lse[:, None]).exp() * logits).sum(dim=-1)
+        dist.all_reduce(parts, group=group)
+        lse = parts[:, 0].logsumexp(dim=0)
+        expected = ((parts[:, 0] - lse).exp() * parts[:, 2]).sum(dim=0)
+        entropy = lse - expected
+        ctx.save_for_backward(states, weight, index, here, lse, entropy)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return parts[:, 1].sum(dim=0) - lse, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy):
+        states, weight, index, here, lse, entropy = ctx.saved_tensors
+        temperature, softcap, chunk, group = ctx.settings
+        grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp
+        grad_states = torch.zeros_like(states)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(states), chunk):
+            part = slice(start, start + chunk)
+            inputs = states[part].to(weight.dtype)
+            grad = logits_grad(
+                linear(inputs, weight), index[part], lse[part], entropy[part], grad_logp[part],
+                None if grad_entropy is None else grad_entropy[part], temperature, softcap, weight.dtype, here[part],
+            )  # fmt: skip
+            grad_states[part] = (grad @ weight).to(states.dtype)
+            grad_weight += grad.T @ inputs
+        dist.all_reduce(grad_states, group=group)
+        return grad_states, grad_weight.to(weight.dtype), None, None, None

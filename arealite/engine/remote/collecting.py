@@ -1,0 +1,113 @@
+"""The collecting half of every inference engine: one executor on rank 0, batches shared out over the ranks.
+
+Every rank makes the engine and calls the same methods. Rank 0 owns the executor; `prepare_batch` and `rollout_batch` give each rank
+whole groups (their statistics need all samples of a prompt), balanced by tokens. With one rank a batch keeps the order of its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.controller.driver import Placed
+from arealite.core.ledger import Ledger
+from arealite.core.waits import NamedWait
+from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.utils import distributed
+from arealite.utils.data import split_groups
+
+_GRACE_S = 60.0  # in which rank 0 says why it gave up, before the others do
+
+
+class CollectingEngine(InferenceEngine, metaclass=Placed):
+    """Subclasses add generation and weight updates. `ledger_path` (rank 0) keeps the book of episodes."""
+
+    def __init__(self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None):
+        self.config = config
+        self.seed = seed
+        self.ledger_path = ledger_path
+        self._executor: WorkflowExecutor | None = None
+        self._version = 0
+
+    def start_executor(self, train_batch_size: int | None) -> None:
+        ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
+        self._executor = WorkflowExecutor(self.config, self, train_batch_size, self.seed, ledger)
+        self._executor.start()
+
+    def destroy(self) -> None:
+        if self._executor is not None:
+            self._executor.stop()
+            self._executor = None
+
+    @property
+    def executor(self) -> WorkflowExecutor:
+        if self._executor is None:
+            first = f"{type(self).__name__}.initialize() first"
+            what = first if distributed.rank() == 0 else "this on rank 0"
+            raise ConfigError(f"there is no executor here: call {what}")
+        return self._executor
+
+    def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
+        self.executor.submit(data, workflow)
+
+    def wait(self, count: int, timeout_s: float | None = None) -> Batch:
+        return self.executor.wait(count, timeout_s)
+
+    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
+        is_first = distributed.rank() == 0
+        return self._share(self.executor.rollout_batch(data, workflow) if is_first else None)
+
+    def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
+        is_first = distributed.rank() == 0
+        return self._share(self.executor.prepare_batch(dataloader, workflow) if is_first else None)
+
+    def pause(self) -> None:
+        if distributed.rank() == 0:
+            self.executor.pause()
+
+    def resume(self) -> None:
+        if distributed.rank() == 0:
+            self.executor.resume()
+
+    def get_version(self) -> int:
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        if self._executor is not None:
+            self._executor.set_version(version)
+
+    def stats(self) -> dict[str, float]:
+        """Counts of episodes and numbers of the last batch (rank 0; empty elsewhere)."""
+        return self._executor.stats() if self._executor is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the collecting stands, for a recover checkpoint (rank 0)."""
+        return self.executor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; called by all ranks before the first batch."""
+        if self._executor is not None:
+            self._executor.load_state_dict(state)
+        self._version = state["version"]
+
+    def _share(self, batch: Batch | None) -> Batch:
+        """This rank's part of the batch that rank 0 has."""
+        if distributed.world_size() == 1:
+            assert batch is not None
+            return batch
+        who, limit_s = f"rank {distributed.rank()}", self.config.batch_timeout_s + _GRACE_S
+        wait = NamedWait(who, "the batch that rank 0 collects", limit_s, "rollout.batch_timeout_s")
+        try:
+            distributed.wait_for_first(limit_s)
+        except TimeoutError as error:
+            cause = "rank 0 hangs: its own deadline is the same, and it did not end"
+            raise wait.error("nothing has come from rank 0", cause) from error
+        shares = None if batch is None else split_groups(batch, distributed.data_size())
+        return distributed.scatter_batches(shares)

@@ -1,0 +1,69 @@
+"""Servers that join and leave a running job, by leases in the name service.
+
+A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) keeps a lease with its address in the run directory; the launcher keeps one for each of
+its own, and starts one that died again under a new address. The client on rank 0 reads the living ones. A server that is stopped withdraws its
+lease, one that is killed lets it expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from arealite.api.errors import ConfigError
+from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
+from arealite.utils.rundir import RunDir
+
+logger = logging.getLogger("arealite.membership")
+
+LOOK_EVERY_S = 1.0
+LAUNCHER_PREFIX = "servers/"
+
+
+class Lease:
+    """The server's side: published while it serves."""
+
+    def __init__(self, run_dir: str | Path, address: str):
+        if not Path(run_dir).is_dir():
+            raise ConfigError(
+                f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} of a running job"
+            )
+        self.address = address
+        self._names = elastic_names(RunDir(run_dir))
+
+    async def hold(self, stop: asyncio.Event) -> None:
+        """Keep the lease until `stop` is set."""
+        self._names.publish(ELASTIC_PREFIX + self.address, self.address)
+        try:
+            while not stop.is_set():
+                try:
+                    self._names.renew()
+                except OSError as error:  # a shared folder that is away for a moment
+                    logger.warning("the lease of %s was not renewed: %s", self.address, error)
+                try:
+                    async with asyncio.timeout(self._names.ttl_s / 3):
+                        await stop.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._names.close()
+
+
+class Members:
+    """The client's side: who holds a lease."""
+
+    def __init__(self, run_dir: str | Path | None, launcher_names: str | None = None):
+        self._leases: list[tuple[FileNames, str]] = []
+        if run_dir is not None:
+            self._leases.append((elastic_names(RunDir(run_dir)), ELASTIC_PREFIX))
+        self.has_launcher = bool(launcher_names)
+        if launcher_names:
+            self._leases.append((FileNames(launcher_names), LAUNCHER_PREFIX))
+
+    def living(self) -> set[str]:
+        return {address for names, prefix in self._leases for address in names.list(prefix).values()}
+
+    def close(self) -> None:
+        for names, _ in self._leases:
+            names.close()

@@ -1,0 +1,138 @@
+"""What AReaLite adds inside a vLLM worker, through vLLM's own `--worker-extension-cls` and its registry of weight transfers: loading what a trainer published.
+
+Runs in vLLM's process and environment: imports nothing but torch, vLLM and three small files of utils. `RemotevLLMEngine` calls `WeightLoading` over
+/collective_rpc (disk, shared memory), and `GroupTransfer` over /init_weight_transfer_engine … /finish_weight_update (broadcast): vLLM's own transfer needs NCCL
+and vLLM in the trainer's process, this one is a torch group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings as it was; mended here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from arealite.weights.fingerprint import fingerprints
+from arealite.weights.host_memory import SharedWeights
+from arealite.weights.process_group import WeightGroup, parse_specs
+
+try:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+except ImportError:  # an older vLLM: its client then refuses rollout.weight_update=broadcast
+    WeightTransferEngine = WeightTransferEngineFactory = None
+
+JOIN_TIMEOUT_S = 20.0
+TIMEOUT_S = 300.0
+
+
+class WeightLoading:
+    """Mixed into vLLM's worker: `self` is the worker."""
+
+    reload_weights: Any
+    model_runner: Any
+    vllm_config: Any
+
+    def arealite_device(self) -> str:
+        """Where the model lives; also the sign that this class is mixed in."""
+        return next(self.model_runner.get_model().parameters()).device.type
+
+    def arealite_load(self, kind: str, path: str) -> None:
+        """Load weights from a Hugging Face folder (`disk`) or from shared memory (`shm`)."""
+        if kind == "shm":
+            shared = SharedWeights.attach(path)
+            copies = ((name, tensor.clone()) for name, tensor in shared.tensors.items())
+            self.reload_weights(weights_iterator=copies)
+        else:
+            self.reload_weights(weights_path=path)
+        _repack_head(self.model_runner.get_model())
+
+    def arealite_fingerprints(self) -> dict[str, tuple[str, str]] | None:
+        """What this worker holds, tensor by tensor; None where it holds shards of them."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            return None
+        model = self.model_runner.get_model()
+        # On CPU, matrices are packed for the kernels and emptied: norms, biases and embeddings can be compared.
+        named = model.named_parameters()
+        tensors = {n: p for n, p in named if p.is_cuda or (p.dim() == 1 and p.numel())}
+        for name, module in model.named_modules():
+            if hasattr(module, "org_vocab_size") and hasattr(module, "weight"):
+                # without the rows that pad the vocabulary
+                tensors[f"{name}.weight"] = module.weight[: module.org_vocab_size]
+        return fingerprints(tensors.items())
+
+
+def _repack_head(model: torch.nn.Module) -> None:
+    """CPU kernels use a packed copy of the head's weight; a tied head is no layer that vLLM's reload would pack anew."""
+    if next(model.parameters()).device.type != "cpu":
+        return
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None and hasattr(method, "process_weights_after_loading"):
+        method.process_weights_after_loading(head)
+
+
+if WeightTransferEngine is not None:
+
+    @dataclass
+    class GroupSettings:
+        """As the trainer's `WeightSender` sends them."""
+
+        master_address: str
+        master_port: int
+        world_size: int
+        rank_offset: int
+        group_name: str
+        backend: str
+
+    @dataclass
+    class Portion:
+        """Tensors that come next, in this order."""
+
+        names: list[str]
+        dtype_names: list[str]
+        shapes: list[list[int]]
+
+    class GroupTransfer(WeightTransferEngine):
+        """Receives weights over a torch process group, as vLLM's own transfers do over NCCL."""
+
+        init_info_cls = GroupSettings
+        update_info_cls = Portion
+        group: WeightGroup | None = None
+
+        def init_transfer_engine(self, init_info: GroupSettings) -> None:
+            parallel = self.parallel_config
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self.group = WeightGroup(
+                init_info.master_address,
+                init_info.master_port,
+                init_info.rank_offset + rank,
+                init_info.world_size,
+                init_info.group_name,
+                join_timeout_s=JOIN_TIMEOUT_S,
+                timeout_s=TIMEOUT_S,
+                device=self.device if init_info.backend == "nccl" else "cpu",
+            )
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Portion) -> None:
+            if self.group is None:
+                raise RuntimeError("no group was joined: call /init_weight_transfer_engine first")
+            specs = parse_specs(update_info.names, update_info.dtype_names, update_info.shapes)
+            received = self.group.receive(specs)
+            self.model.load_weights((name, t.to(self.device)) for name, t in received.items())
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_head(self.model)
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferEngineFactory.register_engine("arealite", GroupTransfer)

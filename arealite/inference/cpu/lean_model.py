@@ -1,0 +1,100 @@
+"""Llama-like decoders on the CPU, walked with few calls: for small models the modules around the products cost more than they do.
+
+Used by the model runner. It reads the very parameters of the Hugging Face modules, so a weight update in place reaches it, and is equal
+to their forward pass up to the order of sums (tests/inference/test_lean_model.py). All other decoders run as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from arealite.inference.cpu.attention import PagedBatch
+
+# The same layer up to biases, head norms and windows.
+LLAMA_LIKE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
+
+
+def is_llama_like(model: PreTrainedModel) -> bool:
+    """Whether RMSNorm, rotary embedding, attention and a SiLU gate are all there is to a layer."""
+    body: Any = model.base_model
+    layers = getattr(body, "layers", None)
+    if layers is None or type(layers[0]).__name__ not in LLAMA_LIKE:
+        return False
+    rope = (body.config.rope_parameters or {}).get("rope_type", "default")
+    return (
+        rope in _STATIC_ROPE
+        and body.config.hidden_act == "silu"
+        and not any(getattr(layer.mlp.gate_proj, "bias", None) is not None for layer in layers)
+    )
+
+
+def attention_window(attention: Any) -> int | None:
+    """Some families keep the sliding window on the layer (it differs from layer to layer), others in the config."""
+    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+
+
+class LeanDecoder:
+    """Embedding, layers and head of a Llama-like model."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int):
+        body: Any = model.base_model
+        self.embedding, self.norm = body.embed_tokens.weight, body.norm
+        self.head: Any = model.get_output_embeddings()
+        self.layers = [_Layer(layer) for layer in body.layers]
+        cos, sin = body.rotary_emb(self.embedding[:1], torch.arange(max_len + 1)[None])
+        half = sin.shape[-1] // 2
+        self.cos = cos[0, :, None]  # [max_len + 1, 1, D]
+        # Signed here, so that halves need only be swapped where x is rotated.
+        self.sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
+
+    def hidden(self, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Last hidden states [N, hidden] of tokens `ids` [N]; fills the cache on the way."""
+        x = F.embedding(ids, self.embedding)
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        for index, layer in enumerate(self.layers):
+            layer.add_to(x, index, cos, sin, batch)
+        return _norm(x, self.norm)
+
+    def logits(self, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        return F.linear(self.hidden(ids, batch), self.head.weight, self.head.bias)
+
+
+class _Layer:
+    """The parameters of one decoder layer. Products whose inputs may be cut over ranks are called as modules: those sum."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.q, self.k, self.v = ((p.weight, p.bias) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.gate, self.up = mlp.gate_proj.weight, mlp.up_proj.weight
+        self.head_dim, self.scale = attention.head_dim, attention.scaling
+        self.window = attention_window(attention)
+
+    def add_to(self, x: torch.Tensor, index: int, cos: torch.Tensor, sin: torch.Tensor, batch: PagedBatch) -> None:
+        """What the layer adds to the residual stream `x` [N, hidden]."""
+        h = _norm(x, self.norm1)
+        heads = (len(x), -1, self.head_dim)
+        q, k, v = (F.linear(h, *weights).view(heads) for weights in (self.q, self.k, self.v))
+        if self.q_norm is not None:
+            q, k = _norm(q, self.q_norm), _norm(k, self.k_norm)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        mixed = batch.attend(index, q, k, v, self.scale, self.window)
+        x += self.out(mixed.flatten(1))
+        h = _norm(x, self.norm2)
+        x += self.down(F.silu(F.linear(h, self.gate), inplace=True).mul_(F.linear(h, self.up)))
+
+
+def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

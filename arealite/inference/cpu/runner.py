@@ -1,0 +1,254 @@
+"""Runs the model for one plan of the scheduler on the CPU: prefill chunks, copy blocks, decode and sample.
+
+Owned by the engine. `launch` starts a step and returns a `Step` whose `collect` gives the sampled tokens; here the work is done
+when `launch` returns. Deterministic mode computes every token alone, so that its bits depend on its own sequence only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.cpu.attention import PagedBatch, Tile
+from arealite.inference.cpu.dense_cache import DenseCache, Shelf
+from arealite.inference.cpu.lean_model import LeanDecoder, is_llama_like
+from arealite.inference.cpu.sampler import make_batch, sample
+from arealite.inference.loading import ModelShape
+from arealite.inference.scheduler import Chunk, Plan
+from arealite.inference.slots import SlotTable
+from arealite.inference.weights import copy_weights
+
+_CPU_CACHE_BYTES = 2 << 30  # a trainer usually lives in the same memory
+
+
+@dataclass
+class StepResult:
+    """Sampled tokens of one step; row i belongs to `slots[i]` if the slot still holds `tickets[i]`."""
+
+    slots: np.ndarray
+    tickets: np.ndarray
+    positions: np.ndarray  # where in the sequence the token goes
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray | None
+
+
+class Step:
+    """A step whose results are already here."""
+
+    def __init__(self, result: StepResult | None):
+        self._result = result
+
+    def collect(self) -> StepResult | None:
+        return self._result
+
+
+class ModelRunner:
+    """The model and its paged KV cache on the CPU."""
+
+    max_in_flight = 1
+
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, config: ServerConfig):
+        self.model = model
+        self.shape = shape
+        self.config = config
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.block_size = config.block_size
+        blocks = count_blocks(config, shape, self.dtype, self._free_bytes())
+        self.num_blocks = blocks + 1  # block 0 takes the padding
+        size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
+        # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
+        self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
+        self.values = [self._zeros(size) for _ in range(shape.num_layers)]
+        self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
+        self.slots: SlotTable  # given by `attach`
+        self.lean: LeanDecoder | None = None
+
+    def attach(self, slots: SlotTable) -> None:
+        """Read sequences from this table; then prove that the model runs at all."""
+        self.slots = slots
+        if is_llama_like(self.model):
+            self.lean = LeanDecoder(self.model, slots.max_len)
+        zero = np.zeros((1, 1), np.int64)
+        self._forward(zero, [self._blocks_tile(0, zero, zero)], zero)
+
+    # --------------------------------------------------------------------------------------------- one step
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Step:
+        if plan.chunks:
+            self._prefill(plan.chunks)
+        if plan.copies:
+            source, target = torch.tensor(plan.copies).unbind(1)
+            for cache in (*self.keys, *self.values):
+                cache[target] = cache[source]
+        return Step(self._decode(plan.slots) if len(plan.slots) else None)
+
+    def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
+        """Prepare new weights off the engine's thread; here there is nothing to prepare."""
+        return pairs
+
+    def load(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copy_weights(pairs)
+
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero what a sequence with non-finite numbers left in blocks that nobody uses any more."""
+        for cache in (*self.keys, *self.values):
+            cache[torch.tensor(blocks)] = 0
+        self.dense.forget()
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        if self.config.deterministic:
+            for chunk in chunks:
+                for position in range(chunk.start, chunk.end):
+                    self._run_chunks([Chunk(chunk.slot, position, position + 1)])
+            return
+        group: list[Chunk] = []
+        total = 0
+        for chunk in sorted(chunks, key=self._turn(chunks)):
+            size = chunk.end - chunk.start
+            # Padding every chunk of the group to this one's size may waste a quarter at most.
+            if group and (len(group) + 1) * size > 1.25 * (total + size) + 16:
+                self._run_chunks(group)
+                group, total = [], 0
+            group.append(chunk)
+            total += size
+        self._run_chunks(group)
+
+    def _turn(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
+        """Chunks of like size together, but one that starts behind blocks another computes in this very step after that one."""
+        table, size = self.slots.block_table, self.block_size
+        new = {b for c in chunks for b in table[c.slot, c.start // size : c.end // size].tolist()}
+
+        def turn(chunk: Chunk) -> tuple[int, int]:
+            waits = chunk.start > 0 and int(table[chunk.slot, chunk.start // size - 1]) in new
+            return chunk.start if waits else 0, chunk.end - chunk.start
+
+        return turn
+
+    def _run_chunks(self, chunks: list[Chunk]) -> None:
+        """Compute the KV of chunks of about the same length as one padded tile."""
+        slots = self.slots
+        t = max(chunk.end - chunk.start for chunk in chunks)
+        nb = max(-(-chunk.end // self.block_size) for chunk in chunks)
+        ids, positions, write = np.zeros((3, len(chunks), t), np.int64)
+        rows = np.array([chunk.slot for chunk in chunks])
+        for i, chunk in enumerate(chunks):
+            where, n = np.arange(chunk.start, chunk.end), chunk.end - chunk.start
+            ids[i, :n] = slots.tokens[chunk.slot, chunk.start : chunk.end]
+            positions[i, :n] = where
+            write[i, :n] = self._cache_index(chunk.slot, where)
+        if t > 1 and all(chunk.start == 0 for chunk in chunks):
+            tile = Tile(0, torch.from_numpy(positions), t, partial(_own, t), causal=True)
+        else:
+            tile = self._blocks_tile(0, positions, slots.block_table[rows, :nb])
+        self._forward(ids, [tile], write, logits=False)
+
+    def _decode(self, rows: np.ndarray) -> StepResult:
+        slots = self.slots
+        if self.config.deterministic:
+            alone = [self._decode_group([(rows[i : i + 1], None)]) for i in range(len(rows))]
+            parts = [np.concatenate(part) for part in zip(*alone, strict=True)]
+        else:
+            parts = self._decode_group(self.dense.arrange(slots, rows))
+        rows, tokens, logprobs, raw = parts
+        return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw)
+
+    def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]]) -> tuple:
+        """One forward pass: slots, and for each its token, log-prob and raw log-prob."""
+        slots, tiles, parts, first = self.slots, [], [], 0
+        for members, shelf in groups:
+            at = slots.length[members, None] - 1
+            if shelf is None:
+                needed = int(at.max()) // self.block_size + 1
+                tile = self._blocks_tile(first, at, slots.block_table[members, :needed])
+            else:
+                tile = _shelf_tile(first, at, shelf)
+            tiles.append(tile)
+            parts.append(members)
+            first += len(members)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        at = slots.length[rows] - 1
+        ids = slots.tokens[rows, at].astype(np.int64)
+        batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
+        batch.want_raw |= self.config.deterministic  # its rows are put together afterwards
+        logits = self._forward(ids, tiles, self._cache_index(rows, at))
+        return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
+
+    # ------------------------------------------------------------------------------------------- plumbing
+
+    def _forward(self, ids: np.ndarray, tiles: list[Tile], write: np.ndarray, logits: bool = True) -> torch.Tensor:
+        """Logits of the step's tokens, or their last hidden states where only the cache is to be filled."""
+        positions = torch.cat([tile.positions.reshape(-1) for tile in tiles])
+        write_to = torch.from_numpy(write.reshape(-1))
+        paged = PagedBatch(self.keys, self.values, write_to, positions, tiles)
+        tokens = torch.from_numpy(ids.reshape(-1))
+        if self.lean is not None:
+            return (self.lean.logits if logits else self.lean.hidden)(tokens, paged)
+        run = self.model if logits else self.model.base_model
+        out = run(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged)
+        return (out.logits if logits else out[0])[0]
+
+    def _blocks_tile(self, first: int, positions: np.ndarray, table: np.ndarray) -> Tile:
+        """A tile that gathers the blocks `table` [b, nb] of its sequences."""
+        blocks = torch.from_numpy(np.ascontiguousarray(table)).reshape(-1)
+        span = table.shape[1] * self.block_size
+
+        def gather(cache: torch.Tensor) -> torch.Tensor:
+            return cache.index_select(0, blocks).view(len(table), span, *cache.shape[2:])
+
+        def read(layer: int, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return gather(self.keys[layer]), gather(self.values[layer])
+
+        return Tile(first, torch.from_numpy(positions), span, read)
+
+    def _cache_index(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """Flat token positions in the cache of `positions` of the sequences in `rows`."""
+        block, offset = np.divmod(positions, self.block_size)
+        return self.slots.block_table[rows, block].astype(np.int64) * self.block_size + offset
+
+    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def _free_bytes(self) -> int:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # Two thirds are left to the rows of decoding sequences (`DenseCache`).
+        return min(int(self.config.mem_fraction * free) // 3, _CPU_CACHE_BYTES)
+
+
+def _own(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts from their start read nothing but their own new tokens."""
+    return key.view(-1, t, *key.shape[1:]), value.view(-1, t, *value.shape[1:])
+
+
+def _shelf_tile(first: int, positions: np.ndarray, shelf: Shelf) -> Tile:
+    at = positions[:, 0]
+    span = int(at.max()) + 1
+    write_to = torch.from_numpy(np.arange(len(at)) * shelf.width + at)
+    read = partial(shelf.read, write_to, span)
+    aligned = int(at.min()) + 1 == span
+    return Tile(first, torch.from_numpy(positions), span, read, aligned=aligned)
+
+
+def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int) -> int:
+    """Blocks of the KV cache: as configured, else what fits, but no more than can ever be used."""
+    if config.max_total_tokens is not None:
+        tokens = config.max_total_tokens
+    else:
+        wanted = config.max_running_requests * shape.context_length
+        tokens = min(wanted, free_bytes // shape.kv_bytes_per_token(dtype))
+    if tokens < 2 * config.block_size:
+        raise ConfigError(
+            f"the KV cache has room for {tokens} tokens, it needs at least {2 * config.block_size}: "
+            "raise max_total_tokens or mem_fraction, or use a smaller model"
+        )
+    return tokens // config.block_size

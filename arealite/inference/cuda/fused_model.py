@@ -1,0 +1,113 @@
+"""Decoders on the device: the fused walk through Llama-like layers, and the plain Hugging Face forward for all others.
+
+The fused walk uses the very parameters of the Hugging Face modules: query/key/value and gate/up weights are laid side by side once, and the
+modules' parameters become views into that, so that a weight update in place reaches both. Equal to the originals up to the
+order of sums (tests/inference/test_kernels.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from arealite.inference.cpu.lean_model import attention_window
+from arealite.inference.cuda import ops as cuda_ops
+from arealite.inference.cuda.ops import DeviceBatch
+
+
+class FusedDecoder:
+    """Embedding, layers and head of a Llama-like model as few kernels."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int):
+        self.model = model
+        self.body = model.base_model
+        self.head = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self.num_heads = config.num_attention_heads
+        # Unrounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
+        self.residual_type = torch.float32
+        self.layers = [_FusedLayer(layer) for layer in self.body.layers]
+        device = self.head.weight.device
+        positions = torch.arange(max_len + 1, device=device)[None]
+        probe = torch.zeros(1, dtype=self.head.weight.dtype, device=device)
+        cos, sin = self.body.rotary_emb(probe, positions)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [max_len + 1, D]
+
+    def hidden(self, ids: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """Last hidden states [N, hidden] of tokens `ids` [N]; fills the cache on the way."""
+        residual = F.embedding(ids, self.body.embed_tokens.weight).to(self.residual_type)
+        delta = None
+        for index, layer in enumerate(self.layers):
+            x = cuda_ops.add_norm(delta, residual, layer.norm1.weight, layer.eps)
+            qkv = F.linear(x, layer.qkv_weight, layer.qkv_bias)
+            q = cuda_ops.rope_and_write(qkv, batch, index, self.cos, self.sin, self.num_heads, layer.head_norms)
+            mixed = cuda_ops.attend(q, batch, index, layer.scale, layer.window)
+            delta = layer.out(mixed.flatten(1))  # called as modules: with several ranks they sum
+            x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps)
+            gated = cuda_ops.silu_mul(F.linear(x, layer.gate_up_weight))
+            delta = layer.down(gated)
+        return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
+
+    def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
+        """Logits into `out`, unrounded where that is float32: sums are kept in float32 anyway."""
+        hidden, weight = self.hidden(ids, batch), self.head.weight.t()
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, weight, out=out)
+        else:
+            torch.mm(hidden, weight, out_dtype=out.dtype, out=out)
+        if self.head.bias is not None:
+            out += self.head.bias
+
+
+class PlainDecoder:
+    """Any Hugging Face decoder, through the attention interface (`attention.paged_attention`)."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def hidden(self, ids: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        return self._run(self.model.base_model, ids, batch).last_hidden_state[0]
+
+    def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
+        out.copy_(self._run(self.model, ids, batch).logits[0])
+
+    def _run(self, module: nn.Module, ids: torch.Tensor, batch: DeviceBatch) -> Any:
+        return module(input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, paged=batch)
+
+
+class _FusedLayer:
+    """The parameters of one decoder layer, joined where one product can serve several."""
+
+    def __init__(self, layer: nn.Module):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
+        self.eps = self.norm1.variance_epsilon
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.qkv_weight = _join([p.weight for p in projections])
+        has_bias = projections[0].bias is not None
+        self.qkv_bias = _join([p.bias for p in projections]) if has_bias else None
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.gate_up_weight = _join([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.scale = attention.scaling
+        self.window = attention_window(attention)
+        self.head_norms = None
+        if hasattr(attention, "q_norm"):
+            q_norm, k_norm = attention.q_norm, attention.k_norm
+            self.head_norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+        assert isinstance(mlp.act_fn, type(ACT2FN["silu"]))
+
+
+def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """One tensor that holds the parameters one after another; they become views into it."""
+    joined = torch.cat([p.data for p in parameters])
+    start = 0
+    for parameter in parameters:
+        size = parameter.shape[0]
+        parameter.data = joined[start : start + size]
+        start += size
+    return joined

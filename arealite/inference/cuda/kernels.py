@@ -1,0 +1,225 @@
+"""Triton kernels of the CUDA path: norm, rotary + cache write, paged attention, SiLU gate. Imported only where there is CUDA.
+
+Each does in one pass what the Hugging Face module does in several, and rounds where that module rounds, so that the engine
+and a trainer running the same modules see the same numbers up to the order of sums.
+
+Legend: N tokens, H query heads, HKV KV heads, G = H / HKV, D head size, BS tokens per block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def times(a, b):
+    """A product rounded to the operands' type, whatever the compiler fuses around it."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def add_norm_kernel(
+    delta_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
+    HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """residual += delta; out = RMSNorm(residual) * weight. One program per token."""
+    row = tl.program_id(0).to(tl.int64) * size
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + row + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + row + at, times(weight, (wide * scale).to(weight.dtype)), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """out = silu(x[:, :size]) * x[:, size:]. Grid (N, blocks)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(x_ptr + token * 2 * size + at, mask=inside, other=0.0)
+    up = tl.load(x_ptr + token * 2 * size + size + at, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    act = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + token * size + at, times(act, up), mask=inside)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv_ptr, row_ptr, pos_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
+    table_ptr, table_stride, eps,
+    H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries (in place) and keys, and write keys and values into the cache. One program per token.
+
+    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < H + 2 * HKV) & (at < D // 2)
+    base = qkv_ptr + token * (H + 2 * HKV) * D + head * D + at
+    low = tl.load(base, mask=inside, other=0.0)
+    high = tl.load(base + D // 2, mask=inside, other=0.0)
+    is_query = head < H
+    is_value = head >= H + HKV
+    if NORM:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        square = tl.sum(wide_low * wide_low + wide_high * wide_high, 1)[:, None] / D
+        scale = 1.0 / tl.sqrt(square + eps)
+        half = at < D // 2
+        q_low = tl.load(q_norm_ptr + at, mask=half, other=0.0)
+        q_high = tl.load(q_norm_ptr + D // 2 + at, mask=half, other=0.0)
+        k_low = tl.load(k_norm_ptr + at, mask=half, other=0.0)
+        k_high = tl.load(k_norm_ptr + D // 2 + at, mask=half, other=0.0)
+        normed_low = times(tl.where(is_query, q_low, k_low), (wide_low * scale).to(low.dtype))
+        normed_high = times(tl.where(is_query, q_high, k_high), (wide_high * scale).to(low.dtype))
+        low = tl.where(is_value, low, normed_low)
+        high = tl.where(is_value, high, normed_high)
+    pos = tl.load(pos_ptr + token)
+    cos_low = tl.load(cos_ptr + pos * D + at, mask=at < D // 2, other=0.0)
+    cos_high = tl.load(cos_ptr + pos * D + D // 2 + at, mask=at < D // 2, other=0.0)
+    sin_low = tl.load(sin_ptr + pos * D + at, mask=at < D // 2, other=0.0)
+    sin_high = tl.load(sin_ptr + pos * D + D // 2 + at, mask=at < D // 2, other=0.0)
+    turned_low = (times(low, cos_low).to(tl.float32) - times(high, sin_low).to(tl.float32)).to(low.dtype)
+    turned_high = (times(high, cos_high).to(tl.float32) + times(low, sin_high).to(tl.float32)).to(low.dtype)
+    tl.store(base, turned_low, mask=inside & is_query)
+    tl.store(base + D // 2, turned_high, mask=inside & is_query)
+    row = tl.load(row_ptr + token).to(tl.int64)
+    block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
+    cell = (block * BS + pos % BS) * HKV * D
+    is_key = inside & (head >= H) & (head < H + HKV)
+    to_key = key_ptr + cell + (head - H) * D + at
+    tl.store(to_key, turned_low, mask=is_key)
+    tl.store(to_key + D // 2, turned_high, mask=is_key)
+    to_value = value_ptr + cell + (head - H - HKV) * D + at
+    tl.store(to_value, low, mask=inside & is_value)
+    tl.store(to_value + D // 2, high, mask=inside & is_value)
+
+
+@triton.jit
+def write_cache_kernel(
+    source_ptr, cache_ptr, row_ptr, pos_ptr, table_ptr, table_stride, head_stride, token_stride,
+    HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Write keys or values, given as [HKV, N, D] with any strides, into the cache. One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = (head < HKV) & (at < D)
+    x = tl.load(source_ptr + head * head_stride + token * token_stride + at, mask=inside)
+    pos = tl.load(pos_ptr + token)
+    row = tl.load(row_ptr + token).to(tl.int64)
+    block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
+    cell = (block * BS + pos % BS) * HKV * D
+    tl.store(cache_ptr + cell + head * D + at, x, mask=inside)
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, key_ptr, value_ptr, out_ptr, part_ptr, lse_ptr, row_ptr, pos_ptr, table_ptr,
+    first_ptr, count_ptr, sink_ptr, num_tokens, table_stride, token_stride, head_stride, scale, softcap,
+    H: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of tokens of one sequence over the sequence's blocks. Grid (tiles, HKV, SPLITS).
+
+    The query heads that share a KV head are packed into the rows of a tile (row m is token m // G, head m % G), so keys
+    and values are read once for all of them. `scale` and `softcap` hold log2(e), `WINDOW` 0 means none. A sink is
+    a key of its own for each head, without a value: what the sums start from.
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if DECODE:
+        first, count = tile, 1
+    else:
+        first, count = tl.load(first_ptr + tile), tl.load(count_ptr + tile)  # count 0: padding
+    m = tl.arange(0, BLOCK_M)
+    token = first + m // G
+    head = kv_head * G + m % G
+    valid = m < count * G
+    at = tl.arange(0, WIDTH)
+    pos = tl.load(pos_ptr + token, mask=valid, other=0)
+    last = tl.load(pos_ptr + first + count - 1, mask=count > 0, other=-1)
+    q_at = token[:, None].to(tl.int64) * token_stride + head[:, None] * head_stride + at[None, :]
+    q = tl.load(q_ptr + q_at, mask=valid[:, None] & (at[None, :] < D), other=0.0)
+
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(tl.load(pos_ptr + first) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = last + 1
+    if SPLITS > 1:
+        span = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N) * BLOCK_N
+        begin = begin + split * span
+        end = tl.minimum(begin + span, end)
+    table = table_ptr + tl.load(row_ptr + first).to(tl.int64) * table_stride
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sink_ptr + head, mask=valid, other=0.0).to(tl.float32)
+        peak = tl.where(split == 0, sink * 1.4426950408889634, peak)
+        total = tl.where(split == 0, 1.0, total)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        known = cols < end
+        block = tl.load(table + cols // BS, mask=known, other=0).to(tl.int64)
+        cell = (block * BS + cols % BS) * HKV * D + kv_head * D
+        full = known[:, None] & (at[None, :] < D)
+        k = tl.load(key_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
+        v = tl.load(value_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
+        if PRECISE:
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        else:
+            score = tl.dot(q, tl.trans(k)) * scale
+        if SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / softcap))))  # tanh
+        seen = known[None, :] & (cols[None, :] <= pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (cols[None, :] > pos[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - anchor[:, None])
+        fade = tl.exp2(peak - anchor)
+        total = total * fade + tl.sum(weight, 1)
+        if PRECISE:
+            acc = acc * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
+        else:
+            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v)
+        peak = higher
+    written = valid[:, None] & (at[None, :] < D)
+    if SPLITS > 1:
+        line = (split * num_tokens + token) * H + head
+        safe = tl.where(total > 0, total, 1.0)
+        tl.store(part_ptr + line[:, None].to(tl.int64) * D + at[None, :], acc / safe[:, None], mask=written)
+        tl.store(lse_ptr + line, tl.where(total > 0, peak + tl.log2(safe), float("-inf")), mask=valid)
+    else:
+        to = (token[:, None].to(tl.int64) * H + head[:, None]) * D + at[None, :]
+        tl.store(out_ptr + to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def merge_splits_kernel(
+    part_ptr, lse_ptr, out_ptr, num_lines,
+    D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the partial results of split attention. One program per (token, head)."""
+    line = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    at = tl.arange(0, WIDTH)
+    lse = tl.load(lse_ptr + split * num_lines + line)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    where = (split[:, None] * num_lines + line).to(tl.int64) * D + at[None, :]
+    part = tl.load(part_ptr + where, mask=at[None, :] < D, other=0.0)
+    out = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    out_at = line.to(tl.int64) * D + at
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=at < D)

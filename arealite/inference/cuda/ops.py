@@ -1,0 +1,269 @@
+"""The Triton kernels as functions on tensors: shapes in, launches out. Used by the fused model and the CUDA runner.
+
+Nothing here allocates on the host or reads from the device, so every function can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from arealite.inference.cuda import kernels, sample_kernels
+
+LOG2_E = 1.4426950408889634
+_PARTS = 16  # of the vocabulary, sampled in parallel
+
+
+@dataclass
+class DeviceBatch:
+    """One forward pass on the device. Token i belongs to slot `rows[i]` and stands at `positions[i]`."""
+
+    keys: list[torch.Tensor]  # per layer [num_blocks, BS, HKV, D]
+    values: list[torch.Tensor]
+    table: torch.Tensor  # [S + 1, MB] block tables of all slots
+    rows: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N]
+    splits: int = 1  # decode only: parts a long sequence is cut into
+    tile_first: torch.Tensor | None = None  # prefill only: first token and number of tokens of a tile
+    tile_count: torch.Tensor | None = None
+
+    def attention(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """For models that come through the attention interface: [1, H, N, D] in, [1, N, H, D] out."""
+        write_cache(key[0], value[0], self, layer)
+        query = query[0].transpose(0, 1)
+        return attend(query, self, layer, scale, window, softcap, sinks).unsqueeze(0)
+
+
+def tokens_per_tile(group: int) -> int:
+    """Tokens of a prefill tile whose `group` query heads share a KV head."""
+    return max(1, 128 // group)
+
+
+def add_norm(delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += delta, in place (in its own type); returns RMSNorm(residual) * weight in the weight's type."""
+    n, size = residual.shape
+    out = torch.empty_like(residual, dtype=weight.dtype)
+    block = triton.next_power_of_2(size)
+    kernels.add_norm_kernel[(n,)](
+        residual if delta is None else delta,
+        residual,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return out
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    n, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(n, size, dtype=x.dtype, device=x.device)
+    block = 1024
+    kernels.silu_mul_kernel[(n, triton.cdiv(size, block))](x, out, size, BLOCK=block)
+    return out
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    batch: DeviceBatch,
+    layer: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> torch.Tensor:
+    """Rotates queries and keys, fills the cache; returns the queries as a view [N, H, D] into `qkv`."""
+    keys, values = batch.keys[layer], batch.values[layer]
+    block_size, num_kv, dim = keys.shape[1:]
+    q_norm, k_norm, eps = norms or (cos, cos, 0.0)
+    kernels.rope_write_kernel[(qkv.shape[0],)](
+        qkv,
+        batch.rows,
+        batch.positions,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        keys,
+        values,
+        batch.table,
+        batch.table.stride(0),
+        eps,
+        H=num_heads,
+        HKV=num_kv,
+        D=dim,
+        HALF=triton.next_power_of_2(dim // 2),
+        HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
+        BS=block_size,
+        NORM=norms is not None,
+    )
+    return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
+
+
+def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, layer: int) -> None:
+    """Put keys and values [HKV, N, D] into the cache."""
+    for source, cache in ((key, batch.keys[layer]), (value, batch.values[layer])):
+        source = source if source.stride(-1) == 1 else source.contiguous()
+        block_size, num_kv, dim = cache.shape[1:]
+        kernels.write_cache_kernel[(source.shape[1],)](
+            source,
+            cache,
+            batch.rows,
+            batch.positions,
+            batch.table,
+            batch.table.stride(0),
+            source.stride(0),
+            source.stride(1),
+            HKV=num_kv,
+            D=dim,
+            HEADS=triton.next_power_of_2(num_kv),
+            WIDTH=triton.next_power_of_2(dim),
+            BS=block_size,
+        )
+
+
+def attend(
+    q: torch.Tensor,
+    batch: DeviceBatch,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of queries [N, H, D] (last dimension dense) over the cache; returns [N, H, D].
+
+    `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key that has no value.
+    """
+    keys, values = batch.keys[layer], batch.values[layer]
+    n, num_heads, dim = q.shape
+    block_size, num_kv = keys.shape[1:3]
+    group = num_heads // num_kv
+    out = torch.empty(n, num_heads, dim, dtype=q.dtype, device=q.device)
+    decode = batch.tile_first is None
+    splits = batch.splits if decode else 1
+    part = lse = out
+    if splits > 1:
+        part = torch.empty(splits, n, num_heads, dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(splits, n, num_heads, dtype=torch.float32, device=q.device)
+    tiles = n if decode else batch.tile_first.shape[0]
+    wide = max(16, triton.next_power_of_2(dim))  # a matrix unit's smallest side
+    precise = q.dtype == torch.float32
+    rows = group if decode else tokens_per_tile(group) * group
+    kernels.attend_kernel[(tiles, num_kv, splits)](
+        q,
+        keys,
+        values,
+        out,
+        part,
+        lse,
+        batch.rows,
+        batch.positions,
+        batch.table,
+        batch.rows if decode else batch.tile_first,
+        batch.rows if decode else batch.tile_count,
+        q if sinks is None else sinks,
+        n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
+        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=32 if precise else 64,
+        SPLITS=splits,
+        WINDOW=window or 0,
+        DECODE=decode,
+        PRECISE=precise,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        num_warps=2 if decode else 8,
+        num_stages=2 if precise else 3,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.merge_splits_kernel[(n * num_heads,)](
+            part, lse, out, n * num_heads, D=dim, WIDTH=wide, SPLITS=splits, num_warps=1
+        )
+    return out
+
+
+def find_thresholds(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    thresholds: torch.Tensor,
+) -> None:
+    """For each row of logits, the smallest tempered logit that may be sampled, into `thresholds` [B]."""
+    b, vocab = logits.shape
+    sample_kernels.threshold_kernel[(b,)](
+        logits,
+        rows,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        thresholds,
+        vocab,
+        BLOCK=min(4096, triton.next_power_of_2(vocab)),
+        HALVINGS=26,
+        num_warps=16,
+    )
+
+
+def sample(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    thresholds: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+) -> None:
+    """Sample a token and its log-prob for each row of logits [B, V] into `tokens` and `logprobs` [B]."""
+    b, vocab = logits.shape
+    best, peak, total = torch.empty(3, b, _PARTS, dtype=torch.float32, device=logits.device)
+    token = torch.empty(b, _PARTS, dtype=torch.int32, device=logits.device)
+    block = min(2048, triton.next_power_of_2(vocab))
+    part_size = triton.cdiv(triton.cdiv(vocab, _PARTS), block) * block
+    sample_kernels.sample_parts_kernel[(b, _PARTS)](
+        logits,
+        rows,
+        positions,
+        temperature,
+        seeds,
+        thresholds,
+        best,
+        token,
+        peak,
+        total,
+        vocab,
+        part_size,
+        PARTS=_PARTS,
+        BLOCK=block,
+        num_warps=8,
+    )
+    sample_kernels.finish_sample_kernel[(b,)](
+        logits, rows, temperature, best, token, peak, total, tokens, logprobs, vocab, PARTS=_PARTS, num_warps=1
+    )
+
+
+def advance(rows: torch.Tensor, tokens: torch.Tensor, last_token: torch.Tensor, position: torch.Tensor) -> None:
+    """Make sampled tokens the next inputs. The last slot is padding and does not move."""
+    sample_kernels.advance_kernel[(rows.shape[0],)](
+        rows, tokens, last_token, position, last_token.shape[0] - 1, num_warps=1
+    )

@@ -1,0 +1,369 @@
+"""Runs the scheduler's plans on a GPU with the host out of the way.
+
+The state of all slots (last token, position, block table, sampling parameters) lives on the device; a decode step is one CUDA graph per
+batch size that holds layers, sampling, log-probs and the advance of that state, so several steps can be queued before the
+first result is read. Prefills are graphs over token counts. The host sends what changed and reads tokens a few steps later.
+
+Legend: S slots (row S is padding), B rows of a step, N tokens of a prefill, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.cpu.lean_model import is_llama_like
+from arealite.inference.cpu.runner import StepResult, count_blocks
+from arealite.inference.cuda import ops as cuda_ops
+from arealite.inference.cuda.extras import SamplingExtras
+from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
+from arealite.inference.cuda.graphs import GraphSet
+from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.loading import ModelShape
+from arealite.inference.scheduler import Chunk, Plan
+from arealite.inference.slots import Journal, SlotTable
+
+_MAX_CHUNKS = 256  # sequences in one prefill pass
+
+
+class DeviceStep:
+    """A step under way; `collect` waits for it."""
+
+    def __init__(self, result: StepResult, out: torch.Tensor, event: torch.cuda.Event | None):
+        self._result, self._out, self._event = result, out, event
+
+    def collect(self) -> StepResult | None:
+        result = self._result
+        if len(result.slots) == 0:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._out.numpy()[:, : len(result.slots)]
+        result.tokens = rows[0].copy()
+        result.logprobs = rows[1].view(np.float32).copy()
+        result.raw_logprobs = rows[2].view(np.float32).copy()
+        return result
+
+
+class CudaRunner:
+    """The model, its paged KV cache and the slots' state on one device."""
+
+    max_in_flight = 3
+
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, config: ServerConfig):
+        self.model, self.shape, self.config = model, shape, config
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.on_gpu = self.device.type == "cuda"  # Triton's interpreter runs the same code on the CPU
+        self.block_size = config.block_size
+        max_len = shape.context_length
+        self.decoder = FusedDecoder(model, max_len) if is_llama_like(model) else PlainDecoder(model)
+        heads = model.config.get_text_config().num_attention_heads
+        self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
+        slots = config.max_running_requests
+        # In float32: bfloat16 would round a logit of 20 to eighths, and log-probs with it.
+        self.logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
+        self.num_blocks = count_blocks(config, shape, self.dtype, self._free_bytes()) + 1
+        size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = torch.zeros(shape.num_layers, 2, *size, dtype=self.dtype, device=self.device)
+        self.keys = [layer[0] for layer in self.cache]
+        self.values = [layer[1] for layer in self.cache]
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.stage_stream = torch.cuda.Stream() if self.on_gpu else None
+
+    # ------------------------------------------------------------------------------------------- set-up
+
+    @torch.inference_mode()
+    def attach(self, slots: SlotTable) -> None:
+        """Mirror this table on the device and capture the graphs."""
+        self.slots = slots
+        self.extras: SamplingExtras | None = None  # made when the first request needs it
+        self.journal = slots.journal = Journal()
+        s, device = slots.num_slots, self.device
+        self.table = torch.zeros(s + 1, slots.block_table.shape[1], dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(s + 1, dtype=torch.int32, device=device)
+        self.position = torch.zeros(s + 1, dtype=torch.int32, device=device)
+        self.temperature = torch.ones(s + 1, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(s + 1, 2, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(s + 1, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(s + 1, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(s + 1, dtype=torch.float32, device=device)
+        self.thresholds = torch.full((s,), float("-inf"), device=device)
+        self.truncated = False  # whether `thresholds` hold anything but -inf
+        self.rows = torch.full((s,), s, dtype=torch.int32, device=device)
+        self.sent_rows = np.full(s, s, np.int32)
+        self.out = torch.zeros(3, s, dtype=torch.int32, device=device)  # token, log-prob, raw log-prob
+        self.out_logprobs = self.out.view(torch.float32)[1]
+        self.out_raw = self.out.view(torch.float32)[2]
+        # A product's bits depend on its shape: deterministic mode has one shape for every token.
+        fixed = self.config.deterministic
+        self.decode_sizes = [s] if fixed else _decode_sizes(s)
+        self.prefill_sizes = [] if fixed else _prefill_sizes(self.config.max_prefill_tokens)
+        self.prefill_inputs = {
+            n: torch.zeros(3 * n + 2 * self._num_tiles(n), dtype=torch.int32, device=device) for n in self.prefill_sizes
+        }
+        for n, inputs in self.prefill_inputs.items():
+            inputs[n : 2 * n] = s
+        graphs = GraphSet(self.stream)
+        for n in reversed(self.prefill_sizes):
+            graphs.add(("prefill", n), lambda n=n: self._prefill_pass(n))
+        for b in reversed(self.decode_sizes):
+            graphs.add(("layers", b), lambda b=b: self._layers(b))
+            graphs.add(("truncate", b), lambda b=b: self._truncate(b))
+            graphs.add(("sample", b), lambda b=b: self._sample(b))
+        self.graphs = graphs
+
+    def _prefill_pass(self, n: int) -> None:
+        inputs, tiles = self.prefill_inputs[n], self._num_tiles(n)
+        ids, rows, positions = inputs[: 3 * n].view(3, n)
+        first, count = inputs[3 * n :].view(2, tiles)
+        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, 1, first, count)
+        self.decoder.hidden(ids, batch)
+
+    def _layers(self, b: int) -> None:
+        rows = self.rows[:b]
+        positions = self.position.index_select(0, rows)
+        ids = self.last_token.index_select(0, rows)
+        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, self._splits(b))
+        self.decoder.logits(ids, batch, self.logits[:b])
+
+    def _truncate(self, b: int) -> None:
+        cuda_ops.find_thresholds(
+            self.logits[:b], self.rows[:b], self.temperature, self.top_k, self.top_p, self.min_p, self.thresholds[:b]
+        )
+
+    def _sample(self, b: int) -> None:
+        rows = self.rows[:b]
+        positions = self.position.index_select(0, rows)
+        cuda_ops.sample(
+            self.logits[:b],
+            rows,
+            positions,
+            self.temperature,
+            self.seeds,
+            self.thresholds[:b],
+            self.out[0],
+            self.out_logprobs,
+        )
+        cuda_ops.advance(rows, self.out[0], self.last_token, self.position)
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> DeviceStep:
+        with torch.cuda.stream(self.stream):
+            self._send_changes()
+            for first in range(0, len(plan.chunks), _MAX_CHUNKS):
+                self._prefill(plan.chunks[first : first + _MAX_CHUNKS])
+            if plan.copies:
+                pairs = self._send(np.array(plan.copies, np.int64).T)
+                self.cache[:, :, pairs[1]] = self.cache[:, :, pairs[0]]
+            return self._decode(plan.slots)
+
+    def _decode(self, slots: np.ndarray) -> DeviceStep:
+        count = len(slots)
+        lengths = self.slots.length[slots]
+        result = StepResult(slots, self.slots.ticket[slots], lengths, *[None] * 3)
+        if count == 0:
+            return DeviceStep(result, self.out, None)
+        b = self._send_rows(slots)
+        self.graphs.run(("layers", b))
+        extras = self._extras_for(slots)
+        if extras is not None:
+            rows = self.rows[:b]
+            positions = self.position.index_select(0, rows)
+            extras.adjust(self.logits[:b], rows, positions, self.temperature)
+        if self.slots.truncates[slots].any():
+            self.graphs.run(("truncate", b))
+            self.truncated = True
+        elif self.truncated:
+            self.thresholds.fill_(float("-inf"))
+            self.truncated = False
+        self.graphs.run(("sample", b))
+        if extras is not None:
+            extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
+        if not self.on_gpu:
+            return DeviceStep(result, self.out.clone(), None)
+        out = torch.empty(self.out.shape, dtype=torch.int32, pin_memory=True)
+        out.copy_(self.out, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
+        return DeviceStep(result, out, event)
+
+    def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
+        """What the graphs do not do for these sequences, if there is such a thing."""
+        table = self.slots
+        asked = table.penalizes[slots] | table.biased[slots] | table.wants_raw[slots]
+        return self.extras if (asked | (table.length[slots] < table.min_len[slots])).any() else None
+
+    def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
+        """Compute prompts with the very graph that decodes, one token of each sequence at a time.
+
+        Position by position: a prompt may start behind blocks that another one computes in this very step.
+        """
+        for at in sorted({at for chunk in chunks for at in range(chunk.start, chunk.end)}):
+            slots = np.array([chunk.slot for chunk in chunks if chunk.start <= at < chunk.end])
+            self._set_inputs(slots, np.full(len(slots), at))
+            self.graphs.run(("layers", self._send_rows(slots)))
+        slots = np.array([chunk.slot for chunk in chunks])
+        self._set_inputs(slots, self.slots.length[slots] - 1)
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        if self.config.deterministic:
+            self._prefill_one_by_one(chunks)
+            return
+        total = sum(chunk.end - chunk.start for chunk in chunks)
+        n = next(size for size in self.prefill_sizes if size >= total)
+        tiles = self._num_tiles(n)
+        data = np.zeros(3 * n + 2 * tiles, np.int32)
+        ids, rows, positions = data[: 3 * n].reshape(3, n)
+        first, count = data[3 * n :].reshape(2, tiles)
+        rows[:] = self.slots.num_slots
+        offset = tile = 0
+        for chunk in chunks:
+            size = chunk.end - chunk.start
+            part = slice(offset, offset + size)
+            ids[part] = self.slots.tokens[chunk.slot, chunk.start : chunk.end]
+            rows[part] = chunk.slot
+            positions[part] = np.arange(chunk.start, chunk.end)
+            starts = np.arange(0, size, self.tile_tokens)
+            first[tile : tile + len(starts)] = offset + starts
+            count[tile : tile + len(starts)] = np.minimum(self.tile_tokens, size - starts)
+            tile += len(starts)
+            offset += size
+        self.prefill_inputs[n].copy_(self._send(data))
+        self.graphs.run(("prefill", n))
+
+    # ------------------------------------------------------------------------------ from the host to the device
+
+    def _send_rows(self, slots: np.ndarray) -> int:
+        """Tell the device which slots the next pass computes; returns the size of its graph."""
+        b = next(size for size in self.decode_sizes if size >= len(slots))
+        wanted = np.full(b, self.slots.num_slots, np.int32)
+        wanted[: len(slots)] = slots
+        if not np.array_equal(wanted, self.sent_rows[:b]):
+            self.rows[:b] = self._send(wanted)
+            self.sent_rows[:b] = wanted
+        return b
+
+    def _set_inputs(self, slots: np.ndarray, at: np.ndarray) -> None:
+        """Make the token at position `at` the next input of each slot."""
+        sent = self._send(np.stack([slots, self.slots.tokens[slots, at], at]))
+        self.last_token[sent[0]] = sent[1].int()
+        self.position[sent[0]] = sent[2].int()
+
+    def _send_changes(self) -> None:
+        """Bring the device's tables up to date with what the scheduler did since the last step."""
+        slots, journal = self.slots, self.journal
+        if journal.taken:
+            rows = np.array(sorted(journal.taken))
+            width = int(slots.num_blocks[rows].max())
+            at = slots.length[rows] - 1
+            head = [
+                rows,
+                slots.tokens[rows, at],
+                at,
+                slots.temperature[rows].view(np.int32),
+                slots.seed[rows, 0],
+                slots.seed[rows, 1],
+                slots.top_k[rows],
+                slots.top_p[rows].view(np.int32),
+                slots.min_p[rows].view(np.int32),
+            ]
+            state = np.concatenate([np.stack(head, 1), slots.block_table[rows, :width]], 1)
+            sent = self._send(state.astype(np.int64))
+            at_row = sent[:, 0]
+            self.last_token[at_row] = sent[:, 1].int()
+            self.position[at_row] = sent[:, 2].int()
+            self.temperature.view(torch.int32)[at_row] = sent[:, 3].int()
+            self.seeds[at_row] = sent[:, 4:6]
+            self.top_k[at_row] = sent[:, 6].int()
+            self.top_p.view(torch.int32)[at_row] = sent[:, 7].int()
+            self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
+            self.table[at_row, :width] = sent[:, 9:].int()
+            self._tell_extras(rows)
+        grown = [slot for slot in journal.grown if slot not in journal.taken]
+        if grown:
+            rows = np.array(grown)
+            cols = slots.num_blocks[rows] - 1
+            sent = self._send(np.stack([rows, cols, slots.block_table[rows, cols]]))
+            self.table[sent[0], sent[1]] = sent[2].int()
+        journal.taken.clear()
+        journal.grown.clear()
+
+    def _tell_extras(self, rows: np.ndarray) -> None:
+        slots = self.slots
+        rows = rows[slots.ticket[rows] > 0]
+        asked = slots.penalizes | slots.biased | slots.wants_raw | (slots.min_len > slots.prompt_len)
+        if self.extras is None and asked[rows].any():
+            shape = self.shape
+            self.extras = SamplingExtras(slots, shape.vocab_size, shape.eos_ids, self.device)
+        if self.extras is not None:
+            self.extras.take(rows)
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if not self.on_gpu:
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
+        """Bring new weights onto the device while generation goes on (called from another thread)."""
+        if not self.on_gpu:
+            return pairs
+        with torch.cuda.stream(self.stage_stream):
+            staged = [(target, value.to(self.device, target.dtype)) for target, value in pairs]
+        self.stage_stream.synchronize()
+        return staged
+
+    @torch.no_grad()
+    def load(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put staged weights in place; the graphs go on with the same addresses."""
+        with torch.cuda.stream(self.stream):
+            for target, value in pairs:
+                target.copy_(value)
+        if self.on_gpu:
+            self.stream.synchronize()
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: list[int]) -> None:
+        with torch.cuda.stream(self.stream):
+            self.cache[:, :, self._send(np.array(blocks))] = 0
+
+    # --------------------------------------------------------------------------------------------- sizes
+
+    def _num_tiles(self, n: int) -> int:
+        return n // self.tile_tokens + min(n, _MAX_CHUNKS)
+
+    def _splits(self, b: int) -> int:
+        """Enough parts to fill the device with few sequences, each still worth a program."""
+        splits = 1
+        while b * self.shape.num_kv_heads * splits < 256 and self.slots.max_len // splits > 512:
+            splits *= 2
+        return min(splits, 32)
+
+    def _free_bytes(self) -> int:
+        if not self.on_gpu:
+            return 1 << 30
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free * self.config.mem_fraction)
+
+
+def _decode_sizes(most: int) -> list[int]:
+    """Batch sizes that have a graph: padding wastes little, and there are not too many."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 512, 64)]
+    sizes += range(512, most + 128, 128)
+    return [size for size in sizes if size < most] + [most]
+
+
+def _prefill_sizes(most: int) -> list[int]:
+    if most < 16:
+        raise ConfigError(f"max_prefill_tokens={most} is too small on CUDA: use at least 16")
+    sizes = [16]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * 2, most))
+    return sizes

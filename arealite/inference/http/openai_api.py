@@ -1,0 +1,295 @@
+"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools that speak them.
+
+Only the sampled token's log-prob is known: alternatives (`top_logprobs`) are refused. Beyond OpenAI's fields: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids` (adds the prompt's and
+the output's token ids, so that a trainer need not tokenise again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from typing import Any
+
+from aiohttp import web
+from jinja2 import TemplateError
+
+from arealite.api.errors import RequestError
+from arealite.inference.engine import Engine
+from arealite.inference.http.common import (
+    ENGINE,
+    event_stream,
+    finish,
+    flag,
+    json_response,
+    progress,
+    read_object,
+    token_ids,
+)
+from arealite.inference.http.generate_api import check_text, encode
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+
+_SAMPLING = {
+    "n": "n",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "skip_special_tokens",
+        )
+    },
+}
+_OTHER = {
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "stream",
+    "user",
+    "metadata",
+    "stream_options",
+}
+# What is accepted with these values only; most ask for nothing.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "logprobs": (True, False, 0, 1),  # completions count alternatives, which are not known
+    "return_token_ids": (True, False),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+}
+
+
+async def models(http_request: web.Request) -> web.Response:
+    """The one model there is, in a list or by its name."""
+    engine, name = http_request.app[ENGINE], http_request.match_info.get("name")
+    own = engine.config.model_path
+    entry = {"id": own, "object": "model", "created": int(time.time()), "owned_by": "arealite"}
+    entry["max_model_len"] = engine.max_len
+    if name is None:
+        return json_response({"object": "list", "data": [entry]})
+    if name != own:
+        raise web.HTTPNotFound(reason=f"model {name!r} is not served here, {own!r} is")
+    return json_response(entry)
+
+
+async def completions(http_request: web.Request) -> web.StreamResponse:
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    params = _sampling(body, default_max_tokens=16)
+    prompts = _prompts(engine, body.get("prompt"))
+    requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
+    if flag(body, "stream"):
+        if len(requests) > 1:
+            raise RequestError("stream takes one prompt")
+        return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
+    for request in requests:
+        engine.check(request)  # one that is refused refuses all, before any has begun
+    tasks = [asyncio.create_task(finish(http_request.app, request)) for request in requests]
+    try:
+        groups = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # those that are left when one fails: nobody reads them
+    return json_response(_result(engine, requests, groups, body, chat=False))
+
+
+async def chat_completions(http_request: web.Request) -> web.StreamResponse:
+    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    ids = _chat_prompt(engine, body)
+    params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
+    request = Request(ids, params, want_text=True)
+    if flag(body, "stream"):
+        return await event_stream(http_request, _stream(engine, request, body, chat=True))
+    outputs = await finish(http_request.app, request)
+    return json_response(_result(engine, [request], [outputs], body, chat=True))
+
+
+def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
+    for name, value in body.items():
+        if value is None or name in _SAMPLING or name in _OTHER:
+            continue
+        if name not in _CHOICES:
+            raise RequestError(f"unknown or unsupported field {name!r}")
+        if value not in _CHOICES[name]:
+            known = " or ".join(map(str, _CHOICES[name]))
+            raise RequestError(f"{name}={value!r} is not supported; use {known}, or leave it out")
+    values = {"max_new_tokens": default_max_tokens}
+    values |= {_SAMPLING[k]: v for k, v in body.items() if k in _SAMPLING and v is not None}
+    return SamplingParams.from_json(values)
+
+
+def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
+    """A prompt is a text, a list of token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [encode(engine, prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("prompt must be a text, a list of token ids, or a list of those")
+    if all(type(token) is int for token in prompt):
+        return [token_ids(prompt, "prompt")]
+    return [encode(engine, part) if isinstance(part, str) else token_ids(part, "prompt") for part in prompt]
+
+
+def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
+    tokenizer = engine.tokenizer
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise RequestError("messages must be a non-empty list")
+    messages = [_message(message) for message in body["messages"]]
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
+    variables = body.get("chat_template_kwargs") or {}
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if not isinstance(variables, dict) or variables.keys() & own.keys():
+        raise RequestError(f"chat_template_kwargs must map variables of the template to values, got {variables!r}")
+    settings = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(messages, **settings, **variables)
+    except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
+        raise RequestError(f"the chat template refuses these messages: {error}") from error
+    check_text(text)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message as templates know it: most take text only, and would spell out a list of parts as Python does."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("every message must be an object with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
+        if not all(isinstance(text, str) for text in parts):
+            raise RequestError("the embedded engine reads text: every part of content must be one")
+        return {**message, "content": "".join(parts)}
+    if not isinstance(content, str | None):
+        raise RequestError(f"content must be a text or a list of parts, got {content!r:.60}")
+    return message
+
+
+def _result(
+    engine: Engine, requests: list[Request], groups: list[list[SampleOutput]], body: dict[str, Any], chat: bool
+) -> dict[str, Any]:
+    choices = []
+    for request, outputs in zip(requests, groups, strict=True):
+        for output in outputs:
+            choice = {"index": len(choices), **_content(engine, output, body, chat)}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = output.token_ids
+                choice["prompt_token_ids"] = request.prompt.tolist()
+            choices.append(choice)
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    usage = _usage(prompt_tokens, [output for outputs in groups for output in outputs])
+    return {**_envelope(engine, requests[0], body, chat), "choices": choices, "usage": usage}
+
+
+def _usage(prompt_tokens: int, outputs: list[SampleOutput]) -> dict[str, int]:
+    sampled = sum(len(output.token_ids) for output in outputs)
+    total = prompt_tokens + sampled
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+
+
+def _envelope(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> dict[str, Any]:
+    kind = "chat.completion" if chat else "text_completion"
+    if body.get("stream"):
+        kind = "chat.completion.chunk" if chat else kind
+    return {
+        "id": request.rid,
+        "object": kind,
+        "created": int(time.time()),
+        "model": engine.config.model_path,
+        "weight_version": str(engine.version),
+    }
+
+
+def _content(engine: Engine, output: SampleOutput, body: dict[str, Any], chat: bool) -> dict[str, Any]:
+    text = output.text or ""
+    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    if _wants_logprobs(body):
+        content["logprobs"] = _logprobs(engine, output.token_ids, output.logprobs, chat)
+    return {**content, "finish_reason": output.finish_reason["type"]}
+
+
+def _wants_logprobs(body: dict[str, Any]) -> bool:
+    """`false` asks for none; OpenAI's completions endpoint counts alternatives, of which 0 still means the token itself."""
+    return body.get("logprobs") is not None and body["logprobs"] is not False
+
+
+def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool) -> dict[str, Any]:
+    texts = [_token_text(engine.tokenizer, token) for token in ids]
+    if not chat:
+        return {"tokens": texts, "token_logprobs": logprobs}
+    content = [
+        {
+            "token": text,
+            "bytes": None if "\ufffd" in text else list(text.encode()),  # part of a character
+            "logprob": logprob,
+            "top_logprobs": [],
+        }
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
+@lru_cache(1 << 17)
+def _token_text(tokenizer: Any | None, token: int) -> str:
+    """A token as it reads within a text, where its leading blank is not lost."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    text = tokenizer.decode([token])
+    is_word = (tokenizer.convert_ids_to_tokens(token) or "").startswith("\u2581")
+    return f" {text}" if is_word and not text.startswith(" ") else text
+
+
+async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+    """One chunk per piece of text (or per token, with log-probs or ids), and a last one per choice with its finish_reason."""
+    envelope = _envelope(engine, request, body, chat)
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError(f"stream_options must be an object, got {options!r}")
+    num_sent = [0] * request.params.n  # characters
+    async for event in progress(engine, request):
+        if isinstance(event, list):
+            for i, output in enumerate(event):
+                rest = (output.text or "")[num_sent[i] :]
+                piece = _piece(i, rest, output.finish_reason["type"], chat)
+                if body.get("return_token_ids"):
+                    piece["prompt_token_ids"] = request.prompt.tolist()
+                yield json.dumps({**envelope, "choices": [piece]})
+            if options.get("include_usage"):
+                usage = _usage(len(request.prompt), event)
+                yield json.dumps({**envelope, "choices": [], "usage": usage})
+            return
+        index, token, logprob, text = event
+        num_sent[index] += len(text)
+        piece = _piece(index, text, None, chat)
+        if _wants_logprobs(body):
+            piece["logprobs"] = _logprobs(engine, [token], [logprob], chat)
+        if body.get("return_token_ids"):
+            piece["token_ids"] = [token]
+        if text or piece.keys() & {"logprobs", "token_ids"}:
+            yield json.dumps({**envelope, "choices": [piece]})
+
+
+def _piece(index: int, text: str, reason: str | None, chat: bool) -> dict[str, Any]:
+    content = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {"index": index, **content, "finish_reason": reason}

@@ -1,0 +1,173 @@
+import json
+import shutil
+
+import pytest
+
+from arealite.api.cli_args import FreqConfig, RecoverConfig
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import SaveLoadMeta, StepInfo
+from arealite.trainer.recover import Recover, complete
+from arealite.trainer.saver import Frequency, Saver
+from arealite.utils.rundir import RunDir
+
+
+def info(step: int, per_epoch: int = 4) -> StepInfo:
+    return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
+
+
+class Engine:
+    """As much of a TrainEngine as checkpoints touch: one number in one file."""
+
+    def __init__(self, value=0, fail=None):
+        self.value, self.fail = value, fail
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        if self.fail:
+            raise self.fail
+        from pathlib import Path
+
+        Path(meta.path).mkdir(parents=True)
+        (Path(meta.path) / "weights").write_text(str(self.value))
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        from pathlib import Path
+
+        self.value = int((Path(meta.path) / "weights").read_text())
+
+
+class Counter:
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (FreqConfig(), []),
+        (FreqConfig(freq_steps=3), [2, 5, 8, 11]),
+        (FreqConfig(freq_epochs=2), [7]),
+        (FreqConfig(freq_steps=5, freq_epochs=1), [3, 4, 7, 9, 11]),
+    ],
+)
+def test_frequency_by_steps_and_epochs(config, expected):
+    frequency = Frequency(config)
+    assert [step for step in range(12) if frequency.is_due(info(step))] == expected
+
+
+def test_frequency_by_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("arealite.trainer.saver.time.monotonic", lambda: now[0])
+    frequency = Frequency(FreqConfig(freq_secs=10))
+    due = []
+    for step in range(8):
+        now[0] += 4
+        due.append(frequency.is_due(info(step)))
+    assert due == [False, False, True, False, False, True, False, False]
+
+
+def test_saver_writes_a_whole_model_folder(tmp_path, tokenizer):
+    saver = Saver(FreqConfig(freq_steps=2), RunDir(tmp_path), Engine(7), tokenizer)
+    assert saver.maybe_save(info(0)) is None
+    path = saver.maybe_save(info(1))
+    assert path == tmp_path / "checkpoints" / "step000002"
+    assert (path / "weights").read_text() == "7" and (path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("freq", [FreqConfig(freq_epochs=9), FreqConfig()])
+def test_the_last_step_is_always_saved(tmp_path, freq):
+    saver = Saver(freq, RunDir(tmp_path), Engine(7))
+    assert saver.maybe_save(info(0)) is None
+    path = saver.maybe_save(info(1), is_last=True)
+    assert path == tmp_path / "checkpoints" / "step000002" and path.exists()
+
+
+def test_full_disk_is_named(tmp_path):
+    engine = Engine(fail=OSError(28, "No space left on device"))
+    with pytest.raises(CheckpointError, match=r"No space left.*earlier ones are untouched"):
+        Saver(FreqConfig(), RunDir(tmp_path), engine).save(info(0))
+
+
+def make(tmp_path, mode="auto", value=0, at=0, **kwargs) -> Recover:
+    config = RecoverConfig(mode=mode, freq_steps=1)
+    return Recover(config, RunDir(tmp_path), {"actor": Engine(value, **kwargs)}, {"loader": Counter(at)})
+
+
+def test_recover_round_trip_keeps_the_newest_and_the_one_before(tmp_path):
+    recover = make(tmp_path, value=5, at=9)
+    assert recover.load() is None
+    for step in range(2, 5):
+        assert recover.maybe_save(info(step))
+    kept = sorted(p.name for p in (tmp_path / "recover").iterdir())
+    assert kept == ["step000004", "step000005"]
+    again = make(tmp_path, "resume")
+    assert again.load() == info(4)
+    assert again.engines["actor"].value == 5 and again.parts["loader"].at == 9
+
+
+def test_a_failed_save_leaves_the_previous_one(tmp_path):
+    make(tmp_path, value=1).save(info(0))
+    with pytest.raises(CheckpointError, match="No space left on device; earlier ones"):
+        make(tmp_path, fail=OSError(28, "No space left on device")).save(info(1))
+    (tmp_path / "recover" / "writing" / "actor").mkdir(parents=True)  # and a crash in the middle
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.engines["actor"].value == 1
+    again.save(info(1))
+    assert [p.name for p in complete(tmp_path / "recover")] == ["step000002", "step000001"]
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, capsys):
+    for step in range(2):
+        make(tmp_path, value=step, at=step).save(info(step))
+    weights = tmp_path / "recover" / "step000002" / "actor" / "weights"
+    weights.write_text("7")  # as long as before: only its checksum tells
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.engines["actor"].value == 0
+    assert again.parts["loader"].at == 0
+    assert "step000002 is damaged (actor/weights)" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["damaged000002", "step000001"]
+    (tmp_path / "recover" / "step000001" / "actor" / "weights").unlink()
+    with pytest.raises(CheckpointError, match=r"all 1 recover checkpoints in .* are damaged"):
+        make(tmp_path).load()
+
+
+def test_a_changed_digit_of_the_state_is_noticed(tmp_path, capsys):
+    for step in range(2):
+        make(tmp_path, value=step, at=3 + step).save(info(step))
+    state = tmp_path / "recover" / "step000002" / "state.json"
+    state.write_text(state.read_text().replace('"at": 4', '"at": 5'))
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.parts["loader"].at == 3
+    assert "step000002 is damaged (state.json)" in capsys.readouterr().out
+
+
+def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
+    recover = make(tmp_path, value=1)
+    recover.save(info(0))
+    copy = shutil.copytree(tmp_path / "recover/step000001", tmp_path / "recover/step000001.bak")
+    for step in (1, 2):
+        recover.save(info(step))
+    last = make(tmp_path).load()
+    assert last is not None and last.global_step == 2 and copy.exists()
+
+
+def test_what_cannot_be_resumed_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"recover.mode=resume, but there is no complete checkpoint"):
+        make(tmp_path, "resume").load()
+    make(tmp_path).save(info(0))
+    other = Recover(RecoverConfig(mode="auto"), RunDir(tmp_path), {"critic": Engine()}, {})
+    with pytest.raises(CheckpointError, match="lacks the engines critic"):
+        other.load()
+
+
+def test_disabled_neither_saves_nor_loads(tmp_path):
+    make(tmp_path).save(info(0))
+    recover = make(tmp_path, "disabled")
+    assert recover.load() is None and not recover.maybe_save(info(5))
+    state = json.loads((tmp_path / "recover" / "step000001" / "state.json").read_text())
+    assert state["parts"] == {"loader": {"at": 0}}

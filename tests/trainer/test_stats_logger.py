@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from arealite.api.cli_args import SFTConfig
+from arealite.trainer.stats_logger import StatsLogger, read_stats
+from arealite.utils.config import load_config
+from arealite.utils.rundir import RunDir
+
+
+def make(tmp_path, *overrides) -> tuple[StatsLogger, RunDir]:
+    base = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "model.path=m"]
+    config = load_config([*base, f"cluster.fileroot={tmp_path}", *overrides], SFTConfig)
+    return StatsLogger(config, RunDir(config)), RunDir(config)
+
+
+def test_each_step_is_on_disk_at_once(tmp_path):
+    logger, run_dir = make(tmp_path)
+    logger.commit(0, {"loss": 1.5})
+    logger.commit(1, {"loss": float("nan"), "reward": 1})
+    lines = [json.loads(line) for line in run_dir.stats_path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["loss"] == 1.5 and lines[1]["loss"] is None and lines[1]["reward"] == 1.0
+
+
+def test_resume_drops_what_is_done_again(tmp_path):
+    logger, run_dir = make(tmp_path)
+    for step in range(5):
+        logger.commit(step, {"loss": step})
+    with run_dir.stats_path.open("a") as file:
+        file.write('{"step": 5, "lo')  # a crash in mid-line
+    assert len(read_stats(run_dir)) == 5
+    logger.resume(3)
+    logger.commit(3, {"loss": 30})
+    assert [(s["step"], s["loss"]) for s in read_stats(run_dir)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    logger, run_dir = make(tmp_path)
+    for step in range(2):
+        logger.commit(step, {"reward": 1.0})
+    with run_dir.stats_path.open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{}\n{"step": 2, "rew\n')
+    assert [row["step"] for row in read_stats(run_dir)] == [0, 1]
+    logger.resume(1)
+    assert [row["step"] for row in read_stats(run_dir)] == [0]
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    logger, run_dir = make(tmp_path)
+    logger.commit(0, {"loss": 1.0})
+    logger.resume(0)
+    assert not run_dir.path.exists() and read_stats(run_dir) == []
+
+
+def test_tensorboard_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    logger, run_dir = make(tmp_path, "stats_logger.tensorboard=true")
+    logger.commit(0, {"loss": 1.0})
+    logger.close()
+    assert list(run_dir.tensorboard.glob("events*"))

@@ -1,0 +1,129 @@
+"""Weights on a GPU: handed over without leaving it, adapters under captured graphs, sums of ranks in a graph, memory given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_testing import engine_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+from arealite.engine.weight_sync import _can_share_gpu
+from arealite.inference.engine import Engine
+from arealite.inference.tensor_parallel import TensorGroup, shard_model
+from arealite.weights.device_memory import visible_gpus
+from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
+from tests.server_process import server_process
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+SETTINGS = {"max_total_tokens": 2048, "block_size": 16, "max_running_requests": 8, "max_prefill_tokens": 64}  # fmt: skip
+
+
+@pytest.fixture
+def make_engine():
+    engines: list[Engine] = []
+
+    def make(model) -> Engine:
+        engines.append(Engine(ServerConfig(**SETTINGS), model=model.cuda()))
+        return engines[-1].start()
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(tmp_path / "model")
+    config = engine_config(str(tmp_path / "model"))
+    config.dtype, config.device = "bfloat16", "cuda"
+    actor = FSDPEngine(config)
+    actor.initialize()
+    path = f"/dev/shm/arealite-test-{tmp_path.name}.cuda"
+    engine = RemoteSGLangEngine(InferenceEngineConfig(pause_mode="in_place", setup_timeout_s=120))
+    try:
+        with server_process(tmp_path / "model", device="cuda", dtype="bfloat16", **SETTINGS) as server:
+            engine.initialize([server.address])
+            assert _can_share_gpu(engine, path)
+            seen = [server.get("weights_checker")["fingerprint"]]
+            for version in (1, 2):
+                with torch.no_grad():
+                    for parameter in actor.model.parameters():
+                        parameter.mul_(1.5)
+                meta = WeightUpdateMeta("shm", path, version)
+                actor.update_weights(meta)
+                engine.update_weights(meta)  # compares fingerprints
+                seen.append(server.get("weights_checker")["fingerprint"])
+            assert len(set(seen)) == 3
+            published = {n: p.full_tensor().to(torch.bfloat16) for n, p in actor.model.named_parameters()}
+            held = actor._shared.tensors
+            assert all(torch.equal(held[n], p) for n, p in published.items())
+            # A file that names another GPU is refused, and the old weights are still served.
+            with open(path) as file:
+                text = file.read()
+            with open(path + ".other.cuda", "w") as file:
+                file.write(text.replace(visible_gpus()[0], "GPU-of-another-machine"))
+            with pytest.raises(WeightUpdateError, match="does not see"):
+                engine.update_weights(WeightUpdateMeta("shm", path + ".other.cuda", 3))
+            assert server.get("weights_checker")["fingerprint"] == seen[-1]
+    finally:
+        engine.destroy()
+        actor.destroy()
+
+
+def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = make_model()
+    engine = make_engine(copy.deepcopy(model))
+    folders, adapted = [tmp_path / "one", tmp_path / "two"], []
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+        adapted.append(peft.get_peft_model(copy.deepcopy(model), settings).eval())
+        adapted[-1].save_pretrained(folder)
+    first = None
+    for version, which in enumerate([0, 1, 0], 1):
+        engine.load_adapter(str(folders[which]), f"v{version}", version).result(60)
+        (output,) = run(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True, sampling_seed=1)
+        expected = forward_logprobs(adapted[which], [5, 6, 7], output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+        if version == 1:
+            first = output
+    assert output.token_ids == first.token_ids and output.logprobs == first.logprobs
+
+
+def test_the_sum_over_ranks_is_captured_in_the_graph(make_engine):
+    model = make_model()
+    cut = copy.deepcopy(model).cuda()
+    group = TensorGroup(0, 1, dist.HashStore(), torch.device("cuda", 0))
+    assert len(shard_model(cut, group).dims) == 3 * (7 + 3)
+    engine = make_engine(cut)
+    for prompt in prompts(4):
+        (output,) = run(engine, prompt, temperature=0.0, max_new_tokens=20, ignore_eos=True)
+        assert output.token_ids == generate(model, prompt, 20, None)
+
+
+def test_memory_is_given_back_and_the_weights_return(make_engine):
+    model = make_model()
+    engine = make_engine(copy.deepcopy(model))
+    asked = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
+    before, digest = run(engine, [1, 2, 3], **asked), engine.fingerprint().result(60)
+    gc.freeze()  # as the server does
+    held, cache = torch.cuda.memory_allocated(), engine.runner.cache.nbytes
+    engine.release_memory().result(60)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its own
+    with pytest.raises(WeightUpdateError, match="released"):
+        engine.update_weights_from_tensors({}, 1)
+    engine.resume_memory().result(60)
+    assert engine.fingerprint().result(60) == digest
+    engine.update_weights_from_tensors({n: p.clone() for n, p in model.named_parameters()}, 1).result(60)
+    assert run(engine, [1, 2, 3], **asked)[0].token_ids == before[0].token_ids
