@@ -20,6 +20,7 @@ from arealite.launcher.plan import ServerPlan
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
+from arealite.utils.process import raise_file_limit
 
 LOOK_EVERY_S = 2.0
 # So many looks in a row before acting: a queue or a lull of a moment means nothing.
@@ -51,6 +52,7 @@ class NodeActor:
     def run(self, job_path: str, attempt: int, node: int) -> int:
         import ray
 
+        raise_file_limit()
         job = Job.load(job_path)
         job.attempt = attempt
         os.chdir(job.cwd)

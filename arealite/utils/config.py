@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
 from arealite.utils.network import GROUP_TIMED_OUT
+from arealite.utils.process import raise_file_limit
 
 T = TypeVar("T")
 # Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
@@ -81,6 +82,7 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     again (launchers do not start it again), else with 1; Ctrl+C with 130.
     """
     log_to_file()
+    raise_file_limit()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:

@@ -6,8 +6,10 @@ by that mark (a daemon changes the first two, a program that rewrites its title 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import time
@@ -27,6 +29,20 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     # The parent may have ended before the request was in place.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def raise_file_limit(wanted: int = 65_536) -> int:
+    """Raise the soft limit on open files to `wanted`, or to the hard limit if that is lower; returns the soft limit.
+
+    Child processes inherit it. Never lowers a limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return soft
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 
-from arealite.utils.process import MARK_ENV, end_families, family, process_table, tail
+from arealite.utils.process import MARK_ENV, end_families, family, process_table, raise_file_limit, tail
 
 DAEMON = """
 import subprocess, sys, time
@@ -74,3 +75,22 @@ def test_tail(tmp_path):
     assert tail(log, since=size) == "(the log is empty)"
     log.write_text("old\n" + "".join(f"{i}\n" for i in range(100)))
     assert tail(log, 3, since=size).split() == ["97", "98", "99"]
+
+
+def test_the_file_limit_is_raised_and_inherited():
+    """Commands raise it at their start; children inherit it."""
+    code = (
+        "import resource, subprocess, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard));"
+        "from arealite.utils.config import run_main;"
+        "child = 'import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])';"
+        "run_main(lambda argv: subprocess.run([sys.executable, '-c', child]).returncode, [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def test_the_file_limit_is_never_lowered():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raise_file_limit(16) == before[0]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
