@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.cpu.attention import SHAPES_NAME, use_attention
 from arealite.inference.tensor_parallel import RowLinear, Shards, TensorGroup, check_parallel, shard_model
-from arealite.utils.decoders import check_decoder, check_interface, load_decoder, original_length
+from arealite.utils.decoders import check_decoder, check_interface, load_decoder, original_length, read_model_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -66,22 +65,8 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
     """The model's own config, once it is known that the server can be had as configured."""
     if not config.model_path:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
-    looks_local = config.model_path.startswith(("/", ".", "~"))
-    if looks_local and not Path(config.model_path).is_dir():
-        raise ConfigError(
-            f"model_path={config.model_path} is not a folder: give one with config.json and weights, or a hub name"
-        )
     choose_dtype(config.dtype, choose_device(config))
-    try:
-        model_config = AutoConfig.from_pretrained(config.model_path)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"cannot load a model from {config.model_path}: {error}") from error
-    if type(model_config) not in AutoModelForCausalLM._model_mapping:
-        raise ConfigError(
-            f"model type {model_config.model_type!r} in {config.model_path} is no causal language model for transformers: "
-            "the embedded engine continues text only; serve it with sglang or vllm"
-        )
-    check_decoder(model_config)
+    model_config = read_model_config(config.model_path)
     if config.tensor_parallel > 1:
         check_parallel(model_config, config.tensor_parallel)
     return model_config

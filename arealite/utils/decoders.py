@@ -7,20 +7,73 @@ in trainers that do not cut layers or sequences.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    logging,
+)
 
 from arealite.api.errors import ConfigError
+from arealite.utils.model_config import check_model
 
 TRIAL_TOKENS = 24
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Only the masks of these know their windows, not their attention: whoever makes no masks would see too much.
 _UNTOLD_WINDOWS = {"doge", "phimoe", "qwen2_moe"}
 _ELSEWHERE = "use another model, or serve it with sglang or vllm"
+
+
+# What transformers raises for a damaged config or weights. A bug of ours in these calls would look the same.
+_LOAD_ERRORS = (
+    OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AttributeError, ZeroDivisionError,
+    AssertionError, StrictDataclassError,
+)  # fmt: skip
+
+
+def read_model_config(path: str | Path, with_images: bool = False) -> PreTrainedConfig:
+    """Return the config of a causal language model, or raise `ConfigError`.
+
+    Vision-language models pass only `with_images`.
+    """
+    check_model(path)
+    with model_errors(path):
+        config = AutoConfig.from_pretrained(path)
+    mappings = [AutoModelForCausalLM._model_mapping]
+    mappings += [AutoModelForImageTextToText._model_mapping] if with_images else []
+    if not any(type(config) in mapping for mapping in mappings):
+        raise ConfigError(
+            f"model type {config.model_type!r} in {path} is not a causal language model of the installed transformers: "
+            + _ELSEWHERE
+        )
+    check_decoder(config)
+    return config
+
+
+@contextmanager
+def model_errors(path: str | Path) -> Iterator[None]:
+    """Turn what transformers raises for a damaged model into a `ConfigError` of one line."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the weights in {path} are damaged or incomplete ({error}): copy or download them again"
+        ) from error
+    except ConfigError:
+        raise
+    except _LOAD_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cannot load a model from {path}: {reason}. Check its config.json and weights") from error
 
 
 def check_decoder(config: PreTrainedConfig) -> None:
@@ -57,13 +110,8 @@ def load_decoder(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing is told here
     try:
-        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ConfigError(f"cannot load a model from {folder}: {error}") from error
-    except SafetensorError as error:
-        raise ConfigError(
-            f"the weights in {folder} are damaged or incomplete ({error}): copy or download them again"
-        ) from error
+        with model_errors(folder):
+            model, info = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
     finally:
         logging.set_verbosity(verbosity)
     body = f"{model.base_model_prefix}."

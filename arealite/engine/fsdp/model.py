@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -39,12 +38,21 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.engine.fsdp.lora import add_adapters
-from arealite.engine.fsdp.packed_attention import ATTENTION, attention_kwargs, check_model
+from arealite.engine.fsdp.packed_attention import ATTENTION, attention_kwargs
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
 from arealite.engine.fsdp.vision import has_vision, language_model, vision_parameters
-from arealite.utils.decoders import TRIAL_TOKENS, check_interface, check_trial, load_decoder, original_length
+from arealite.utils.decoders import (
+    TRIAL_TOKENS,
+    check_interface,
+    check_trial,
+    load_decoder,
+    model_errors,
+    original_length,
+    read_model_config,
+)
+from arealite.utils.model_config import check_model
 
 
 class PackedModel(nn.Module):
@@ -173,14 +181,11 @@ class PackedModel(nn.Module):
 
 
 def resolve_path(path: str) -> Path:
-    """The local folder of a model, fetched from the hub if `path` is not a folder."""
+    """Return the local folder of a model; download it from the hub if `path` is not a folder."""
+    check_model(path)
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         return folder
-    if folder.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model path {path!r} does not exist: give a folder or a hub name")
     try:
         return Path(snapshot_download(path))
     except (OSError, ValueError, RuntimeError) as error:
@@ -191,10 +196,14 @@ def resolve_path(path: str) -> Path:
 
 
 def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
-    config = AutoConfig.from_pretrained(folder)
+    config = read_model_config(folder, with_images=not scalar_head)
+    text = config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another model"
+        )
     if scalar_head:
         config.num_labels = 1
-    check_model(config)
     return config
 
 
@@ -211,11 +220,16 @@ def load_model(
         attention = {"": ATTENTION, "text_config": ATTENTION, "vision_config": "sdpa"}
     else:
         cls = AutoModelForCausalLM
+    if type(hf_config) not in cls._model_mapping:
+        raise ConfigError(
+            f"transformers has no {cls.__name__} for model type {hf_config.model_type!r}: use another model"
+        )
     check_interface(cls._model_mapping[type(hf_config)])
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
         # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
-        model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+        with model_errors(folder):
+            model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     else:
         options = {"config": hf_config, "dtype": dtype, "attn_implementation": attention}
         model = load_decoder(cls, folder, has_new_head=scalar_head, **options)

@@ -14,12 +14,11 @@ import inspect
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
 from arealite.engine.fsdp.shared_prefix import PrefixPlan, Segment, plan_piece, varlen_kwargs
-from arealite.utils.decoders import check_decoder
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -29,16 +28,6 @@ except ImportError:  # a build of torch without it can still train on CPU
 ATTENTION = "arealite_packed"
 # From torch 2.12 on, fewer key than query heads must be announced; before, the argument does not exist.
 _GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # fmt: skip
-
-
-def check_model(config: PreTrainedConfig) -> None:
-    """Refuse models whose layers mix tokens in a way that packed attention does not."""
-    check_decoder(config)
-    text = config.get_text_config()
-    if getattr(text, "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another model"
-        )
 
 
 def attention_kwargs(

@@ -1,0 +1,136 @@
+"""Checks the JSON files of a Hugging Face model folder before anything is loaded.
+
+`check_model(path)` needs neither torch nor transformers, so launchers can call it before they start a process. The
+trainer and the embedded server call it too (through `utils.decoders.read_model_config`), so both reject the same folders.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from arealite.api.errors import ConfigError
+
+_AGAIN = "copy or download the model again"
+# Sizes, under the names of most families and those of GPT-2. A few families have one number per layer.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions",
+)  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
+_LENGTHS = ("max_position_embeddings", "n_positions")
+_DTYPES = ("auto", "float64", "float32", "float16", "bfloat16", "float", "double", "half")
+# Families that carry a state along the sequence instead of attending. Engines ask the model class; this needs no import.
+_RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm")
+_TABLES = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+
+
+def check_model(path: str | Path) -> None:
+    """Raise `ConfigError` if the model folder `path` is damaged or of a kind that cannot be trained or served.
+
+    Reads JSON only. A hub name that is not a local folder passes: what it holds is not known yet.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or str(path).startswith(("./", "../", "~")) or str(path).count("/") > 1:
+            raise ConfigError(f"model path {str(path)!r} does not exist: give a folder or a hub name")
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+    config = _read_object(folder / "config.json")
+    _check_family(config, folder)
+    text = config.get("text_config", config)
+    for part in (config, text if isinstance(text, dict) else {}):
+        _check_values(part, folder)
+    if (folder / "generation_config.json").exists():
+        _read_object(folder / "generation_config.json")
+    if (folder / "model.safetensors.index.json").exists():
+        _check_index(folder)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): {_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds {_kind(value)}, expected an object: {_AGAIN}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {"NoneType": "null", "str": f"the text {value!r}", "list": "a list", "dict": "an object"}
+    return names.get(type(value).__name__, repr(value))
+
+
+def _check_family(config: dict[str, Any], folder: Path) -> None:
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise ConfigError(
+            f"{folder}/config.json: model_type is {_kind(family)}, expected a name such as qwen2: {_AGAIN}"
+        )
+    known = _known_families()
+    if config.get("is_encoder_decoder") or (known and family not in known):
+        raise ConfigError(
+            f"model type {family!r} in {folder} is not a causal language model of the installed transformers: use a "
+            "decoder such as qwen2 or llama, or upgrade transformers if the model is new"
+        )
+    if family in _RECURRENT:
+        raise ConfigError(
+            f"model type {family!r} in {folder} carries a state along the sequence instead of attending: use another "
+            "model, or serve it with sglang or vllm"
+        )
+
+
+@cache
+def _known_families() -> frozenset[str]:
+    """Model types that transformers has a decoder for; empty if they cannot be found.
+
+    Read from its source, because importing the table imports torch and takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    file = Path(spec.origin or "").parent / "models/auto/modeling_auto.py" if spec else None
+    if file is None or not file.is_file():
+        return frozenset()
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in _TABLES:
+            pairs = [pair for pair in ast.walk(node.value) if isinstance(pair, ast.Tuple)]
+            names |= {pair.elts[0].value for pair in pairs if isinstance(pair.elts[0], ast.Constant)}
+    return frozenset(names)
+
+
+def _check_values(config: dict[str, Any], folder: Path) -> None:
+    for key in _SIZES:
+        value = config.get(key)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and (type(number) is not int or number < 1):
+                raise ConfigError(
+                    f"{folder}/config.json: {key} is {_kind(number)}, expected a positive integer: {_AGAIN}"
+                )
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and type(value) not in (int, float):
+            raise ConfigError(f"{folder}/config.json: {key} is {_kind(value)}, expected a number: {_AGAIN}")
+    for key in _LENGTHS:
+        if config.get(key) == 1:
+            raise ConfigError(f"{folder}/config.json: {key} is 1, but a prompt and its continuation need 2 tokens")
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if isinstance(value, str) and value.removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(f"{folder}/config.json: {key} is {value!r}, expected one of {', '.join(_DTYPES[1:5])}")
+
+
+def _check_index(folder: Path) -> None:
+    file = folder / "model.safetensors.index.json"
+    files = _read_object(file).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{file} has no weight_map from tensor to file names: {_AGAIN}")
+    missing = sorted(name for name in set(files.values()) if not (folder / name).is_file())
+    # A folder without any weights is fine for init_from_scratch; one with some of them is an incomplete copy.
+    if 0 < len(missing) < len(set(files.values())):
+        raise ConfigError(f"{file} names {len(missing)} file(s) that are not there, first {missing[0]!r}: {_AGAIN}")
