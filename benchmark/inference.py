@@ -33,8 +33,10 @@ from common import gap
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import ServerConfig
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.inference.weights import WeightSource
 from arealite.utils.config import load_config
 from arealite.weights.host_memory import SharedWeights
 
@@ -214,7 +216,7 @@ def measure_update(engine: Engine, jobs: list[Job]) -> dict[str, float]:
         futures = [engine.submit(Request(job.prompt, params(job))) for job in jobs]
         for version in range(1, 4):
             time.sleep(0.1)
-            engine.update_weights_from_shm(str(path), version).result(60)
+            engine.update(WeightSource.published(WeightUpdateMeta("shm", str(path), version))).result(60)
             pauses.append(engine.last_update_s)
         engine.abort().result(60)
         [future.result(60) for future in futures]

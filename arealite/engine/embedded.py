@@ -20,6 +20,7 @@ from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.sglang_remote import sampling_params
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.inference.weights import WeightSource
 from arealite.utils import distributed
 from arealite.weights.device_memory import read_probe
 from arealite.weights.process_group import get_outbox
@@ -99,18 +100,11 @@ class EmbeddedEngine(CollectingEngine):
         limit, flush = self.config.setup_timeout_s, self.config.pause_mode == "abort"
         what = f"version {meta.version} to be in use"
         wait = NamedWait("update_weights", what, limit, "rollout.setup_timeout_s")
-        if meta.is_adapter:
-            name = f"v{meta.version}"
-            future = self.engine.load_adapter(meta.path, name, meta.version, flush)
-        elif meta.type == "disk":
-            future = self.engine.update_weights_from_disk(meta.path, meta.version, flush)
-        elif meta.type == "shm":
-            future = self.engine.update_weights_from_shm(meta.path, meta.version, flush)
-        else:
-            tensors = get_outbox(meta.path)
-            future = self.engine.update_weights_from_tensors(tensors, meta.version, flush)
+        source = WeightSource.published(meta)
+        if meta.type == "broadcast":
+            source = WeightSource.received(get_outbox(meta.path), meta.version)
         try:
-            future.result(limit)
+            self.engine.update(source, flush).result(limit)
         except TimeoutError:
             raise wait.error("the engine has not swapped", "one of its steps hangs") from None
         self.set_version(meta.version)

@@ -10,7 +10,6 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, Sequence
 from arealite.inference.slots import SlotTable
 from arealite.inference.step_loop import StepLoop, resolve
-from arealite.inference.weights import ServedWeights, Staged
+from arealite.inference.weights import ServedWeights, Staged, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
 from arealite.weights.fingerprint import Fingerprints
 
@@ -160,35 +159,25 @@ class Engine(StepLoop):
         """Forget all prefixes; False (and nothing done) while requests are running."""
         return self._call(self._flush)
 
-    def update_weights_from_disk(self, path: str, version: int, flush_cache: bool = True) -> Future[int]:
-        """Load a Hugging Face folder; generation goes on while it is read. Gives the number of requests it met."""
-        return self._update(lambda: self.weights.stage("disk", path), version, flush_cache)
+    def update(self, source: WeightSource, flush_cache: bool = True) -> Future[int]:
+        """Load new weights. Generation goes on while this thread reads them; they are swapped in between two steps.
 
-    def update_weights_from_shm(self, path: str, version: int, flush_cache: bool = True) -> Future[int]:
-        """Copy weights a trainer on this machine has put into shared memory."""
-        return self._update(lambda: self.weights.stage("shm", path), version, flush_cache)
-
-    def update_weights_from_tensors(
-        self, tensors: dict[str, torch.Tensor], version: int, flush_cache: bool = True
-    ) -> Future[int]:
-        """Take weights that were received some other way."""
-        stage = self.weights.stage_tensors
-        return self._update(lambda: stage(tensors, "the broadcast"), version, flush_cache)
-
-    def load_adapter(self, path: str, name: str, version: int, flush_cache: bool = True) -> Future[int]:
-        """Put the LoRA adapter of a PEFT folder on the base weights, in place of the one before."""
-        stage = self.weights.stage
-        return self._update(lambda: stage("adapter", path), version, flush_cache, name)
-
-    def unload_adapter(self, flush_cache: bool = True) -> Future[int]:
-        """Go back to the weights, and their version, without an adapter."""
-
-        def stage() -> Staged:
-            if not self.adapter_name:
+        `flush_cache=False` keeps the KV cache of requests in flight. Returns the number of requests in flight. One
+        update at a time: an adapter is merged with the base weights that are in use when it comes into use.
+        """
+        self._updating.acquire()
+        try:
+            runner = self._runner_in_use()
+            if source.meta is None and not self.adapter_name:
                 raise WeightUpdateError("no adapter is loaded: the base weights are in use")
-            return self.weights.stage("base", "")
-
-        return self._update(stage, None, flush_cache)
+            staged = self.weights.stage(source)
+            staged.pairs = runner.stage(staged.pairs)
+            future = self._call(lambda: self._swap(staged, source.version, flush_cache, source.adapter_name))
+        except BaseException:
+            self._updating.release()
+            raise
+        future.add_done_callback(lambda _: self._updating.release())
+        return future
 
     def release_memory(self) -> Future[None]:
         """Give the device's memory back (KV cache, graphs, weights) until `resume_memory`; running requests wait."""
@@ -392,25 +381,6 @@ class Engine(StepLoop):
         if self.runner is None:
             raise WeightUpdateError("the engine's memory is released: call /resume_memory_occupation first")
         return self.runner
-
-    def _update(
-        self, stage: Callable[[], Staged], version: int | None, flush_cache: bool, adapter_name: str = ""
-    ) -> Future[int]:
-        """Read, check and bring new weights to the device on this thread; swap them in between two steps.
-
-        One update at a time: an adapter must be merged with the base weights that are in use when it comes into use.
-        """
-        self._updating.acquire()
-        try:
-            runner = self._runner_in_use()
-            staged = stage()
-            staged.pairs = runner.stage(staged.pairs)
-            future = self._call(lambda: self._swap(staged, version, flush_cache, adapter_name))
-        except BaseException:
-            self._updating.release()
-            raise
-        future.add_done_callback(lambda _: self._updating.release())
-        return future
 
     def _cause(self, error: BaseException) -> BaseException | None:
         lost = self.ranks.lost(wait_s=2.0) if self.ranks else None

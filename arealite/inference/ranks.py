@@ -32,13 +32,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import AReaLiteError, ServerError, WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.cpu.runner import ModelRunner, StepResult
 from arealite.inference.loading import ModelShape, choose_device, load_model, read_config, shape_of
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.tensor_parallel import Shards, TensorGroup
-from arealite.inference.weights import ServedWeights, Staged, Weights
+from arealite.inference.weights import ServedWeights, Staged, Weights, WeightSource
 from arealite.utils.child import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
 from arealite.weights.host_memory import SharedWeights
@@ -47,7 +48,6 @@ _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
 _ANSWER_S = 600.0  # to start, or to read a large model from a slow disk
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
-_NOTHING = "nothing"  # to read: a rank answers when it has taken all updates so far
 
 
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Any:
@@ -99,9 +99,13 @@ class Ranks:
         return [load(answer) for answer in self._receive(self._steps)]
 
     @contextmanager
-    def staging(self, source: str, path: str) -> Iterator[None]:
-        """The other ranks read and check new weights while this one does; fails if any of them refuses."""
-        self._send(self._updates, {"source": source, "path": path, "after": self.num_loads})
+    def staging(self, source: WeightSource | None) -> Iterator[None]:
+        """The other ranks read and check new weights while this one does; fails if any of them refuses.
+
+        Without a source they only wait until they have copied all updates so far.
+        """
+        fields = None if source is None else source.to_json()
+        self._send(self._updates, {"source": fields, "after": self.num_loads})
         try:
             yield
         finally:
@@ -184,16 +188,16 @@ class ParallelWeights(ServedWeights):
         super().__init__(model, shards)
         self.ranks = ranks
 
-    def stage(self, source: str, path: str) -> Staged:
-        with self.ranks.staging(source, path):
-            return super().stage(source, path)
-
-    def stage_tensors(self, weights: Weights, source: str) -> Staged:
+    def stage(self, source: WeightSource) -> Staged:
+        if source.tensors is None:
+            with self.ranks.staging(source):
+                return super().stage(source)
         # Only this rank has received them: the others map them from shared memory.
-        staged = super().stage_tensors(weights, source)
-        with self.ranks.staging(_NOTHING, ""):
+        staged = super().stage(source)
+        with self.ranks.staging(None):
             pass  # until they have copied what was there before
-        with self.ranks.staging("shm", self.ranks.share(weights)):
+        shared = WeightUpdateMeta("shm", self.ranks.share(source.tensors))
+        with self.ranks.staging(WeightSource.published(shared)):
             return staged
 
     def fingerprints(self) -> Fingerprints:
@@ -453,16 +457,16 @@ class _Follower:
         except (EOFError, OSError):
             return
 
-    def _stage(self, source: str, path: str, after: int = 0) -> str | None:
+    def _stage(self, source: dict[str, Any] | None, after: int = 0) -> str | None:
         """What is wrong with the new weights; None if they are ready. Begins when the updates before it are in use here too."""
         if after:
             with self.loaded:
                 if not self.loaded.wait_for(lambda: self.num_loads >= after, _ANSWER_S / 2):
                     return "the update before this one was not taken in time"
-        if source == _NOTHING:
+        if source is None:
             return None
         try:
-            staged = self.weights.stage(source, path)
+            staged = self.weights.stage(WeightSource.from_json(source))
             staged.pairs = self.runner.stage(staged.pairs)
             self.staged = staged
         except WeightUpdateError as refusal:

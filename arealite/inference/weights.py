@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,12 +20,60 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
 from arealite.inference.tensor_parallel import Shards
 from arealite.weights.device_memory import attach
 from arealite.weights.fingerprint import Fingerprints, fingerprints
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """New weights for a served model. Make it with `published`, `adapter`, `received` or `base`.
+
+    `meta`: where a trainer has published them, and their version; None: the base weights, without an adapter.
+    `tensors`: weights that this process has received already. `adapter_name`: of a LoRA adapter.
+    """
+
+    meta: WeightUpdateMeta | None = None
+    tensors: Weights | None = None
+    adapter_name: str = ""
+
+    @classmethod
+    def published(cls, meta: WeightUpdateMeta) -> WeightSource:
+        """Weights that a trainer has published."""
+        return cls.adapter(meta.path, meta.version) if meta.is_adapter else cls(meta)
+
+    @classmethod
+    def adapter(cls, path: str, version: int, name: str = "") -> WeightSource:
+        """A LoRA adapter in a PEFT folder. It replaces the adapter in use."""
+        return cls(WeightUpdateMeta("disk", path, version, is_adapter=True), adapter_name=name or f"v{version}")
+
+    @classmethod
+    def received(cls, tensors: Weights, version: int) -> WeightSource:
+        """Weights that are in memory already."""
+        return cls(WeightUpdateMeta("broadcast", "the broadcast", version), tensors)
+
+    @classmethod
+    def base(cls) -> WeightSource:
+        """The weights, and their version, from before an adapter was loaded."""
+        return cls()
+
+    @property
+    def version(self) -> int | None:
+        """The version of these weights; None for the base weights, whose version the engine knows."""
+        return None if self.meta is None else self.meta.version
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process, which reads the weights itself."""
+        assert self.tensors is None, "tensors do not travel as JSON"
+        return {} if self.meta is None else asdict(self.meta)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> WeightSource:
+        return cls.published(WeightUpdateMeta(**fields)) if fields else cls.base()
 
 
 @dataclass
@@ -45,17 +94,20 @@ class ServedWeights:
         self.adapter: Adapter | None = None
         self._base: Weights = {}  # what layers with an adapter were without it
 
-    def stage(self, source: str, path: str) -> Staged:
-        """Read and check weights: a folder (`disk`), a segment (`shm`), a PEFT folder (`adapter`), or none (`base`: as without an adapter)."""
-        if source == "adapter":
-            return self._stage_adapter(read_adapter(path), path)
-        if source == "base":
+    def stage(self, source: WeightSource) -> Staged:
+        """Read and check new weights; nothing is copied into the model yet."""
+        meta = source.meta
+        if meta is None:
             targets = dict(self.model.named_parameters())
             return Staged([(targets[n], v) for n, v in self._base.items()], is_base=False)
-        weights = attach(path) if source == "shm" else read_tensors(Path(path), "model")
-        if source == "disk" and not {n for n, _ in self.model.named_parameters()} <= set(weights):
-            weights = self._convert(path, weights) or weights
-        return self._match(weights, path)
+        if source.tensors is not None:
+            return self._match(source.tensors, meta.path)
+        if meta.is_adapter:
+            return self._stage_adapter(read_adapter(meta.path), meta.path)
+        weights = attach(meta.path) if meta.type == "shm" else read_tensors(Path(meta.path), "model")
+        if Path(meta.path).is_dir() and not {n for n, _ in self.model.named_parameters()} <= set(weights):
+            weights = self._convert(meta.path, weights) or weights
+        return self._match(weights, meta.path)
 
     def _convert(self, path: str, saved: Weights) -> Weights | None:
         """Weights under the names of this model, where transformers saves them under others (experts one by one); None: it does not."""
@@ -79,10 +131,6 @@ class ServedWeights:
                     f"{path} does not fit this model: {kind} {sorted(map(str, names))[:3]}. The old weights are still served"
                 )
         return dict(loaded.named_parameters())
-
-    def stage_tensors(self, weights: Weights, source: str) -> Staged:
-        """Check weights that are in memory already."""
-        return self._match(weights, source)
 
     def _match(self, weights: Weights, source: str) -> Staged:
         """Pairs (parameter, its new value), or `WeightUpdateError` if the two do not fit exactly."""

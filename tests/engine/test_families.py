@@ -16,10 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, WeightUpdateError
-from arealite.api.io_struct import SaveLoadMeta
+from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.weights import WeightSource
 
 VOCAB, NEW = 120, 12
 # Families name the same things differently: each takes those it knows.
@@ -177,15 +178,15 @@ def test_what_files_name_otherwise_than_modules_is_saved_whole_and_updated(name,
     try:
         before = engine.fingerprint().result(10)
         changed = {key: value + 0.1 for key, value in model.named_parameters()}
-        engine.update_weights_from_tensors(changed, 1).result(10)
+        engine.update(WeightSource.received(changed, 1)).result(10)
         assert engine.fingerprint().result(10) != before
-        engine.update_weights_from_disk(str(saved), 2).result(60)
+        engine.update(WeightSource.published(WeightUpdateMeta("disk", str(saved), 2))).result(60)
         assert engine.fingerprint().result(10) == before
         tensors = load_file(saved / "model.safetensors")
         del tensors[max(tensors)]
         save_file(tensors, saved / "model.safetensors")
         with pytest.raises(WeightUpdateError, match="still served"):
-            engine.update_weights_from_disk(str(saved), 3)
+            engine.update(WeightSource.published(WeightUpdateMeta("disk", str(saved), 3)))
     finally:
         engine.close()
 

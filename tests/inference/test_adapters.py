@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.adapters import read_adapter
+from arealite.inference.weights import WeightSource
 from tests.inference.conftest import forward_logprobs, make_model, prompts, run, submit_and_see_start
 
 peft = pytest.importorskip("peft")
@@ -41,7 +42,7 @@ def test_logprobs_are_those_of_pefts_forward(family, settings, make_engine, tmp_
     model = make_model(family)
     adapted = make_adapter(tmp_path, model, 1, **settings)
     engine = make_engine(model)
-    engine.load_adapter(str(tmp_path), "v3", 3).result(30)
+    engine.update(WeightSource.adapter(str(tmp_path), 3)).result(30)
     for prompt in prompts(3, low=3):
         (output,) = run(engine, prompt, max_new_tokens=12, ignore_eos=True)
         expected = forward_logprobs(adapted, prompt, output.token_ids)
@@ -63,11 +64,11 @@ def test_swapping_to_and_fro_gives_the_same_bits(make_engine, tmp_path):
     seen = [weights()]
     order = ["one", "two", "one", "two", "one"]
     for version, name in enumerate(order, 5):
-        engine.load_adapter(str(tmp_path / name), f"v{version}", version).result(30)
+        engine.update(WeightSource.adapter(str(tmp_path / name), version)).result(30)
         seen.append(weights())
     held = engine.fingerprints().result(30)
     assert sum(".lora_A." in name for name in held) == 21  # those of `one`, which is in use
-    engine.unload_adapter().result(30)
+    engine.update(WeightSource.base()).result(30)
     assert engine.version == 0 and engine.adapter_name == "" and engine.weights.adapter is None
     for now, same in ((seen[3], seen[1]), (seen[5], seen[1]), (seen[4], seen[2])):
         assert all(torch.equal(now[n], same[n]) for n in now)
@@ -79,18 +80,18 @@ def test_an_adapter_after_a_full_update_stands_on_the_new_weights(make_engine, t
     model, other = make_model(seed=0), make_model(seed=9)
     make_adapter(tmp_path / "one", model, 1)
     engine = make_engine(model)
-    engine.load_adapter(str(tmp_path / "one"), "v1", 1).result(30)
-    engine.update_weights_from_tensors(dict(other.named_parameters()), 2).result(30)
+    engine.update(WeightSource.adapter(str(tmp_path / "one"), 1)).result(30)
+    engine.update(WeightSource.received(dict(other.named_parameters()), 2)).result(30)
     assert engine.weights.adapter is None and engine.adapter_name == ""
     with pytest.raises(WeightUpdateError, match="no adapter is loaded"):
-        engine.unload_adapter()
+        engine.update(WeightSource.base())
     assert engine.version == 2
     adapted = make_adapter(tmp_path / "two", other, 2)
-    engine.load_adapter(str(tmp_path / "two"), "v3", 3).result(30)
+    engine.update(WeightSource.adapter(str(tmp_path / "two"), 3)).result(30)
     (output,) = run(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True)
     expected = forward_logprobs(adapted, [5, 6, 7], output.token_ids)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
-    engine.unload_adapter().result(30)
+    engine.update(WeightSource.base()).result(30)
     assert engine.version == 2
 
 
@@ -99,7 +100,7 @@ def test_a_swap_under_load_marks_the_tokens_after_it(make_engine, tmp_path):
     make_adapter(tmp_path, model, 1)
     engine = make_engine(model)
     future = submit_and_see_start(engine, [1, 2, 3], max_new_tokens=200, ignore_eos=True)
-    engine.load_adapter(str(tmp_path), "v4", 4, flush_cache=False).result(30)
+    engine.update(WeightSource.adapter(str(tmp_path), 4), flush_cache=False).result(30)
     (output,) = future.result(60)
     (first, start, cut), (second, again, end) = output.version_spans
     assert (first, second, start, end) == (0, 4, 0, 200) and cut == again > 0
@@ -151,12 +152,12 @@ def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(change, me
     shutil.copytree(tmp_path / "good", tmp_path / "bad")
     tear(tmp_path / "bad", change)
     engine = make_engine(model)
-    engine.load_adapter(str(tmp_path / "good"), "v1", 1).result(30)
+    engine.update(WeightSource.adapter(str(tmp_path / "good"), 1)).result(30)
     before = engine.fingerprint().result(30)
     with pytest.raises(WeightUpdateError, match=message):
-        engine.load_adapter(str(tmp_path / "bad"), "v2", 2)
+        engine.update(WeightSource.adapter(str(tmp_path / "bad"), 2))
     assert engine.fingerprint().result(30) == before and engine.version == 1
-    engine.load_adapter(str(tmp_path / "good"), "v2", 2).result(30)  # the next one is not held up
+    engine.update(WeightSource.adapter(str(tmp_path / "good"), 2)).result(30)  # the next one is not held up
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null"])

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from arealite.api.cli_args import ServerConfig
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference import engine as engine_module
 from arealite.inference.cpu.runner import ModelRunner
 from arealite.inference.engine import Engine
+from arealite.inference.weights import WeightSource
 from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
 
@@ -122,7 +124,7 @@ def test_a_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
     engine = make_engine(model)
     run(engine, [1, 2, 3], max_new_tokens=4)
     other.save_pretrained(tmp_path)
-    engine.update_weights_from_disk(str(tmp_path), 3).result(60)
+    engine.update(WeightSource.published(WeightUpdateMeta("disk", str(tmp_path), 3))).result(60)
     (output,) = run(engine, [1, 2, 3], temperature=0.0, max_new_tokens=6, ignore_eos=True)
     assert output.token_ids == generate(other, [1, 2, 3], 6, None)
     assert output.version_spans == [(3, 0, 6)]

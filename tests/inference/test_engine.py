@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.weights import WeightSource
 from tests.inference.conftest import (
     FAMILIES,
     forward_logprobs,
@@ -245,7 +247,7 @@ def test_blocks_of_broken_weights_are_clean_when_others_get_them(make_engine):
     for future in [submit(engine, p, n=2, max_new_tokens=4) for p in [*asked, *asked]]:
         assert all("status_code" in output.finish_reason for output in future.result(30))
     good = dict(model.named_parameters())
-    engine.update_weights_from_tensors(good, 2, flush_cache=False).result(30)
+    engine.update(WeightSource.received(good, 2), flush_cache=False).result(30)
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     for prompt, future in [(p, submit(engine, p, **greedy)) for p in asked]:
         assert future.result(30)[0].token_ids == generate(model, prompt, 12, None)
@@ -288,7 +290,7 @@ def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tm
     engine = make_engine(make_model())
     (tmp_path / "segment").write_bytes(content)
     with pytest.raises(WeightUpdateError, match="does not hold shared weights"):
-        engine.update_weights_from_shm(str(tmp_path / "segment"), 1)
+        engine.update(WeightSource.published(WeightUpdateMeta("shm", str(tmp_path / "segment"), 1)))
     assert run(engine, [1], max_new_tokens=2)[0].version_spans == [(0, 0, 2)]
 
 

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.ranks import _Follower
-from arealite.inference.weights import Staged
+from arealite.inference.weights import Staged, WeightSource
 from arealite.utils.process import process_table
 from tests.inference.conftest import forward_logprobs, generate, make_model, prompts, run, submit, submit_and_see_start
 from tests.inference.test_adapters import make_adapter
@@ -118,7 +119,9 @@ def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
     other = folders["other"]
     future = submit_and_see_start(two, [1, 2, 3], max_new_tokens=150, ignore_eos=True)
     for version, engine in ((1, two), (1, one)):
-        engine.update_weights_from_disk(str(other), version, flush_cache=False).result(60)
+        engine.update(WeightSource.published(WeightUpdateMeta("disk", str(other), version)), flush_cache=False).result(
+            60
+        )
     assert [span[0] for span in future.result(60)[0].version_spans] == [0, 1]
     assert two.fingerprint().result(60) == one.fingerprint().result(60)
     assert two.fingerprints().result(60) == one.fingerprints().result(60)
@@ -128,14 +131,14 @@ def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
     torn.mkdir()
     save_file(weights | {"model.norm.weight": torch.ones(47)}, torn / "model.safetensors")
     with pytest.raises(WeightUpdateError, match="47"):
-        two.update_weights_from_disk(str(torn), 2)
+        two.update(WeightSource.published(WeightUpdateMeta("disk", str(torn), 2)))
     assert two.fingerprint().result(60) == one.fingerprint().result(60) and two.version == 1
 
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     coarse = {name: tensor.bfloat16() for name, tensor in weights.items()}
     for version, tensors in ((2, coarse), (3, doubled)):  # of another type than those before
         for engine in pair:
-            engine.update_weights_from_tensors(tensors, version).result(60)
+            engine.update(WeightSource.received(tensors, version)).result(60)
     assert two.fingerprints().result(60) == one.fingerprints().result(60)
     same = {"temperature": 0.0, "max_new_tokens": 12}
     assert run(two, [4, 5, 6], **same)[0].token_ids == run(one, [4, 5, 6], **same)[0].token_ids
@@ -149,29 +152,29 @@ def test_adapters_are_cut_too(pair, folders, tmp_path):
     (torn / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for engine in pair:
         with pytest.raises(WeightUpdateError, match=r"r of .* got None"):
-            engine.load_adapter(str(torn), "v4", 4)
-        engine.update_weights_from_disk(str(folders["qwen2"]), 4).result(60)
-        engine.load_adapter(str(tmp_path), "v5", 5).result(60)
+            engine.update(WeightSource.adapter(str(torn), 4))
+        engine.update(WeightSource.published(WeightUpdateMeta("disk", str(folders["qwen2"]), 4))).result(60)
+        engine.update(WeightSource.adapter(str(tmp_path), 5)).result(60)
     (output,) = run(pair[0], [5, 6, 7], max_new_tokens=12, ignore_eos=True)
     expected = forward_logprobs(adapted, [5, 6, 7], output.token_ids)
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
     for engine in pair:
-        engine.unload_adapter().result(60)
+        engine.update(WeightSource.base()).result(60)
     assert pair[0].fingerprint().result(60) == pair[1].fingerprint().result(60)
 
 
 def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
     class Weights:
-        def stage(self, source, path):
-            raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source]
+        def stage(self, source):
+            raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source.meta.type]
 
     ours, theirs = multiprocessing.Pipe()
     follower = object.__new__(_Follower)
     follower.weights, follower.updates = Weights(), theirs
     thread = threading.Thread(target=follower._stage_updates)
     thread.start()
-    for source, words in [("disk", "MemoryError('no room')"), ("shm", "torn")] * 2:
-        ours.send_bytes(json.dumps({"source": source, "path": "x"}).encode())
+    for way, words in [("disk", "MemoryError('no room')"), ("shm", "torn")] * 2:
+        ours.send_bytes(json.dumps({"source": {"type": way, "path": "x"}}).encode())
         assert ours.poll(10) and words in json.loads(ours.recv_bytes())
     ours.close()
     thread.join(10)
@@ -183,13 +186,13 @@ def test_a_rank_reads_new_weights_only_when_the_last_ones_are_in_use():
     seen = []
     follower = object.__new__(_Follower)
     follower.weights = SimpleNamespace(
-        stage=lambda source, path: seen.append(follower.num_loads) or Staged([]), accept=seen.append
+        stage=lambda source: seen.append(follower.num_loads) or Staged([]), accept=seen.append
     )
     follower.runner = SimpleNamespace(stage=lambda pairs: pairs, load=lambda pairs: None)
     follower.num_loads, follower.loaded, follower.in_flight = 0, threading.Condition(), deque()
-    assert follower._stage("disk", "one") is None
+    assert follower._stage({"type": "disk", "path": "one"}) is None
     first = follower.staged
-    thread = threading.Thread(target=follower._stage, args=("adapter", "two", 1))
+    thread = threading.Thread(target=follower._stage, args=({"type": "disk", "path": "two"}, 1))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive() and follower.staged is first and seen == [0]
@@ -203,7 +206,7 @@ def test_memory_is_released_on_every_rank(pair, model):
     future = submit_and_see_start(two, [9, 8, 7], temperature=0.0, max_new_tokens=100, ignore_eos=True)
     two.release_memory().result(60)
     with pytest.raises(WeightUpdateError, match="released"):
-        two.update_weights_from_tensors({}, 9)
+        two.update(WeightSource.received({}, 9))
     two.resume_memory().result(60)
     assert future.result(60)[0].token_ids == generate(model, [9, 8, 7], 100, None)
 

@@ -19,6 +19,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import _can_share_gpu
 from arealite.inference.engine import Engine
 from arealite.inference.tensor_parallel import TensorGroup, shard_model
+from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import visible_gpus
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
 from tests.server_process import server_process
@@ -91,7 +92,7 @@ def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):
         adapted[-1].save_pretrained(folder)
     first = None
     for version, which in enumerate([0, 1, 0], 1):
-        engine.load_adapter(str(folders[which]), f"v{version}", version).result(60)
+        engine.update(WeightSource.adapter(str(folders[which]), version)).result(60)
         (output,) = run(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True, sampling_seed=1)
         expected = forward_logprobs(adapted[which], [5, 6, 7], output.token_ids)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
@@ -122,8 +123,8 @@ def test_memory_is_given_back_and_the_weights_return(make_engine):
     weights = sum(p.nbytes for p in model.parameters())
     assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its own
     with pytest.raises(WeightUpdateError, match="released"):
-        engine.update_weights_from_tensors({}, 1)
+        engine.update(WeightSource.received({}, 1))
     engine.resume_memory().result(60)
     assert engine.fingerprint().result(60) == digest
-    engine.update_weights_from_tensors({n: p.clone() for n, p in model.named_parameters()}, 1).result(60)
+    engine.update(WeightSource.received({n: p.clone() for n, p in model.named_parameters()}, 1)).result(60)
     assert run(engine, [1, 2, 3], **asked)[0].token_ids == before[0].token_ids

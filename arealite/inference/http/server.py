@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from aiohttp import web
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http.common import (
     API_KEY,
@@ -31,6 +33,7 @@ from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
+from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
@@ -193,13 +196,11 @@ async def flush_cache(http_request: web.Request) -> web.Response:
 
 
 async def update_weights_from_disk(http_request: web.Request) -> web.Response:
-    body = await read_object(http_request)
-    return await _update(http_request, body, "model_path", Engine.update_weights_from_disk)
+    return await _update_published(http_request, "disk", "model_path")
 
 
 async def update_weights_from_shm(http_request: web.Request) -> web.Response:
-    body = await read_object(http_request)
-    return await _update(http_request, body, "path", Engine.update_weights_from_shm)
+    return await _update_published(http_request, "shm", "path")
 
 
 async def load_lora_adapter(http_request: web.Request) -> web.Response:
@@ -213,11 +214,8 @@ async def load_lora_adapter(http_request: web.Request) -> web.Response:
         raise RequestError(f"lora_name must name the adapter, got {name!r}")
     if name[0] == "v" and name[1:].isdigit():
         body.setdefault("weight_version", name[1:])
-
-    def load(engine: Engine, path: str, version: int, flush: bool) -> Any:
-        return engine.load_adapter(path, name, version, flush)
-
-    return await _update(http_request, body, "lora_path", load)
+    path, version = _path(body, "lora_path"), _version(http_request.app[ENGINE], body)
+    return await _update(http_request, body, lambda: WeightSource.adapter(path, version, name))
 
 
 async def unload_lora_adapter(http_request: web.Request) -> web.Response:
@@ -226,11 +224,7 @@ async def unload_lora_adapter(http_request: web.Request) -> web.Response:
     name = body.get("lora_name")
     if not name or name != engine.adapter_name:
         raise RequestError(f"adapter {name!r} is not loaded; {engine.adapter_name or 'none'} is")
-    flush = _flush(body)
-    future = await asyncio.get_running_loop().run_in_executor(None, engine.unload_adapter, flush)
-    count = await answer(future)
-    message = f"the base weights, version {engine.version}, are in use"
-    return json_response({"success": True, "message": message, "num_paused_requests": count})
+    return await _update(http_request, body, WeightSource.base)
 
 
 async def init_weights_update_group(http_request: web.Request) -> web.Response:
@@ -242,16 +236,8 @@ async def init_weights_update_group(http_request: web.Request) -> web.Response:
 
 async def update_weights_from_distributed(http_request: web.Request) -> web.Response:
     engine, body = http_request.app[ENGINE], await read_object(http_request)
-    version, flush = _version(engine, body), _flush(body)
-
-    def receive() -> Any:
-        tensors = http_request.app[RECEIVER].receive(body)
-        return engine.update_weights_from_tensors(tensors, version, flush)
-
-    future = await asyncio.get_running_loop().run_in_executor(None, receive)
-    count = await answer(future)
-    message = f"weights of version {version} are in use"
-    return json_response({"success": True, "message": message, "num_paused_requests": count})
+    version, receiver = _version(engine, body), http_request.app[RECEIVER]
+    return await _update(http_request, body, lambda: WeightSource.received(receiver.receive(body), version))
 
 
 async def update_weight_version(http_request: web.Request) -> web.Response:
@@ -270,24 +256,33 @@ async def resume_memory_occupation(http_request: web.Request) -> web.Response:
     return json_response({"success": True})
 
 
-async def _update(http_request: web.Request, body: dict[str, Any], key: str, update: Any) -> web.Response:
-    engine, path = http_request.app[ENGINE], body.get(key)
-    if not isinstance(path, str) or not path:
-        raise RequestError(f"{key} must name the new weights, got {path!r}")
-    version = _version(engine, body)
-    flush = _flush(body)
+async def _update_published(http_request: web.Request, way: Literal["disk", "shm"], key: str) -> web.Response:
+    """Load the weights that a trainer has published at the path `body[key]`."""
+    body = await read_object(http_request)
+    meta = WeightUpdateMeta(way, _path(body, key), _version(http_request.app[ENGINE], body))
+    return await _update(http_request, body, lambda: WeightSource.published(meta))
+
+
+async def _update(
+    http_request: web.Request, body: dict[str, Any], get_source: Callable[[], WeightSource]
+) -> web.Response:
+    """Update the engine's weights. Reading and checking run on a thread: neither server nor engine waits for the disk."""
+    engine = http_request.app[ENGINE]
+    flush = body.get("flush_cache") is None or flag(body, "flush_cache")
     if flag(body, "abort_all_requests"):
         await answer(engine.abort())
-    # Reading and checking happen on a thread, so that neither the server nor the engine waits for the disk.
     loop = asyncio.get_running_loop()
-    future = await loop.run_in_executor(None, update, engine, path, version, flush)
+    future = await loop.run_in_executor(None, lambda: engine.update(get_source(), flush))
     count = await answer(future)
-    message = f"weights of version {version} are in use"
+    message = f"weights of version {engine.version} are in use"
     return json_response({"success": True, "message": message, "num_paused_requests": count})
 
 
-def _flush(body: dict[str, Any]) -> bool:
-    return body.get("flush_cache") is None or flag(body, "flush_cache")
+def _path(body: dict[str, Any], key: str) -> str:
+    path = body.get(key)
+    if not isinstance(path, str) or not path:
+        raise RequestError(f"{key} must name the new weights, got {path!r}")
+    return path
 
 
 def _version(engine: Engine, body: dict[str, Any]) -> int:
