@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
-from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.launch_config import read_launch_config
+from arealite.launcher.placement import cluster_slots
 from arealite.utils.config import run_main
 
 
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("name the script first: python -m arealite.cli.plan SCRIPT.py key=value…")
-    config = read_launch_config(argv[0], argv[1:], controls=True)
+    config = read_launch_config(argv[0], argv[1:], has_controller_mode=True)
     print(Job(config, argv[0], argv[1:], *cluster_slots(config)).describe())
     return 0
 

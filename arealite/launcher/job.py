@@ -21,7 +21,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from arealite.api.errors import ConfigError
-from arealite.launcher.plan import LaunchConfig, Plan, cluster_slots, make_plan
+from arealite.launcher.launch_config import LaunchConfig
+from arealite.launcher.placement import Placement, cluster_slots, make_placement
 from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir, run_path
 
@@ -108,8 +109,8 @@ class Job:
         """Of this attempt alone: what an earlier one left there means nothing."""
         return self.run_dir.names / f"{self.id}-{self.attempt}"
 
-    def plan(self) -> Plan:
-        return make_plan(self.config, self.devices, self.on_gpu)
+    def placement(self) -> Placement:
+        return make_placement(self.config, self.devices, self.on_gpu)
 
     def command(self) -> list[str]:
         """The script's command line."""
@@ -118,14 +119,14 @@ class Job:
 
     def describe(self) -> str:
         """What would be started, and where."""
-        plan = self.plan()
-        lines = [f"run directory {self.run_dir.path}", plan.describe()]
-        if plan.mode.gen_backend is not None:
-            command = server_command(self.config, plan.mode.gen_backend, self.config.server.port)
+        placement = self.placement()
+        lines = [f"run directory {self.run_dir.path}", placement.describe()]
+        if placement.mode.gen_backend is not None:
+            command = server_command(self.config, placement.mode.gen_backend, self.config.server.port)
             lines.append(f"each server: {shlex.join(command)}")
-        who = "the driver: " if plan.engines else "each rank:   "
+        who = "the driver: " if placement.engines else "each rank:   "
         lines.append(f"{who}{shlex.join(self.command())}")
-        lines.append(f"threads per process: {plan.threads}")
+        lines.append(f"threads per process: {placement.threads}")
         return "\n".join(lines)
 
     def save(self) -> Path:

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
+from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.node import run_node
-from arealite.launcher.plan import LaunchConfig, local_slots, read_launch_config
+from arealite.launcher.placement import local_slots
 from arealite.launcher.servers import require_installed
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import REFUSED, run_main
@@ -34,9 +35,9 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     if dry_run:
         print(job.describe())
         return 0
-    plan = job.plan()  # refused here, before anything is written
+    placement = job.placement()  # refused here, before anything is written
     _require_paths(config)
-    require_installed(config, plan.mode.gen_backend)
+    require_installed(config, placement.mode.gen_backend)
     print(f"run directory: {job.run_dir.path}", flush=True)
     return run_attempts(job, lambda attempt: run_node(attempt, node=0))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import CONTROLLER_ENV, Job
-from arealite.launcher.plan import ServerPlan, visible_gpus
+from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import is_healthy, server_command, server_env, server_port, sharing_gpus
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
@@ -69,7 +69,7 @@ class NodePart:
 
     def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
         self.job, self.node, self.names, self.supervisor = job, node, names, supervisor
-        self.config, self.plan, self.logs = job.config, job.plan(), job.run_dir.logs
+        self.config, self.placement, self.logs = job.config, job.placement(), job.run_dir.logs
         self.host = "127.0.0.1" if len(job.devices) == 1 else host_address()
         self.gpus = visible_gpus() if job.on_gpu else []
         self.starting: dict[int, tuple[Child, str, float]] = {}
@@ -83,23 +83,23 @@ class NodePart:
         self.elastic = elastic_names(job.run_dir)
         self.mps: Child | None = None
         self.mps_env: dict[str, str] = {}
-        if self.plan.shares_gpus:
+        if self.placement.shares_gpus:
             self.config = sharing_gpus(self.config)
 
     def run(self) -> None:
         began = time.monotonic()
-        if self.plan.shares_gpus:
+        if self.placement.shares_gpus:
             self.start_mps()
-        for server in self.plan.servers_on(self.node):
+        for server in self.placement.servers_on(self.node):
             self.start_server(server)
         while self.starting:
             self.turn()
         self.is_up = True
         if self.servers:
             took_s = time.monotonic() - began
-            what = f"{len(self.servers)} {self.plan.mode.gen_backend} server(s)"
+            what = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s)"
             print(f"{what} ready in {took_s:.1f} s: {', '.join(self.addresses)}", flush=True)
-        if not self.plan.ranks_on(self.node):
+        if not self.placement.ranks_on(self.node):
             return self.serve_until_ranks_end()
         self.start_ranks()
         while self.ranks:
@@ -108,7 +108,7 @@ class NodePart:
     def serve_until_ranks_end(self) -> None:
         """A node without ranks goes on as long as any node with ranks does."""
         self.wait_for(["master"])
-        while not self.ended.keys() >= {rank.node for rank in self.plan.ranks}:
+        while not self.ended.keys() >= {rank.node for rank in self.placement.ranks}:
             self.turn()
 
     def turn(self, wait_s: float = _RUNNING_WAKE_S) -> None:
@@ -159,12 +159,12 @@ class NodePart:
         spec = ChildSpec("mps", [command, "-f"], self.logs / "mps.log", self.mps_env)
         self.mps = self.supervisor.start(spec)
 
-    def start_server(self, server: ServerPlan) -> None:
-        backend = self.plan.mode.gen_backend
+    def start_server(self, server: ServerPlacement) -> None:
+        backend = self.placement.mode.gen_backend
         assert backend is not None
         place = [node for node, _ in server.places].index(self.node)
         devices = server.places[place][1]
-        env = {"OMP_NUM_THREADS": str(self.plan.threads), **server_env(self.config, backend)}
+        env = {"OMP_NUM_THREADS": str(self.placement.threads), **server_env(self.config, backend)}
         env |= self.mps_env
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
@@ -182,7 +182,7 @@ class NodePart:
             deadline = time.monotonic() + self.config.setup_timeout_s
             self.starting[server.index] = (child, f"{host}:{port}", deadline)
 
-    def rendezvous(self, server: ServerPlan, place: int) -> tuple[int, int, str]:
+    def rendezvous(self, server: ServerPlacement, place: int) -> tuple[int, int, str]:
         """(number of nodes, which of them, address of the first) for a server that spans nodes."""
         name = f"server-rendezvous/{server.index}"
         if place == 0:
@@ -223,14 +223,14 @@ class NodePart:
                 f"servers died {self.num_restarts} times (launcher.server_restarts={allowed}): {child.describe_end()}"
             )
         print(f"warning: {child.describe_end()}\nstarting server {index} again", flush=True)
-        self.start_server(self.plan.servers[index])
+        self.start_server(self.placement.servers[index])
 
     # ---------------------------------------------------------------------------------------------- ranks
 
     def start_ranks(self) -> None:
         """When every server of the job has a name, and rank 0's node has said where the ranks meet."""
         servers, master = self.meet_servers()
-        mine = self.plan.ranks_on(self.node)
+        mine = self.placement.ranks_on(self.node)
         for rank in mine:
             env = self.rank_env(servers, master, len(mine))
             env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank)}
@@ -238,9 +238,9 @@ class NodePart:
 
     def meet_servers(self) -> tuple[list[str], str]:
         """(addresses of all servers, where the ranks meet), once they are known."""
-        if self.plan.ranks_on(self.node)[0].rank == 0:
+        if self.placement.ranks_on(self.node)[0].rank == 0:
             self.names.publish("master", f"{self.host}:{self.trainer_port()}")
-        servers = self.wait_for([f"servers/{server.index}" for server in self.plan.servers])
+        servers = self.wait_for([f"servers/{server.index}" for server in self.placement.servers])
         return list(servers.values()), self.wait_for(["master"])["master"]
 
     def trainer_port(self) -> int:
@@ -252,22 +252,22 @@ class NodePart:
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
         host, port = master.rsplit(":", 1)
         env = {
-            "WORLD_SIZE": str(len(self.plan.ranks)),
+            "WORLD_SIZE": str(len(self.placement.ranks)),
             "LOCAL_WORLD_SIZE": str(local_world_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "AREALITE_SERVER_ADDRS": ",".join(servers),
             "AREALITE_NAMES": str(self.job.names_folder),
             "AREALITE_ATTEMPT": str(self.job.attempt),
-            "OMP_NUM_THREADS": str(self.plan.threads),
+            "OMP_NUM_THREADS": str(self.placement.threads),
             "PYTHONUNBUFFERED": "1",
             **self.mps_env,
         }
         if self.config.server.api_key:
             env["AREALITE_API_KEY"] = self.config.server.api_key
-        if self.plan.engines:
+        if self.placement.engines:
             env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
-        ranks = self.plan.ranks_on(self.node)
+        ranks = self.placement.ranks_on(self.node)
         devices = [rank.device for rank in ranks if rank.device is not None]
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)

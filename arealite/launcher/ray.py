@@ -15,8 +15,9 @@ from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
 from arealite.launcher.job import Follower, Job, Stop
+from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts
-from arealite.launcher.plan import Plan, read_launch_config
+from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import Interrupted
 from arealite.utils.config import run_main
@@ -27,14 +28,14 @@ _LOOK_INTERVAL_S = 0.5
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     """Run `script` on the Ray cluster; returns the exit code."""
-    config = read_launch_config(str(script), argv, controls=True)
+    config = read_launch_config(str(script), argv, has_controller_mode=True)
     job = Job.on_cluster(config, script, argv)
     if dry_run:
         print(job.describe())
         return 0
-    plan = job.plan()
-    num_ranks = len(plan.engines) * plan.mode.train_world_size
-    num_cpus = len(_bundles(job, plan)) + (num_ranks + 1 if plan.engines else 0)
+    placement = job.placement()
+    num_ranks = len(placement.engines) * placement.mode.train_world_size
+    num_cpus = len(_bundles(job, placement)) + (num_ranks + 1 if placement.engines else 0)
     ray = connect(num_cpus)
     _check_nodes(ray, job, num_cpus)
     print(f"run directory: {job.run_dir.path}", flush=True)
@@ -60,11 +61,11 @@ def connect(num_cpus: int | None = None) -> Any:
     return ray
 
 
-def _bundles(job: Job, plan: Plan) -> list[dict[str, float]]:
+def _bundles(job: Job, placement: Placement) -> list[dict[str, float]]:
     """What Ray reserves on each node: all its devices, or in controller mode those of its servers, for engines reserve their own."""
     counts = [len(devices) for devices in job.devices]
-    if plan.engines:
-        places = [place for server in plan.servers for place in server.places]
+    if placement.engines:
+        places = [place for server in placement.servers for place in server.places]
         used = max([0, *(node for node, _ in places)]) + 1
         counts = [sum(len(d) for n, d in places if n == node) for node in range(used)]
     return [{"CPU": 1.0, "GPU": float(n if job.on_gpu else 0)} for n in counts]
@@ -92,7 +93,7 @@ class _Attempt:
     """One placement group, one actor per node, and the watch over them."""
 
     def __init__(self, ray: Any, job: Job):
-        self.ray, self.job, self.plan = ray, job, job.plan()
+        self.ray, self.job, self.placement = ray, job, job.placement()
         self.num_replaced = 0
         self.stop = Stop()
         self.running: dict[Any, int] = {}
@@ -102,7 +103,7 @@ class _Attempt:
     def run(self) -> int:
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        self.bundles = _bundles(self.job, self.plan)
+        self.bundles = _bundles(self.job, self.placement)
         strategy = "STRICT_SPREAD" if len(self.bundles) > 1 else "PACK"
         self.group = placement_group(self.bundles, strategy=strategy)
         shown = Follower(self.job.run_dir.logs / "rank0.log")
@@ -176,7 +177,7 @@ class _Attempt:
         reason = str(error).strip().splitlines()[0]
         print(f"warning: node {node} was lost: {reason}", file=sys.stderr, flush=True)
         self.num_replaced += 1
-        if self.plan.ranks_on(node) or self.num_replaced > self.job.config.launcher.server_restarts:
+        if self.placement.ranks_on(node) or self.num_replaced > self.job.config.launcher.server_restarts:
             return False
         self.start(node)
         return True

@@ -16,7 +16,7 @@ from typing import Any
 from arealite.api.errors import ServerError
 from arealite.launcher.job import Job
 from arealite.launcher.node import NodePart, run_node
-from arealite.launcher.plan import ServerPlan
+from arealite.launcher.placement import ServerPlacement
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
@@ -31,10 +31,10 @@ class PoolPart(NodePart):
     """One server beyond the plan; ends when the job does, and with an error if the server does."""
 
     def run(self) -> None:
-        assert self.plan.mode.gen is not None
+        assert self.placement.mode.gen is not None
         self.is_up = True  # so that it joins by lease
-        devices = tuple(range(self.plan.mode.gen.instance_size)) if self.job.on_gpu else ()
-        self.start_server(ServerPlan(pool_index(self.node), ((self.node, devices),)))
+        devices = tuple(range(self.placement.mode.gen.instance_size)) if self.job.on_gpu else ()
+        self.start_server(ServerPlacement(pool_index(self.node), ((self.node, devices),)))
         self.serve_until_ranks_end()
 
     def server_ended(self, child: Child) -> None:
@@ -78,9 +78,9 @@ class ServerPool:
     """Grows and shrinks with the load. `look` is called often and acts now and then."""
 
     def __init__(self, ray: Any, job: Job):
-        self.ray, self.job, self.plan = ray, job, job.plan()
+        self.ray, self.job, self.placement = ray, job, job.placement()
         limit = job.config.launcher.max_servers or 0
-        self.max_members = max(0, limit - len(self.plan.servers))
+        self.max_members = max(0, limit - len(self.placement.servers))
         self.members: dict[int, _Member] = {}
         self.names = FileNames(job.names_folder)
         self.elastic = elastic_names(job.run_dir)
@@ -110,10 +110,10 @@ class ServerPool:
                 self.end(node)
 
     def grow(self) -> None:
-        assert self.plan.mode.gen is not None
+        assert self.placement.mode.gen is not None
         self.num_started += 1
         node = -self.num_started
-        gpus = self.plan.mode.gen.instance_size if self.job.on_gpu else 0
+        gpus = self.placement.mode.gen.instance_size if self.job.on_gpu else 0
         actor = self.ray.remote(NodeActor).options(num_cpus=1, num_gpus=gpus).remote()
         started = actor.run.remote(str(self.job.path), self.job.attempt, node)
         self.members[node] = _Member(actor, started)

@@ -20,7 +20,7 @@ from typing import Any
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, ServerError
-from arealite.launcher.plan import LaunchConfig
+from arealite.launcher.launch_config import LaunchConfig
 from arealite.utils.network import free_port, is_free
 
 _RESERVED = ("command", "env")

@@ -21,8 +21,8 @@ from typing import Any
 
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.launcher.job import Follower, Job, Stop
+from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts
-from arealite.launcher.plan import read_launch_config
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
 
@@ -47,7 +47,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     if dry_run:
         print(f"{job.describe()}\n\n{job.run_dir.path / 'slurm.sh'}:\n{batch_script(job)}")
         return 0
-    job.plan()
+    job.placement()
     if shutil.which("sbatch") is None:
         raise ConfigError("there is no `sbatch` here: run this on a login node of a Slurm cluster")
     try:

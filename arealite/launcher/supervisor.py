@@ -1,6 +1,6 @@
 """Children of a launcher: started with logs, watched, and ended with all their descendants, whatever happens.
 
-Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all families (SIGTERM, grace, SIGKILL); a warden
+Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all families (SIGTERM, grace, SIGKILL); a watchdog
 process does the same when the launcher itself is killed. Nothing polls: ends, output and signals all wake one `select`.
 """
 
@@ -92,12 +92,12 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe()
         self._signals: list[int] = []
         self._old_handlers: dict[int, object] = {}
-        self._warden: subprocess.Popen | None = None
+        self._watchdog: subprocess.Popen | None = None
         self._log_is_lost = False
 
     def __enter__(self) -> Supervisor:
-        self._warden = subprocess.Popen(
-            [sys.executable, "-m", "arealite.launcher.warden"],
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "arealite.launcher.watchdog"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -105,7 +105,7 @@ class Supervisor:
             start_new_session=True,
             pass_fds=[] if self._lock is None else [self._lock],
         )
-        self._tell_warden(f"{self._mark} {self.stop_timeout_s}")
+        self._notify_watchdog(f"{self._mark} {self.stop_timeout_s}")
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         if threading.current_thread() is threading.main_thread():
@@ -119,14 +119,14 @@ class Supervisor:
         finally:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
-            self._dismiss_warden()
+            self._end_watchdog()
             self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def remove_at_end(self, path: Path) -> None:
         """Have a file removed after the last child is gone, however that comes about."""
-        self._tell_warden(f"={path}")
+        self._notify_watchdog(f"={path}")
 
     def start(self, spec: ChildSpec) -> Child:
         """Start one child in a session of its own; its output goes to the log (appended)."""
@@ -157,7 +157,7 @@ class Supervisor:
         finally:
             for descriptor in terminal:
                 os.close(descriptor)
-        self._tell_warden(f"+{process.pid}")
+        self._notify_watchdog(f"+{process.pid}")
         child = Child(spec, process, os.pidfd_open(process.pid), log_start)
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -211,7 +211,7 @@ class Supervisor:
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         self.children.remove(child)
-        self._tell_warden(f"-{child.process.pid}")
+        self._notify_watchdog(f"-{child.process.pid}")
 
     def _copy_output(self, child: Child) -> bool:
         """Copy what an echoed child wrote to its log and the console; False when there is no more for now."""
@@ -250,17 +250,17 @@ class Supervisor:
                     os.killpg(child.process.pid, signal.SIGKILL)
         os.write(self._wake_write, b"!")
 
-    def _dismiss_warden(self) -> None:
-        assert self._warden is not None and self._warden.stdin is not None
+    def _end_watchdog(self) -> None:
+        assert self._watchdog is not None and self._watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it may itself have been killed
-            self._warden.stdin.close()
-        assert self._warden.stdout is not None
-        self._warden.stdout.read()
-        self._warden.stdout.close()
-        self._warden.wait()
+            self._watchdog.stdin.close()
+        assert self._watchdog.stdout is not None
+        self._watchdog.stdout.read()
+        self._watchdog.stdout.close()
+        self._watchdog.wait()
 
-    def _tell_warden(self, line: str) -> None:
-        assert self._warden is not None and self._warden.stdin is not None
+    def _notify_watchdog(self, line: str) -> None:
+        assert self._watchdog is not None and self._watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed; the kernel's death signal is left
-            self._warden.stdin.write(line + "\n")
-            self._warden.stdin.flush()
+            self._watchdog.stdin.write(line + "\n")
+            self._watchdog.stdin.flush()

@@ -19,9 +19,10 @@ from typing import Any
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
+from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line
 from arealite.launcher.node import Failed, NodePart, run_node
-from arealite.launcher.plan import cluster_slots, local_slots, read_launch_config
+from arealite.launcher.placement import cluster_slots, local_slots
 from arealite.launcher.supervisor import ChildSpec
 from arealite.utils.config import run_main
 from arealite.utils.names import FileNames, wait_for_names
@@ -57,7 +58,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
 
 
 def _check_elastic(job: Job) -> None:
-    config, plan = job.config, job.plan()
+    config, placement = job.config, job.placement()
     least = config.cluster.min_nodes or len(job.devices)
     if least == len(job.devices):
         return
@@ -65,8 +66,8 @@ def _check_elastic(job: Job) -> None:
         raise ConfigError(
             f"cluster.min_nodes={least} starts ranks again when machines come and go: set recover.mode=auto and recover.retries"
         )
-    far = [s.index for s in plan.servers if any(node >= least for node, _ in s.places)]
-    if far or not plan.ranks_on(0):
+    far = [s.index for s in placement.servers if any(node >= least for node, _ in s.places)]
+    if far or not placement.ranks_on(0):
         raise ConfigError(
             f"cluster.min_nodes={least}, but servers {far} would be on machines that may leave, or the first has no rank: lower the "
             "generating side of allocation_mode, or raise cluster.min_nodes"
@@ -103,7 +104,7 @@ class TorchrunPart(NodePart):
         self.meeting = meeting
         # Of machines that have come: since when the lease is missing, None while it lives.
         self.gone_since: dict[int, float | None] = {}
-        nodes = len({rank.node for rank in self.plan.ranks})
+        nodes = len({rank.node for rank in self.placement.ranks})
         self.min_nodes = min(self.config.cluster.min_nodes or nodes, nodes)
         self.is_elastic = self.min_nodes < nodes
 
@@ -118,7 +119,7 @@ class TorchrunPart(NodePart):
             return
         self.meeting.renew()
         now, living = time.monotonic(), self.meeting.list("node/")
-        for node in {rank.node for rank in self.plan.ranks} - self.ended.keys():
+        for node in {rank.node for rank in self.placement.ranks} - self.ended.keys():
             if f"node/{node}" in living:
                 self.gone_since[node] = None
             elif node in self.gone_since and self.needs(node):
@@ -129,8 +130,8 @@ class TorchrunPart(NodePart):
 
     def start_ranks(self) -> None:
         servers, master = self.meet_servers()
-        nodes = sorted({rank.node for rank in self.plan.ranks})
-        ranks = self.plan.ranks_on(self.node)
+        nodes = sorted({rank.node for rank in self.placement.ranks})
+        ranks = self.placement.ranks_on(self.node)
         log_path = self.logs / f"torchrun{self.node}.log"
         env = self.rank_env(servers, master, len(ranks))
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

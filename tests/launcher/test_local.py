@@ -75,7 +75,7 @@ def test_one_gpu_is_shared_through_mps(work, arguments, dies):
     out, _ = process.communicate(timeout=60)
     assert f"devices GPU-8932f937 mps {folder}" in out and ("GPUs are used in turns" in out) is dies
     assert f"starts {folder}" in (RUN / "logs" / "server0.log").read_text()
-    wait_until_gone(work)  # the warden, which clears the folder away
+    wait_until_gone(work)  # the watchdog, which clears the folder away
     assert not Path(folder).exists()
 
 
@@ -167,7 +167,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_
 def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
     process = start(arguments("tokenizer_path=wait"))
     wait_for(work / "up0", work / "up1")
-    assert len(carriers(work)) >= 9, "launcher, warden, servers, ranks and their children"
+    assert len(carriers(work)) >= 9, "launcher, watchdog, servers, ranks and their children"
     segment = RunDir(work / RUN).shared_weights
     segment.write_text("what a trainer leaves that has no time to clean up")
     process.kill()

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from arealite.launcher.job import Job
+from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import Failed, NodePart, run_node
-from arealite.launcher.plan import cluster_slots, read_launch_config
+from arealite.launcher.placement import cluster_slots
 from arealite.launcher.supervisor import Supervisor
 from arealite.launcher.torchrun import TorchrunPart
 from arealite.utils.names import FileNames

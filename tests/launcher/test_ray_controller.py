@@ -23,7 +23,7 @@ from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.launcher import local, ray
 from arealite.launcher.job import Job
-from arealite.launcher.plan import LaunchConfig
+from arealite.launcher.launch_config import LaunchConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 MODELS = ("actor", "critic", "ref")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from arealite.launcher.plan import LaunchConfig
+from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import is_healthy, server_command, server_env
 from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
 from arealite.utils.network import free_port

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.launcher.plan import LaunchConfig
+from arealite.launcher.launch_config import LaunchConfig
 from tests.servers.conftest import launch_config
 
 SCRIPT = Path(__file__).parent / "grpo_script.py"

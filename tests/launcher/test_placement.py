@@ -3,7 +3,8 @@ import pytest
 from arealite.api.cli_args import ClusterConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
-from arealite.launcher.plan import LaunchConfig, local_slots, make_plan, read_launch_config, visible_gpus
+from arealite.launcher.launch_config import LaunchConfig, read_launch_config
+from arealite.launcher.placement import local_slots, make_placement, visible_gpus
 from arealite.launcher.servers import server_command, server_env, sharing_gpus
 
 EIGHT = list(range(8))
@@ -14,19 +15,19 @@ def config(mode: str, **kwargs) -> LaunchConfig:
 
 
 def test_devices_are_split_servers_first():
-    plan = make_plan(config("sglang.d2t2+d4"), [EIGHT], True)
+    plan = make_placement(config("sglang.d2t2+d4"), [EIGHT], True)
     assert [s.places for s in plan.servers] == [((0, (0, 1)),), ((0, (2, 3)),)]
     assert [(r.rank, r.local_rank, r.device) for r in plan.ranks] == [(0, 0, 4), (1, 1, 5), (2, 2, 6), (3, 3, 7)]  # fmt: skip
 
 
 def test_nodes_are_filled_in_order():
-    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
+    plan = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
     assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
     assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [0, 1, 2, 3]
 
 
 def test_a_server_may_span_nodes():
-    plan = make_plan(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4, True)
+    plan = make_placement(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4, True)
     assert plan.servers[0].places == ((0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
     assert [r.node for r in plan.ranks] == [2] * 4 + [3] * 4
 
@@ -41,13 +42,19 @@ def test_a_server_may_span_nodes():
 def test_an_embedded_server_may_not(mode, size, where):
     for on_gpu in (True, False):
         with pytest.raises(ConfigError, match=where):
-            make_plan(config(mode), [list(range(size))] * 3, on_gpu)
-    assert make_plan(config(mode.replace("embedded", "sglang")), [list(range(size))] * 3, True)
+            make_placement(config(mode), [list(range(size))] * 3, on_gpu)
+    assert make_placement(config(mode.replace("embedded", "sglang")), [list(range(size))] * 3, True)
+
+
+def test_folded_pipeline_stages_are_named():
+    placement = make_placement(config("sglang.d16p1m1+d32p2m1"), [EIGHT] * 10, True)
+    assert "training d32p2t1 runs as d64p1t1" in placement.describe()
+    assert "folded" not in make_placement(config("sglang.d2p2+d2"), [EIGHT], True).describe()
 
 
 def test_too_few_devices_are_refused_with_the_arithmetic():
     with pytest.raises(AllocationError) as caught:
-        make_plan(config("sglang.d4t2+d8"), [EIGHT], True)
+        make_placement(config("sglang.d4t2+d8"), [EIGHT], True)
     message = str(caught.value)
     assert "needs 16 devices (sglang d4p1t2 = 8, training d8p1t1 = 8)" in message and "there are 8" in message
 
@@ -55,7 +62,7 @@ def test_too_few_devices_are_refused_with_the_arithmetic():
 def test_cpu_processes_are_not_limited(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (devices,), on_gpu = local_slots(config("embedded.d4+d8"))
-    plan = make_plan(config("embedded.d4+d8"), [devices], on_gpu)
+    plan = make_placement(config("embedded.d4+d8"), [devices], on_gpu)
     assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
 
 
@@ -63,33 +70,33 @@ def test_cpu_processes_are_not_limited(monkeypatch):
 def test_threads_are_as_the_user_has_them(monkeypatch, given, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    assert make_plan(config("embedded.d1+d1"), [[0, 1]], False).threads == threads
+    assert make_placement(config("embedded.d1+d1"), [[0, 1]], False).threads == threads
 
 
 def test_cpu_clusters_fill_their_places_like_devices():
-    plan = make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
+    plan = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
     assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
     assert {r.node for r in plan.ranks} == {3}
     with pytest.raises(AllocationError, match="there are 8"):
-        make_plan(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 2, on_gpu=False)
+        make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 2, on_gpu=False)
 
 
 def test_sides_that_ask_for_cpu_need_no_device():
     on_cpu = config("embedded.d4+d8", server=ServerConfig(device="cpu"), train_device="cpu")
-    plan = make_plan(on_cpu, [[0], [0]], on_gpu=True)
+    plan = make_placement(on_cpu, [[0], [0]], on_gpu=True)
     assert [(r.node, r.local_rank) for r in plan.ranks] == [(n, i) for n in (0, 1) for i in range(4)]
     assert [s.places for s in plan.servers] == [((i % 2, ()),) for i in range(4)]
 
 
 def test_single_sided_modes_run_one_process_of_the_script():
-    assert len(make_plan(config("sglang.d2+eval"), [[0, 1]], False).ranks) == 1
-    assert make_plan(config("sglang.d2"), [[0, 1]], True).ranks[0].device is None
-    assert make_plan(config("d2"), [[0, 1]], False).servers == ()
+    assert len(make_placement(config("sglang.d2+eval"), [[0, 1]], False).ranks) == 1
+    assert make_placement(config("sglang.d2"), [[0, 1]], True).ranks[0].device is None
+    assert make_placement(config("d2"), [[0, 1]], False).servers == ()
 
 
 def test_servers_need_a_model():
     with pytest.raises(ConfigError, match=r"set actor\.path or server\.model_path"):
-        make_plan(LaunchConfig(allocation_mode="sglang.d1+d1"), [[0, 1]], False)
+        make_placement(LaunchConfig(allocation_mode="sglang.d1+d1"), [[0, 1]], False)
 
 
 @pytest.mark.parametrize(
@@ -99,19 +106,19 @@ def test_servers_need_a_model():
 def test_sides_share_the_gpus_of_a_machine_that_has_too_few(monkeypatch, mode, gpus, server_gpus, rank_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     devices, on_gpu = local_slots(config(mode))
-    plan = make_plan(config(mode), devices, on_gpu)
+    plan = make_placement(config(mode), devices, on_gpu)
     assert plan.shares_gpus and "(shared with a server)" in plan.describe()
     assert [s.places for s in plan.servers] == [((0, taken),) for taken in server_gpus]
     assert [r.device for r in plan.ranks] == rank_gpus
     alone = config(mode, train_device="cpu")
-    assert not make_plan(alone, *local_slots(alone)).shares_gpus
+    assert not make_placement(alone, *local_slots(alone)).shares_gpus
 
 
 def test_a_side_that_does_not_fit_is_refused_though_gpus_can_be_shared(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     asked = config("embedded.d1+d2")
     with pytest.raises(AllocationError, match="there are 1"):
-        make_plan(asked, *local_slots(asked))
+        make_placement(asked, *local_slots(asked))
 
 
 def test_servers_leave_memory_to_a_trainer_on_their_gpus():
@@ -193,7 +200,7 @@ def test_a_job_travels_as_json(tmp_path):
     path = job.save()
     assert path.stat().st_mode & 0o077 == 0, "it holds the key"
     assert Job.load(path) == job and job.config.server.api_key and job.config.server.host == "0.0.0.0"
-    assert job.plan().servers_on(0) == list(job.plan().servers) and len(job.plan().ranks_on(1)) == 2
+    assert job.placement().servers_on(0) == list(job.placement().servers) and len(job.placement().ranks_on(1)) == 2
     text = job.describe()
     assert "server 1: node 0 slot 1" in text and "rank 1: node 1 slot 1" in text
 

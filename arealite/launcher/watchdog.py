@@ -1,4 +1,4 @@
-"""The warden outlives its launcher by a moment: when the launcher is gone, however it went, it ends what was started.
+"""The watchdog outlives its launcher by a moment: when the launcher is gone, however it went, it ends what was started.
 
 Started by `Supervisor` as a process of its own, fed over standard input (its end is seen by the end of its output): first the mark and the grace, then `+pid` for each child that
 started, `-pid` for each whose family was ended, and `=path` for a file or folder to remove after them. End of input means that the launcher ended, also by `kill -9`.

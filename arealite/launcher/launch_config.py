@@ -1,0 +1,158 @@
+"""Reads the part of a script's configuration that launchers need, before any process starts.
+
+`read_launch_config` finds the config class in the script's source and loads it, so that a wrong key, type or combination
+is rejected at once. It imports neither torch nor the script.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from arealite.api import cli_args
+from arealite.api.config_field import check_section
+from arealite.api.errors import ConfigError
+from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
+
+_CHECK_TIMEOUT_S = 300.0
+# Sections of a configuration that become engines.
+_MODELS = ("actor", "critic", "ref", "teacher", "model")
+_DATASETS = ("train_dataset", "valid_dataset")
+
+
+@dataclass
+class LaunchConfig:
+    """The keys that a launcher reads. A script's configuration may have any others."""
+
+    experiment_name: str = "run"
+    trial_name: str = "trial"
+    allocation_mode: str = "d1"
+    cluster: cli_args.ClusterConfig = field(default_factory=cli_args.ClusterConfig)
+    launcher: cli_args.LauncherConfig = field(default_factory=cli_args.LauncherConfig)
+    recover: cli_args.RecoverConfig = field(default_factory=cli_args.RecoverConfig)
+    server: cli_args.ServerConfig = field(default_factory=cli_args.ServerConfig)
+    sglang: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
+    controller: bool = False
+    # The fields below are derived from other sections of the script's configuration.
+    model_path: str = ""
+    train_device: str = "auto"
+    setup_timeout_s: float = 300.0
+    weight_update: str = "auto"
+    lora_rank: int = 0
+    # Names of the sections that become engines, and the path of each model, by key.
+    models: list[str] = field(default_factory=list)
+    model_paths: dict[str, str] = field(default_factory=dict)
+    # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
+    dataset_paths: dict[str, str] = field(default_factory=dict)
+    reads_datasets: bool = False
+    resolved_yaml: str = ""
+
+
+def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:
+    """Load what `argv` configures `script` with. Raises `ConfigError` for everything that the script would reject."""
+    tree = _parse(script) if script.endswith(".py") else None
+    text = _resolve(script, tree, argv) if tree is not None else ""
+    config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig), text)
+    config.reads_datasets = tree is not None and _reads_datasets(tree)
+    if config.controller and not has_controller_mode:
+        raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
+    return config
+
+
+def _parse(script: str) -> ast.Module:
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}")
+    try:
+        return ast.parse(Path(script).read_text())
+    except SyntaxError as error:
+        raise ConfigError(f"{script} is not valid Python: line {error.lineno}: {error.msg}") from error
+
+
+def _resolve(script: str, tree: ast.Module, argv: list[str]) -> str:
+    """Return the script's configuration as YAML; empty if it loads none.
+
+    A class of `arealite.api.cli_args` is loaded here. For any other class the script runs once in check mode, in which
+    `load_config` ends the process.
+    """
+    class_name = _config_class_name(tree)
+    if class_name is None:
+        return ""
+    cls = getattr(cli_args, class_name, None)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        return to_yaml(load_config(argv, cls))
+    return _resolve_in_script(script, argv)
+
+
+def _config_class_name(tree: ast.Module) -> str | None:
+    """Return the second argument of `load_config(argv, Class)`; empty for a class that the script itself defines."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) != 2:
+            continue
+        if _last_name(node.func) == "load_config":
+            name = _last_name(node.args[1] if len(node.args) == 2 else node.keywords[-1].value)
+            return "" if name in own else name
+    return None
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return `c` for `a.b.c` and for `c`."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _reads_datasets(tree: ast.Module) -> bool:
+    """Whether the script imports one of the package's dataset loaders; others make their own rows from any path."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arealite."):
+            names = [alias.name for alias in node.names]
+            if any(name.startswith("get_") or name in ("load_dataset", "find_task") for name in names):
+                return True
+    return False
+
+
+def _resolve_in_script(script: str, argv: list[str]) -> str:
+    """Run the script up to its `load_config`, which writes the resolved configuration and ends the process."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "config.yaml"
+        command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}
+        result = subprocess.run(command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S)
+        if result.returncode != 0 or not answer.exists():
+            output = (result.stderr or result.stdout).strip().removeprefix("error: ")
+            raise ConfigError(output or f"{script} ended before it loaded its configuration")
+        return answer.read_text()
+
+
+def _pick_keys(values: Any, text: str) -> LaunchConfig:
+    """Pick the keys of `LaunchConfig`; missing ones get their defaults."""
+    known = {f.name for f in dataclasses.fields(LaunchConfig)}
+    picked = {str(k): v for k, v in values.items() if k in known}
+    node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), picked)
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, LaunchConfig)
+    model = values.get("actor") or values.get("model") or {}
+    config.model_path = config.server.model_path or model.get("path", "")
+    config.train_device = model.get("device", "auto")
+    config.lora_rank = model.get("lora_rank", 0)
+    paths = {name: (values.get(name) or {}).get("path") for name in (*_MODELS, *_DATASETS)}
+    config.models = [name for name in _MODELS if paths[name]] or ["model"]
+    config.model_paths = {f"{name}.path": str(paths[name]) for name in _MODELS if paths[name]}
+    if config.server.model_path:
+        config.model_paths["server.model_path"] = config.server.model_path
+    config.dataset_paths = {f"{name}.path": str(paths[name]) for name in _DATASETS if paths[name]}
+    rollout = values.get("rollout") or {}
+    config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
+    config.weight_update = rollout.get("weight_update", "auto")
+    config.resolved_yaml = text or OmegaConf.to_yaml(values)
+    check_section("recover", config.recover)
+    check_section("cluster", config.cluster)
+    return config
