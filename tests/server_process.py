@@ -1,4 +1,4 @@
-"""A real embedded server in a process of its own, for tests that need one to talk to, to stop or to kill."""
+"""A real embedded server in its own process, for tests that talk to one, stop it or kill it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests import warm_python
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class ServerProcess:
-    """`python -m arealite.cli.serve`, ready when made; `address` is where it listens."""
+    """`python -m arealite.cli.serve` that listens on `address` once the object exists."""
 
     def __init__(self, model_path: str | Path, **options: Any):
-        given = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "port": 0, **options}
-        command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={model_path}"]
-        command += [f"{key}={value}" for key, value in given.items()]
+        options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "port": 0, **options}
+        command = ["-m", "arealite.cli.serve", f"model_path={model_path}"]
+        command += [f"{key}={value}" for key, value in options.items()]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "AREALITE_DIE_WITH_PARENT": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process: subprocess.Popen | warm_python.WarmProcess
+        if options["device"] == "cpu":
+            self.process = warm_python.start(command, env=env, **pipes)
+        else:  # CUDA does not survive a fork
+            self.process = subprocess.Popen([sys.executable, *command], env=env, cwd=ROOT, text=True, **pipes)
         self.lines: list[str] = []
         self.address = self._read_address()
-        # somebody must empty the pipe, or a talkative server stops
+        # The server blocks once the pipe is full, so keep reading.
         threading.Thread(target=self._drain, daemon=True).start()
 
     def _read_address(self) -> str:
@@ -62,8 +67,7 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait(timeout=10)
 
 

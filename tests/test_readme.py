@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import torch
-from server_process import server_process
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, PPOActorConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
+from tests.server_process import server_process
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.job import ChaosJob
-from tests.conftest import make_model
+from tests.tiny_model import make_model
 
 CHOICES = {
     "allocation_mode": ["embedded.d1+d1", "embedded.d2+d1", "embedded.d1+d2"],

@@ -20,7 +20,7 @@ from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import is_healthy, server_command, server_env
 from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
 from arealite.utils.network import free_port
-from tests.conftest import make_tokenizer
+from tests.tiny_model import make_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "servers"
 VERSIONS = {"sglang": "sglang-0.5.23", "vllm": "vllm-0.32.0"}

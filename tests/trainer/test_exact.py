@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import torch
-from server_process import server_process
 
 from arealite.api.cli_args import (
     DatasetConfig,
@@ -24,6 +23,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import sync_weights
 from arealite.utils.data import concat_padded
 from arealite.workflow.rlvr import RLVRWorkflow
+from tests.server_process import server_process
 
 NUM_STEPS, BATCH_SIZE = 4, 4
 

@@ -1,0 +1,48 @@
+"""A tokenizer with one token per character, and a model folder of some thousand parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!#+-*/=()<>$'\"\n\\{}ABCDEFGHIJKLMNOPQRSTUVWXYZ|_"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per character and a chat template."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()  # no spaces between tokens
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+def make_model(folder: Path) -> None:
+    """Write a random Qwen2 model and the tokenizer above to `folder`."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
