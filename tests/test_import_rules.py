@@ -16,8 +16,7 @@ MAY_IMPORT = {
     "utils": {"api"},
     "weights": {"utils", "api"},
     **{room: {"utils", "api", "weights"} for room in MIDDLE},
-    # TODO(rooms): engine may not import the controller, nor the controller be imported by engines.
-    "engine": MIDDLE | {"utils", "api", "weights", "controller"},
+    "engine": MIDDLE - {"launcher"} | {"utils", "api", "weights"},
     "controller": {"utils", "api", "weights", "core", "engine", "launcher"},
     "workflow": {"api", "utils", "reward", "env"},
     "trainer": MIDDLE | {"utils", "api", "weights", "engine", "controller", "workflow"},

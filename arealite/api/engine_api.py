@@ -1,15 +1,19 @@
-"""What engines promise: `TrainEngine` updates a model, `InferenceEngine` generates with it.
+"""The contracts of engines: `TrainEngine` updates a model, `InferenceEngine` generates with it.
 
 Both are used the same way on one device and on many: every rank calls the same methods in the same order (SPMD).
+
+Decorators such as `@returns_column` mark what a method returns. They set an attribute and nothing else. Controller mode,
+where engines live in other processes, reads it to decide what stays there and when the script waits.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,16 +32,66 @@ from arealite.api.workflow_api import RolloutWorkflow
 # Called once per packed micro-batch with the model's outputs ({"logp": [N], "entropy": [N]}, or {"values": [N]})
 # and the micro-batch itself. Returns the SUM of the loss over the micro-batch, and statistics.
 LossFn = Callable[[Batch, Batch], tuple[torch.Tensor, dict[str, Stat]]]
-# The weight of a (micro-)batch: what the summed loss is divided by, over all micro-batches and ranks.
+# The weight of a (micro-)batch. The summed loss is divided by the sum of weights over all micro-batches and ranks.
 LossWeightFn = Callable[[Batch], torch.Tensor]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Result(enum.Enum):
+    """What a method returns, and whether the script of controller mode waits for it."""
+
+    VALUE = "a plain value; the script waits for it"
+    BATCH = "a batch, which stays on the ranks"
+    COLUMN = "a tensor with one row for each row of the batch, which stays on the ranks"
+    ADDED_COLUMNS = "nothing; adds columns to the batch that it was given, which stay on the ranks"
+    STATS = "a list of statistics; the script waits when it reads them"
+    NOTHING = "nothing; the script does not wait"
+
+
+def _mark(method: Method, result: Result) -> Method:
+    method.__dict__["result"] = result
+    return method
+
+
+def returns_batch(method: Method) -> Method:
+    """Mark a method that returns a `Batch`."""
+    return _mark(method, Result.BATCH)
+
+
+def returns_column(method: Method) -> Method:
+    """Mark a method that takes a batch and returns one tensor with as many rows."""
+    return _mark(method, Result.COLUMN)
+
+
+def adds_columns(method: Method) -> Method:
+    """Mark a method that adds columns to the batch that it was given and returns None."""
+    return _mark(method, Result.ADDED_COLUMNS)
+
+
+def returns_stats(method: Method) -> Method:
+    """Mark a method that returns a list of statistics."""
+    return _mark(method, Result.STATS)
+
+
+def returns_nothing(method: Method) -> Method:
+    """Mark a method that returns None and that no later line of the script must wait for."""
+    return _mark(method, Result.NOTHING)
+
+
+def result_of(cls: type, method: str) -> Result:
+    """Return the mark of a method. An override without a mark has that of the method it overrides."""
+    marks = (getattr(base.__dict__.get(method), "result", None) for base in cls.__mro__)
+    return next((mark for mark in marks if isinstance(mark, Result)), Result.VALUE)
 
 
 class TrainEngine(abc.ABC):
-    """A model, its optimizer, and how they are spread over ranks."""
+    """A model and its optimizer, sharded over ranks."""
 
     @abc.abstractmethod
+    @returns_nothing
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model, shard it, make the optimizer. `ft_spec` sets the length of the schedule."""
+        """Load the model, shard it, create the optimizer. `ft_spec` sets the length of the learning-rate schedule."""
 
     @abc.abstractmethod
     def destroy(self) -> None:
@@ -45,7 +99,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
-        """One optimizer step on this rank's padded `batch`. Returns statistics reduced over all ranks.
+        """Make one optimizer step on this rank's padded `batch`. Returns statistics reduced over all ranks.
 
         The gradient is that of Σ loss_fn / Σ loss_weight_fn over all micro-batches of all ranks. A non-finite
         gradient skips the step and is counted in `bad_steps`.
@@ -53,39 +107,45 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
-        """As `train_batch`, without gradient and step."""
+        """Compute the statistics of `train_batch` without a gradient or a step."""
 
     @abc.abstractmethod
+    @returns_batch
     def forward(self, batch: Batch) -> Batch:
-        """Model outputs in the padded shape of `batch`: {"logp": [B, T]} (token 0 of a sequence has 0)."""
+        """Return model outputs in the padded shape of `batch`: {"logp": [B, T]}, with 0 for token 0 of a sequence."""
 
     @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Publish the current weights in the way `meta` says. Called by all ranks."""
+        """Publish the current weights as `meta` describes. Called by all ranks."""
 
     @abc.abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint beside its final place, then rename: a crash leaves the previous one."""
+        """Write a checkpoint to a temporary folder, then rename it: a crash leaves the previous one."""
 
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
-        """Load what `save` wrote, on any number of ranks."""
+        """Load a checkpoint of `save`, on any number of ranks."""
 
     @abc.abstractmethod
+    @returns_nothing
     def step_lr_scheduler(self) -> None:
         """Advance the learning-rate schedule by one training step."""
 
     @abc.abstractmethod
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Return the version of the weights."""
 
     @abc.abstractmethod
-    def set_version(self, version: int) -> None: ...
+    @returns_nothing
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights."""
 
 
 class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""
 
     @abc.abstractmethod
+    @returns_nothing
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         """Connect to the servers (`addrs`, or those the launcher started) and start the executor on rank 0."""
 
@@ -95,45 +155,54 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Continue one prompt. Survives weight updates: interrupted generation goes on by itself."""
+        """Continue one prompt. Generation that a weight update interrupts resumes by itself."""
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        """`gconfig.n_samples` continuations of one prompt. Engines that can share the prompt override this."""
+        """Return `gconfig.n_samples` continuations of one prompt. Engines that can share its prefill override this."""
         single, rid, seed = replace(request.gconfig, n_samples=1), request.rid, request.seed
         seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
         own = [dict(gconfig=single, rid=f"{rid}-{i}", seed=s) for i, s in enumerate(seeds)]
         return await asyncio.gather(*(self.agenerate(replace(request, **each)) for each in own))
 
     @abc.abstractmethod
+    @returns_nothing
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode (rank 0). After a resume the caller submits again what had not ended at the checkpoint."""
+        """Queue one episode (rank 0). After a resume, submit again the episodes that had not ended at the checkpoint."""
 
     @abc.abstractmethod
+    @returns_batch
     def wait(self, count: int, timeout_s: float | None = None) -> Batch:
-        """The next `count` accepted episodes as one padded batch (rank 0), oldest first."""
+        """Return the next `count` accepted episodes as one padded batch (rank 0), oldest first."""
 
     @abc.abstractmethod
+    @returns_batch
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
         """Run these episodes and return this rank's share, in the order of `data`."""
 
     @abc.abstractmethod
+    @returns_batch
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
-        """Keep episodes running up to the staleness limit; return this rank's share of the next batch."""
+        """Keep episodes running up to the staleness limit, and return this rank's share of the next batch."""
 
     @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Make every server load what the trainer published, and take `meta.version`."""
+        """Make every server load the weights that the trainer published as `meta.version`."""
 
     @abc.abstractmethod
+    @returns_nothing
     def pause(self) -> None:
         """Admit no new episodes."""
 
     @abc.abstractmethod
+    @returns_nothing
     def resume(self) -> None:
         """Admit episodes again."""
 
     @abc.abstractmethod
-    def get_version(self) -> int: ...
+    def get_version(self) -> int:
+        """Return the version of the weights."""
 
     @abc.abstractmethod
-    def set_version(self, version: int) -> None: ...
+    @returns_nothing
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights."""

@@ -1,71 +1,57 @@
-"""What the driver holds of data that lives in Ray's object store: a batch, a column, a list of statistics. Nothing is fetched before it is read.
+"""What a script holds of data that lives in Ray's object store: a batch, a column, a list of statistics.
 
-A `LazyBatch` is layers of columns, one over the other: what the rollout collected, then what engines said of it. It goes to an engine as
-references. Reading a column's numbers in the driver brings that column here, and it alone.
+A `LazyBatch` consists of layers of columns: those that the rollout collected, then those that engines added. It goes to an
+engine as references. Reading a column's numbers in the script fetches that column only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from arealite.controller.messages import ADDED, Selection, select
+from arealite.controller.runtime import Call
 from arealite.utils.data import concat_padded
-
-if TYPE_CHECKING:
-    from arealite.controller.engines import Call
-
-ADDED = "+"
-# Which stored columns go into a batch and under which names: listed, or all that begin with ADDED (without it), or ("") all others.
-Selection = dict[str, str] | str
-
-
-def select(stored: Iterable[str], selection: Selection) -> dict[str, str]:
-    """Name in the store → name in the batch."""
-    if isinstance(selection, dict):
-        return {name: selection[name] for name in stored if name in selection}
-    chosen = [name for name in stored if name.startswith(ADDED) == bool(selection)]
-    return {name: name.removeprefix(ADDED) for name in chosen}
-
-
-def cut(column: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """A column of joined shares as that of each (of these shapes), without the padding that joining added."""
-    width = max(length for _, length in shapes)
-    is_padded = column.dim() > 1 and column.shape[1] == width
-    parts = zip(column.split([rows for rows, _ in shapes]), shapes, strict=True)
-    return [part[:, :length] if is_padded else part for part, (_, length) in parts]
 
 
 @dataclass(eq=False)
 class Layer:
-    """Columns of one call. `names`: those that are taken over, and what they are called in the batch; None: all of its result, or with
-    `added` all that it put into the batch that it was given (`ADDED` stands before their names in the store)."""
+    """Columns of one call.
+
+    `names` maps names in the store to names in the batch. None stands for all columns of the call's result, or, with
+    `added`, for all columns that the method added to the batch that it was given.
+    """
 
     call: Call
     names: dict[str, str] | None = None
     added: bool = False
 
     def columns(self) -> dict[str, str]:
-        """Name in the batch → name in the store; waits for the call's end."""
+        """Wait for the call and return {name in the batch: name in the store}."""
         if self.names is None:
             self.names = select(self.call.columns(), self.selection())
         return {name: stored for stored, name in self.names.items()}
 
     def selection(self) -> Selection:
+        """Return which columns of the call belong to this layer, without waiting for it."""
         return (ADDED if self.added else "") if self.names is None else self.names
 
 
 class LazyTensor:
-    """A column that some engine computed, or will have. Any use but handing it on fetches it."""
+    """A column that an engine has computed or is computing. Any use except passing it on fetches it."""
 
     def __init__(self, call: Call, column: str):
         self._call, self._column = call, column
         self._tensor: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Its numbers: the rows of all shares, padded alike; of a batch that the script made, in its order and width."""
+        """Fetch the rows of all shares, padded to one length.
+
+        For a batch that the script made they have its order and padded length.
+        """
         if self._tensor is None:
             name, call = self._column, self._call
             parts = call.fetch(name)
@@ -76,29 +62,29 @@ class LazyTensor:
             self._tensor = joined if call.order is None else joined[call.order]
         return self._tensor
 
-    def under(self, name: str) -> Layer:
-        """As a layer of a batch that has this column alone, by that name."""
+    def as_layer(self, name: str) -> Layer:
+        """Return a layer that has only this column, under `name`."""
         return Layer(self._call, {self._column: name})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor(), name)
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None):
-        return function(*_read(args), **{k: _read(v) for k, v in (kwargs or {}).items()})
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_fetch_all(args), **{k: _fetch_all(v) for k, v in (kwargs or {}).items()})
 
 
-def _read(value: Any) -> Any:
+def _fetch_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(map(_read, value))
+        return type(value)(map(_fetch_all, value))
     return value.tensor() if isinstance(value, LazyTensor) else value
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.tensor(), name)(*_read(args))
+    return lambda self, *args: getattr(self.tensor(), name)(*_fetch_all(args))
 
 
-# Operators are looked up on the class, past __getattr__.
+# Python looks operators up on the class, without __getattr__.
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "invert", "and", "or")  # fmt: skip
 _COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
 _OTHER = ("getitem", "len", "iter", "bool", "float", "int", "repr")
@@ -107,24 +93,29 @@ for _name in (*_ARITHMETIC, *_COMPARISON, *_OTHER):
 
 
 class LazyBatch(MutableMapping[str, Any]):
-    """Behaves as the dict of tensors that a script expects, made of references."""
+    """Behaves like the dict of tensors that a script expects, and holds references."""
 
     def __init__(self, layers: list[Layer]):
         self.layers = layers
         self._predicted: list[Layer] = []
 
     def add(self, layer: Layer, predicted: bool = False) -> None:
+        """Put a layer over the others. `predicted`: it holds the output of a model."""
         self.layers.append(layer)
         if predicted:
             self._predicted.append(layer)
 
     def observed(self) -> list[Layer]:
-        """Layers that are not predictions of engines. A prediction looks at these alone, so it need not wait for another."""
+        """Return the layers that are no model outputs.
+
+        A model's forward pass gets only these, so that it does not wait for that of another model.
+        """
         return [layer for layer in self.layers if layer not in self._predicted]
 
     def __getitem__(self, key: str) -> LazyTensor:
         if len(self.layers) == 1 and self.layers[0].names is None:
-            return LazyTensor(self.layers[0].call, key)  # of a call that has perhaps not ended
+            # The call may still be running: do not wait for the names of its columns.
+            return LazyTensor(self.layers[0].call, key)
         for layer in reversed(self.layers):
             columns = layer.columns()
             if key in columns:
@@ -133,7 +124,7 @@ class LazyBatch(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: LazyTensor | torch.Tensor) -> None:
         if isinstance(value, LazyTensor):
-            self.add(value.under(key), predicted=True)
+            self.add(value.as_layer(key), predicted=True)
         else:
             self.add(Layer(self.layers[0].call.put(value), {"": key}))
 
@@ -154,7 +145,7 @@ class LazyBatch(MutableMapping[str, Any]):
 
 
 class LazyList(Sequence[Any]):
-    """A list that an engine is still computing, such as the statistics of its minibatches."""
+    """A list that an engine may still be computing, such as the statistics of its minibatches."""
 
     def __init__(self, call: Call):
         self._call = call

@@ -26,7 +26,6 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
-from arealite.controller.driver import Placed
 from arealite.engine.fsdp import checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
@@ -36,6 +35,7 @@ from arealite.engine.fsdp.shared_prefix import PrefixPlan, plan_prefixes
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.engine.fsdp.vision import check_vision_layout, has_vision, take_vision
 from arealite.utils import distributed
+from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import is_per_token, pack, select_rows, seq_lengths, split_micro_batches, unpack
 from arealite.weights import device_memory as device_weights
 from arealite.weights.device_memory import DeviceWeights
@@ -52,13 +52,14 @@ class MicroBatch(NamedTuple):
     prefixes: PrefixPlan | None  # prompts that rows of a group share, computed once
 
 
-class FSDPEngine(TrainEngine, metaclass=Placed):
+class FSDPEngine(TrainEngine):
     """See `TrainEngine` for the contract of each method."""
 
     scalar_head = False  # critics and reward models: one value per token instead of log-probs
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
         """`parallel` is the training side of `allocation_mode`; without it, all ranks are data parallel."""
+        check_not_driver(self)
         config.check()
         self.config = config
         self.temperature = 1.0

@@ -27,8 +27,6 @@ from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir, run_path
 
 _ENDING_S = 5.0
-# Tells the driver of controller mode which job it is of: the path of job.json.
-CONTROLLER_ENV = "AREALITE_CONTROLLER"
 
 
 class Follower:

@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import CONTROLLER_ENV, Job
+from arealite.launcher.job import Job
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import is_healthy, server_command, server_env, server_port, sharing_gpus
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
+from arealite.utils.controller_mode import CONTROLLER_ENV
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 

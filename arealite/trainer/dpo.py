@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import Batch
+from arealite.controller.factory import make_engine
 from arealite.dataset import load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
@@ -32,7 +33,7 @@ class DPOTrainer(SFTTrainer):
         super().__init__(config, rows, tokenizer, valid_rows)
         self.ref = None
         if config.ref is not None:
-            self.ref = FSDPEngine(replace(config.ref, optimizer=None), self.parallel)
+            self.ref = make_engine(FSDPEngine, replace(config.ref, optimizer=None), self.parallel)
             self.ref.initialize()
 
     def collate(self, rows: list[Row]) -> Batch:

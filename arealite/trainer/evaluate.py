@@ -14,6 +14,7 @@ from arealite.api.cli_args import EvalConfig
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Stat
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.controller.factory import make_engine
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.trainer.stats_logger import StatsLogger
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.valid_dataset)
     rows = task.rl_rows(config.valid_dataset, tokenizer)
-    rollout = remote_engine_class(config.allocation_mode)(config.rollout, config.seed)
+    rollout = make_engine(remote_engine_class(config.allocation_mode), config.rollout, config.seed)
     rollout.initialize(train_batch_size=len(rows))
     try:
         stats = evaluate(rollout, rows, RLVRWorkflow(task.reward, config.gconfig, tokenizer))

@@ -16,6 +16,7 @@ from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import GRPOConfig, TrainEngineConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -46,15 +47,15 @@ class PPOTrainer:
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
         self.spec = FinetuneSpec(config.total_train_epochs, len(rows), size, config.total_train_steps)
-        self.actor = FSDPPPOActor(config.actor, parallel)
+        self.actor = make_engine(FSDPPPOActor, config.actor, parallel)
         self.actor.initialize(self.spec)
-        self.critic = FSDPPPOCritic(config.critic, parallel) if config.critic else None
+        self.critic = make_engine(FSDPPPOCritic, config.critic, parallel) if config.critic else None
         if self.critic:
             self.critic.initialize(self.spec)
         self.ref = _frozen(config.ref, parallel, config.actor.temperature)
         self.teacher = _frozen(config.teacher, parallel, config.actor.temperature)
-        make_rollout = remote_engine_class(config.allocation_mode)
-        self.rollout = make_rollout(config.rollout, config.seed, RunDir(config).db_path)
+        client = remote_engine_class(config.allocation_mode)
+        self.rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
         self.rollout.initialize(train_batch_size=size)
 
     def train(self, workflow: RolloutWorkflow) -> None:
@@ -102,7 +103,7 @@ def _frozen(
     """A model that is only asked for log-probs, of the distribution that is sampled from."""
     if config is None:
         return None
-    engine = FSDPEngine(replace(config, optimizer=None), parallel)
+    engine = make_engine(FSDPEngine, replace(config, optimizer=None), parallel)
     engine.temperature = temperature
     engine.initialize()
     return engine

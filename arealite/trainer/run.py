@@ -18,16 +18,17 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
+from arealite.controller.driver import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
 from arealite.trainer.stats_logger import StatsLogger
+from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
 from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import RunDir
-from arealite.utils.trace import Trace
 
 logger = logging.getLogger("arealite.run")
 NO_SIGNAL_STEPS = 10
@@ -83,6 +84,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         if self.table is not None:
             self.table.__exit__()
+        self._take_engine_stats()
         self.trace.close()
         self.stats.close()
         if self.rollout is not None:
@@ -132,6 +134,7 @@ class Run:
                 values |= self.evaluate()
         if self.rollout is not None:
             values |= self.rollout.stats()
+        values |= self._take_engine_stats()
         times = self.trace.take()
         values |= times
         # The executor knows how long it was waited for, also in a loop that times no phases.
@@ -148,6 +151,15 @@ class Run:
             self.table.update(step, values)
         with self.phase("save"):
             self._save(info)
+
+    def _take_engine_stats(self) -> dict[str, float]:
+        """In controller mode: the times of engines that live in other processes, which also become spans of the trace."""
+        driver = current_driver()
+        if driver is None:
+            return {}
+        for span in driver.runtime.take_spans():
+            self.trace.span(*span)
+        return driver.runtime.take_stats()
 
     def _watch_signal(self, values: dict[str, float]) -> None:
         """Say once when step after step every group's rewards are equal: then there is nothing to learn from."""

@@ -13,6 +13,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
@@ -44,7 +45,7 @@ class SFTTrainer:
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
         self.spec = FinetuneSpec(config.total_train_epochs, len(rows), size, config.total_train_steps)
-        self.engine: Any = self.engine_class(config.model, self.parallel)
+        self.engine: Any = make_engine(self.engine_class, config.model, self.parallel)
         self.engine.initialize(self.spec)
 
     def collate(self, rows: list[Row]) -> Batch:

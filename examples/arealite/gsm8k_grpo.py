@@ -13,6 +13,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl, load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -39,13 +40,14 @@ def main(argv: list[str]) -> None:
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
 
     parallel = AllocationMode.from_str(config.allocation_mode).train
-    actor = FSDPPPOActor(config.actor, parallel)
+    actor = make_engine(FSDPPPOActor, config.actor, parallel)
     actor.initialize(spec)
-    ref = FSDPEngine(config.ref, parallel) if config.ref else None
+    ref = make_engine(FSDPEngine, config.ref, parallel) if config.ref else None
     if ref:
         ref.temperature = config.actor.temperature
         ref.initialize()
-    rollout = remote_engine_class(config.allocation_mode)(config.rollout, config.seed, RunDir(config).db_path)
+    client = remote_engine_class(config.allocation_mode)
+    rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
     validate = None

@@ -7,6 +7,7 @@
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.io_struct import FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, get_gsm8k_sft, load_tokenizer
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.run import Run
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> None:
     rows = get_gsm8k_sft(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
-    engine = FSDPLMEngine(config.model, AllocationMode.from_str(config.allocation_mode).train)
+    engine = make_engine(FSDPLMEngine, config.model, AllocationMode.from_str(config.allocation_mode).train)
     engine.initialize(spec)
     batches = dataloader.cycle()
 

@@ -7,6 +7,7 @@
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
@@ -23,9 +24,9 @@ def main(argv: list[str]) -> None:
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
     layout = AllocationMode.from_str(config.allocation_mode).train
-    engine = FSDPDPOEngine(config.model, layout)
+    engine = make_engine(FSDPDPOEngine, config.model, layout)
     engine.initialize(spec)
-    ref = FSDPEngine(config.ref, layout) if config.ref else None
+    ref = make_engine(FSDPEngine, config.ref, layout) if config.ref else None
     if ref:
         ref.initialize()
     batches = dataloader.cycle()

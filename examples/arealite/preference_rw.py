@@ -7,6 +7,7 @@
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> None:
     rows = get_preferences(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
-    engine = FSDPRWEngine(config.model, AllocationMode.from_str(config.allocation_mode).train)
+    engine = make_engine(FSDPRWEngine, config.model, AllocationMode.from_str(config.allocation_mode).train)
     engine.initialize(spec)
     batches = dataloader.cycle()
 

@@ -1,18 +1,20 @@
-"""What a script may do with a batch that lives in the object store, without fetching more than it reads."""
+"""A script uses a batch in the object store like a dict, and fetches only the columns that it reads."""
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from arealite.api.alloc_mode import ParallelStrategy
-from arealite.controller.engines import Controller
-from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor, select
+from arealite.controller.controllers import Controller
+from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
+from arealite.controller.messages import select
+from arealite.controller.runtime import Runtime
 from arealite.trainer.evaluate import evaluate
 
 
-class Ended:
-    """A call that has ended, with two shares of columns."""
+class EndedCall:
+    """A call that has ended, with two shares of columns. Records in `fetched` which columns are fetched."""
 
     order = None
 
@@ -28,7 +30,7 @@ class Ended:
 
     def put(self, column):
         rows = len(self.refs[0]["rewards"])
-        return Ended([{"": column[:rows]}, {"": column[rows:]}], self.fetched)
+        return EndedCall([{"": column[:rows]}, {"": column[rows:]}], self.fetched)
 
     def value(self):
         return [{"loss": 1.0}, {"loss": 2.0}]
@@ -43,11 +45,11 @@ def fetched():
 def batch(fetched):
     first = {"versions": torch.ones(1, 2), "rewards": torch.tensor([1.0])}
     second = {"versions": torch.ones(2, 3), "rewards": torch.tensor([2.0, 3.0])}
-    return LazyBatch([Layer(Ended([first, second], fetched))])
+    return LazyBatch([Layer(EndedCall([first, second], fetched))])
 
 
 def prediction(fetched, name=""):
-    return LazyTensor(Ended([{name: torch.zeros(1, 2)}, {name: torch.ones(2, 3)}], fetched), name)
+    return LazyTensor(EndedCall([{name: torch.zeros(1, 2)}, {name: torch.ones(2, 3)}], fetched), name)
 
 
 def test_keys_and_assignment_fetch_nothing(batch, fetched):
@@ -61,23 +63,23 @@ def test_keys_and_assignment_fetch_nothing(batch, fetched):
         batch["returns"]
 
 
-def test_reading_a_column_fetches_it_alone_and_once(batch, fetched):
+def test_reading_a_column_fetches_only_it_and_only_once(batch, fetched):
     rewards = batch["rewards"]
     assert rewards.float().tolist() == [1, 2, 3] and float(rewards.mean()) == 2
     assert torch.unique(rewards).tolist() == [1, 2, 3] and len(rewards) == 3 and rewards.shape == (3,)
     assert (rewards - 1).tolist() == (rewards * 1 - torch.ones(3)).tolist() == [0, 1, 2]
     assert (torch.ones(3) + rewards).tolist() == [2, 3, 4] and bool((rewards > 0).all())
     assert fetched == ["rewards"]
-    assert batch["versions"].tensor().tolist() == [[1, 1, -1], [1, 1, 1], [1, 1, 1]], "padded alike"
+    assert batch["versions"].tensor().tolist() == [[1, 1, -1], [1, 1, 1], [1, 1, 1]], "padded to one length"
 
 
-def test_an_evaluation_reads_three_columns(fetched):
+def test_evaluate_fetches_three_columns(fetched):
     shares = [{"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0]), "loss_mask": torch.ones(2, 3), "input_ids": torch.ones(2, 3)},
               {"rewards": torch.tensor([0.0, 0.0]), "group_ids": torch.tensor([1, 1]), "loss_mask": torch.ones(2, 5), "input_ids": torch.ones(2, 5)}]  # fmt: skip
 
     class Rollout:
         def rollout_batch(self, rows, workflow):
-            return LazyBatch([Layer(Ended(shares, fetched))])
+            return LazyBatch([Layer(EndedCall(shares, fetched))])
 
     found = evaluate(Rollout(), [], None)
     assert found["eval/reward"] == 0.25 and found["eval/best_of_group"] == 0.5
@@ -86,22 +88,22 @@ def test_an_evaluation_reads_three_columns(fetched):
 
 def test_predictions_do_not_wait_for_each_other(batch, fetched):
     batch["prox_logp"] = prediction(fetched)
-    batch["rewards"] = batch["rewards"].tensor() * 2  # computed here: part of what is observed
+    batch["rewards"] = batch["rewards"].tensor() * 2  # computed by the script: no prediction
     batch.layers.append(Layer(prediction(fetched, "advantages")._call))
     assert len(batch.layers) == 4 and len(batch.observed()) == 3
     assert batch["rewards"].tolist() == [2, 4, 6], "the last layer wins"
 
 
-def test_what_a_prediction_puts_into_its_batch_is_there_too(batch, fetched):
-    call = Ended([{"": torch.zeros(1), "+final": torch.zeros(1)}, {"": torch.ones(2), "+final": torch.ones(2)}], fetched)  # fmt: skip
+def test_columns_added_by_a_prediction_are_in_the_batch(batch, fetched):
+    call = EndedCall([{"": torch.zeros(1), "+final": torch.zeros(1)}, {"": torch.ones(2), "+final": torch.ones(2)}], fetched)  # fmt: skip
     batch.add(Layer(call, added=True), predicted=True)
     batch["values"] = LazyTensor(call, "")
     assert [*batch] == ["versions", "rewards", "final", "values"] and len(batch.observed()) == 1
     assert batch["final"].tolist() == [0, 1, 1] and select(["", "+final"], "") == {"": ""}
 
 
-def test_a_forward_pass_is_asked_for_its_column_before_it_has_ended(fetched):
-    class Running(Ended):
+def test_column_of_a_running_forward_pass_needs_no_wait(fetched):
+    class Running(EndedCall):
         def columns(self):
             raise AssertionError("waited")
 
@@ -117,7 +119,7 @@ def test_statistics_are_a_sequence(batch):
 
 
 class Store:
-    """As much of Ray as keeps what is put into it."""
+    """The part of Ray that stores objects."""
 
     def put(self, value):
         return value
@@ -126,18 +128,19 @@ class Store:
         return values
 
 
-def test_a_batch_of_the_script_comes_back_in_its_order_and_width():
-    """Dealt out to two ranks by pairs, with padding that no share needs."""
-    driver = SimpleNamespace(ray=Store(), num_shares=2, tensor_bytes=0, wait=lambda heads: None)
-    controller = Controller(driver, object, "actor", [], None, ParallelStrategy())  # pyright: ignore
+def test_batch_of_the_script_keeps_its_order_and_padding():
+    """Split over two ranks by pairs, with more padding than any share needs."""
+    runtime = Runtime(Store(), Path("logs"))
+    runtime.num_shares = 2
+    controller = Controller(runtime, object, "actor", [], None, ParallelStrategy())
     mask = torch.arange(9) < torch.tensor([3, 2, 5, 6, 4, 1])[:, None]
     ids = torch.arange(54).view(6, 9) * mask
     pairs = torch.tensor([1, 2, 1, 2, 3, 3])
-    given = {"input_ids": ids, "attention_mask": mask.long(), "pair_ids": pairs}
-    lazy = controller._put(given)
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "pair_ids": pairs}
+    lazy = controller._put(batch)
     assert torch.equal(lazy["input_ids"].tensor(), ids)
     assert torch.equal(lazy["pair_ids"].tensor(), pairs)
-    lazy["advantages"] = ids * 2.0  # and back again what the script adds
+    lazy["advantages"] = ids * 2.0  # columns that the script adds
     lazy["rewards"] = torch.arange(6.0)
     assert torch.equal(lazy["advantages"].tensor(), ids * 2.0)
     assert lazy["rewards"].tensor().tolist() == list(range(6))

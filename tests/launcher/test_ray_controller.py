@@ -1,4 +1,7 @@
-"""Controller mode on a real Ray: one driver, engines in actors; same numbers as ranks, nothing through the driver, calls overlapped, deaths told."""
+"""Controller mode on a real Ray: one driver, engines in actors.
+
+The numbers equal those of ordinary ranks, no tensor passes through the driver, calls overlap, dead actors are reported.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ MODELS = ("actor", "critic", "ref")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Three small decoders of the demo's kind; the critic's has a head."""
+    """Three small decoders like the demo's; the critic has a value head."""
     sys.path.insert(0, str(EXAMPLES))
     from reverse import make_model
 
@@ -67,12 +70,12 @@ def stats(folder: Path) -> list[dict]:
 
 
 def spans(folder: Path, name: str) -> list[tuple[float, float]]:
-    events = json.loads((folder / "demo" / "reverse" / "trace_engines.json").read_text())
-    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name]
+    events = json.loads((folder / "demo" / "reverse" / "trace.json").read_text())
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == name and e["ph"] == "X"]
 
 
 def rank_pids(folder: Path, log: str = "") -> list[int]:
-    """Actors of the run in `folder`, told by the log that is theirs."""
+    """Return the processes of the run's actors, found by the path of their log."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -92,7 +95,7 @@ def wait_for(condition, timeout_s: float = 180) -> None:
         time.sleep(0.1)
 
 
-def test_dry_run_shows_who_has_devices_of_its_own(tmp_path, models, capsys):
+def test_dry_run_shows_placement(tmp_path, models, capsys):
     argv = arguments(tmp_path, models, 1, "cluster.n_gpus_per_node=8", "controller=true")
     assert ray.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True) == 0
     out = capsys.readouterr().out
@@ -108,8 +111,8 @@ def test_dry_run_shows_who_has_devices_of_its_own(tmp_path, models, capsys):
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_script_in_controller_mode_computes_what_its_ranks_do(start, tmp_path, models, ray_cluster):
-    """Actor and critic on two ranks each, and a reference: losses of the two runs are equal to the last bit."""
+def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, models, ray_cluster):
+    """Actor and critic on two ranks each, and a reference: the losses of the two runs are equal bit for bit."""
     one, other = tmp_path / "ranks", tmp_path / "controller"
     ranks = start("local", arguments(one, models, 3))
     extra = ("controller=true", "rollout.weight_update=broadcast", "cluster.n_gpus_per_node=8")
@@ -126,16 +129,20 @@ def test_a_script_in_controller_mode_computes_what_its_ranks_do(start, tmp_path,
         assert there["driver/tensor_bytes"] == 0, "a tensor passed through the driver"
     for first, second in (("actor.compute_logp", "ref.forward"), ("actor.ppo_update", "critic.ppo_update")):  # fmt: skip
         pairs = [(a, b) for a in spans(other, first) for b in spans(other, second)]
-        assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs), f"{first} and {second} never met"
+        assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs), f"{first} and {second} never overlapped"
     assert rank_pids(other) == []
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_a_dead_actor_is_told_and_the_run_goes_on_from_its_checkpoint(start, tmp_path, models, ray_cluster):
+def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, models, ray_cluster):
     alone = ("critic=null", "ref=null", "actor.algorithm=grpo", "actor.kl_ctl=0")
     recover = ("recover.mode=auto", "recover.retries=1", "recover.freq_steps=1")
-    gpus = ("actor.device=auto", "server.device=auto", "cluster.n_gpus_per_node=4")  # made-up ones
+    gpus = (
+        "actor.device=auto",
+        "server.device=auto",
+        "cluster.n_gpus_per_node=4",
+    )  # Ray believes in them; there are none
     more = ("controller=true", *gpus, *alone, *recover)
     argv = arguments(tmp_path, models, 1000, *more)
     process = start("ray", argv, RAY_ADDRESS=ray_cluster.address)
@@ -149,13 +156,13 @@ def test_a_dead_actor_is_told_and_the_run_goes_on_from_its_checkpoint(start, tmp
     assert process.returncode == 130, out
     assert "rank 1 of actor died" in out and "starting again from the recover" in out
     steps = [line["step"] for line in stats(tmp_path)]
-    assert steps == list(range(len(steps))), "went on where the checkpoint was"
+    assert steps == list(range(len(steps))), "the run continued from the checkpoint"
     wait_for(lambda: rank_pids(tmp_path) == [], 30)
 
 
 @pytest.fixture
 def driver(tmp_path, ray_cluster, monkeypatch):
-    """This process as the driver of a job."""
+    """Make this process the driver of a job."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     cluster = ClusterConfig(fileroot=str(tmp_path))
     config = LaunchConfig(allocation_mode="d2", cluster=cluster, setup_timeout_s=60)
@@ -176,7 +183,7 @@ def pairs_batch() -> dict[str, torch.Tensor]:
 
 
 def train_dpo(make) -> tuple[dict[str, float], torch.Tensor]:
-    """A step of DPO against a reference, with the lines of examples/arealite/preference_dpo.py."""
+    """Make one DPO step against a reference, with the lines of examples/arealite/preference_dpo.py."""
     engine, ref = make()
     engine.initialize(FinetuneSpec(1, 100, 1))
     ref.initialize()
@@ -190,8 +197,8 @@ def train_dpo(make) -> tuple[dict[str, float], torch.Tensor]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_engines_in_actors_of_different_numbers(models, driver):
-    """Two data-parallel ranks train, one is the reference; the same as one process, also for a batch that the script made itself."""
+def test_engines_with_different_numbers_of_ranks(models, driver):
+    """Two data-parallel ranks train, one is the reference: equal to one process, for a batch that the script made."""
     optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
     common = {"dtype": "float32", "device": "cpu"}
     trained = PreferenceConfig(path=str(models["actor"]), optimizer=optimizer, **common)
@@ -199,10 +206,10 @@ def test_engines_in_actors_of_different_numbers(models, driver):
     expected, logp = train_dpo(lambda: (FSDPDPOEngine(trained), FSDPEngine(frozen)))
     engine = driver.place(FSDPDPOEngine, (trained, ParallelStrategy(data=2)), {})
     ref = driver.place(FSDPEngine, (frozen, ParallelStrategy(data=1)), {})
-    found, far_logp = train_dpo(lambda: (engine, ref))
+    found, controller_logp = train_dpo(lambda: (engine, ref))
     for key in ("loss", "grad_norm", "accuracy", "two"):
         assert found[key] == pytest.approx(expected[key], rel=1e-4), key
-    torch.testing.assert_close(far_logp, logp)  # in the script's order, though pairs are dealt out
+    torch.testing.assert_close(controller_logp, logp)  # in the order of the script's batch
     engine.set_version(7)
     ref.temperature = 0.5
     assert engine.get_version() == 7 and ref.temperature == 0.5 and engine.dp_size == 2

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import FinetuneSpec
+from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -30,11 +31,11 @@ def main(argv: list[str]) -> None:
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(99, len(rows), dataloader.batch_size, config.total_train_steps)
-    actor = FSDPPPOActor(config.actor, AllocationMode.from_str(config.allocation_mode).train)
+    actor = make_engine(FSDPPPOActor, config.actor, AllocationMode.from_str(config.allocation_mode).train)
     actor.initialize(spec)
     run_dir = RunDir(config)
-    engine = remote_engine_class(config.allocation_mode)
-    rollout = engine(config.rollout, config.seed, run_dir.db_path)
+    client = remote_engine_class(config.allocation_mode)
+    rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
     workflow = RLVRWorkflow(reward, config.gconfig, tokenizer, reward_inline=True)
     with Run(config, spec, actor, rollout, dataloader, tokenizer) as run:

@@ -30,6 +30,7 @@ from arealite.algo.policy_losses import aggregation_weights
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOActorConfig
+from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -49,10 +50,12 @@ class FSDPPPOActor(FSDPEngine):
         self.with_entropy = True
         self.kl_ctl = config.kl_ctl
 
+    @returns_column
     def compute_logp(self, batch: Batch) -> torch.Tensor:
         """Log-probs `[B, T]` of the trained tokens under the current weights (0 elsewhere)."""
         return self.forward(batch)["logp"]
 
+    @adds_columns
     def compute_advantages(self, batch: Batch) -> None:
         """Add `advantages` and `returns` `[B, T]` and `shaped_rewards` `[B]`.
 
@@ -126,6 +129,7 @@ class FSDPPPOActor(FSDPEngine):
     def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
         self.kl_ctl = float(state["kl_ctl"])
 
+    @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """`ppo_n_minibatches` optimizer steps; returns the statistics of each, reduced over ranks."""
         self._check(batch)

@@ -13,6 +13,7 @@ from arealite.algo.logprobs import previous_token
 from arealite.algo.preferences import value_loss
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOCriticConfig
+from arealite.api.engine_api import returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -32,6 +33,7 @@ class FSDPPPOCritic(FSDPEngine):
         # Running Σ of (1, R, R²), decayed: mean and deviation are ratios of them.
         self._moments = torch.zeros(3, dtype=torch.float64)
 
+    @returns_column
     def compute_values(self, batch: Batch) -> torch.Tensor:
         """Values `[B, T]` of the trained tokens (0 elsewhere). Adds `final_values [B]`, of what follows the last token.
 
@@ -44,6 +46,7 @@ class FSDPPPOCritic(FSDPEngine):
         values = torch.nn.functional.pad(raw[:, :-1], (1, 0))
         return torch.where(batch["loss_mask"].bool(), values, 0.0)
 
+    @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """`ppo_n_minibatches` steps on the value loss; statistics of each."""
         missing = [key for key in ("values", "returns") if key not in batch]

@@ -15,20 +15,21 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.controller.driver import Placed
 from arealite.core.ledger import Ledger
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.utils import distributed
+from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import split_groups
 
 _GRACE_S = 60.0  # in which rank 0 says why it gave up, before the others do
 
 
-class CollectingEngine(InferenceEngine, metaclass=Placed):
+class CollectingEngine(InferenceEngine):
     """Subclasses add generation and weight updates. `ledger_path` (rank 0) keeps the book of episodes."""
 
     def __init__(self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None):
+        check_not_driver(self)
         self.config = config
         self.seed = seed
         self.ledger_path = ledger_path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from arealite.algo.preferences import reward_model_loss
+from arealite.api.engine_api import returns_column
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.dpo.pairs import check_pairs, num_pairs, split_pairs
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -27,6 +28,7 @@ class FSDPRWEngine(FSDPEngine):
         check_pairs(batch)
         return self.eval_batch(batch, rw_loss, num_pairs)
 
+    @returns_column
     def score(self, batch: Batch) -> torch.Tensor:
         """One score per row, `[B]`."""
         values = self.forward(batch)["values"]

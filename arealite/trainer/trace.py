@@ -1,7 +1,7 @@
-"""Where the time of a training loop goes: named phases, as numbers for the statistics and as a picture.
+"""The time of a training loop by named phases: as numbers for the statistics, and as a trace file.
 
-`with trace.phase("rollout"):` around each part of a step; `take()` gives the seconds since the last call for stats.jsonl. The spans also go to
-trace.json in Chrome's format (open it in ui.perfetto.dev or chrome://tracing), flushed at each `take`.
+Wrap each part of a step in `with trace.phase("rollout"):`. `take()` returns the seconds since the last call, for stats.jsonl.
+The spans also go to trace.json in Chrome's format (open it in ui.perfetto.dev or chrome://tracing), flushed at each `take`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ logger = logging.getLogger("arealite.trace")
 
 
 class Trace:
-    """Spans of one process. Without a path, only the numbers are kept."""
+    """Records spans. Without a path it keeps only the numbers."""
 
-    def __init__(self, path: Path | None = None, name: str = "trainer"):
+    def __init__(self, path: Path | None = None):
         self._path = path
         self._start = time.perf_counter()
         self._last_take = self._start
@@ -32,7 +32,7 @@ class Trace:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("[\n")
-            self._add({"name": "process_name", "ph": "M", "args": {"name": name}})
+            self._add({"name": "process_name", "ph": "M", "args": {"name": "trainer"}})
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,7 +46,7 @@ class Trace:
             self._add({"name": name, "ph": "X", "ts": _us(began - self._start), "dur": _us(took_s)})
 
     def span(self, name: str, began: float, took_s: float, track: str) -> None:
-        """What another process did, by its clock (`time.time`), on a track of its own."""
+        """Add a span of another process on a track of its own. `began` is `time.time()` of that process."""
         start = began - time.time() + time.perf_counter() - self._start
         where = {"tid": zlib.crc32(track.encode())}
         if track not in self._tracks:
@@ -55,7 +55,7 @@ class Trace:
         self._add({"name": name, "ph": "X", "ts": _us(start), "dur": _us(took_s), **where})
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, as `time/<phase>`, and of the whole as `time/step`."""
+        """Return seconds since the last call: `time/<phase>` for each phase, `time/step` for all."""
         now = time.perf_counter()
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         times["time/step"] = now - self._last_take
@@ -64,27 +64,28 @@ class Trace:
         return times
 
     def flush(self) -> None:
+        """Write the recorded spans to the file."""
         if self._path is not None and self._events:
-            with self._costs_the_trace_alone(), self._path.open("a") as file:
+            with self._disable_on_os_error(), self._path.open("a") as file:
                 file.writelines(json.dumps(event) + ",\n" for event in self._events)
         self._events.clear()
 
     def close(self) -> None:
-        """Finish the file, so that it is strict JSON as well (viewers do not need it)."""
+        """End the file so that it is strict JSON. Viewers do not need this, other programs do."""
         self.flush()
         if self._path is not None:
-            with self._costs_the_trace_alone():
+            with self._disable_on_os_error():
                 text = self._path.read_text().rstrip().removesuffix(",")
                 self._path.write_text(text + "\n]\n")
             self._path = None
 
     @contextlib.contextmanager
-    def _costs_the_trace_alone(self) -> Iterator[None]:
-        """A full disk ends the trace, not the run."""
+    def _disable_on_os_error(self) -> Iterator[None]:
+        """Stop tracing when the file cannot be written (a full disk), and let the run continue."""
         try:
             yield
         except OSError as error:
-            logger.warning("no more is written to %s: %s", self._path, error.strerror)
+            logger.warning("tracing stops: cannot write %s: %s", self._path, error.strerror)
             self._path = None
 
     def _add(self, event: dict) -> None:

@@ -1,7 +1,7 @@
 import json
 import time
 
-from arealite.utils.trace import Trace
+from arealite.trainer.trace import Trace
 
 
 def test_phases_become_numbers_and_spans(tmp_path):
