@@ -1,25 +1,21 @@
-"""Which client speaks to which kind of server: the one place where a word of `allocation_mode` chooses a class."""
+"""Resolves the client engine for the servers of an `allocation_mode`. Backends are declared in `arealite.api.backends`."""
 
 from __future__ import annotations
 
+import importlib
+
 from arealite.api.alloc_mode import AllocationMode
+from arealite.api.backends import BACKENDS
 from arealite.api.errors import ConfigError
 from arealite.engine.remote.base import RemoteEngine
-from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.vllm_remote import RemotevLLMEngine
-
-REMOTE_ENGINES: dict[str, type[RemoteEngine]] = {
-    "embedded": RemoteSGLangEngine,
-    "sglang": RemoteSGLangEngine,
-    "vllm": RemotevLLMEngine,
-}
 
 
 def remote_engine_class(allocation_mode: str) -> type[RemoteEngine]:
-    """The client for the servers that `allocation_mode` starts."""
-    backend = AllocationMode.from_str(allocation_mode).gen_backend
-    if backend is None:
+    """Return the engine that talks to the servers of `allocation_mode`."""
+    name = AllocationMode.from_str(allocation_mode).gen_backend
+    if name is None:
         raise ConfigError(
             f"allocation_mode={allocation_mode} starts no inference server: write for example embedded.d1+d1"
         )
-    return REMOTE_ENGINES[backend]
+    module, _, client = BACKENDS[name].client.partition(":")
+    return getattr(importlib.import_module(module), client)

@@ -1,0 +1,205 @@
+"""The inference backends: for each kind of server its name, client class, command line and environment.
+
+Launchers build commands from here and the engines resolve the client class. To add a backend, add a class and list it in
+`BACKENDS`. Imports neither torch nor engines: a launcher only starts servers.
+
+Flags of SGLang and vLLM pass through from the configuration unchanged (`sglang.mem_fraction_static=0.8` becomes
+`--mem-fraction-static 0.8`). Two keys are AReaLite's own: `command` (how the server is started, for one that lives in
+another environment) and `env` (its variables).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+
+API_KEY_ENV = "AREALITE_API_KEY"
+OWN_KEYS = ("command", "env")
+# vLLM accepts these ranks only.
+_VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Servers count up from their seeds. With this distance two servers never draw the same noise for one prompt.
+_SEED_STRIDE = 2**32
+
+
+class ServerSettings(Protocol):
+    """The part of a run's configuration that decides how its servers are started."""
+
+    allocation_mode: str
+    server: ServerConfig
+    sglang: dict[str, Any]
+    vllm: dict[str, Any]
+    model_path: str
+    weight_update: str
+    lora_rank: int
+
+
+class Spread(NamedTuple):
+    """The part of a server that runs on one node, for a server that spans several."""
+
+    num_nodes: int
+    node_rank: int
+    first_address: str  # host:port of the first node
+
+
+class Backend(abc.ABC):
+    """One kind of inference server."""
+
+    name: ClassVar[str]
+    # The engine that talks to it, as `module:Class`.
+    client: ClassVar[str]
+    # The Python package that the server's command needs; empty: this one.
+    package: ClassVar[str] = ""
+    # Flags for a server that shares its GPU with a trainer.
+    shared_gpu_flags: ClassVar[dict[str, Any]] = {}
+
+    @abc.abstractmethod
+    def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
+        """Return the command line of server `index`."""
+
+    @abc.abstractmethod
+    def env(self, config: ServerSettings) -> dict[str, str]:
+        """Return the environment variables of one server, besides devices and threads."""
+
+    def options(self, config: ServerSettings) -> dict[str, Any]:
+        """Return the backend's own section of the configuration."""
+        return getattr(config, self.name, {})
+
+
+class Embedded(Backend):
+    """AReaLite's own server. It speaks SGLang's protocol."""
+
+    name = "embedded"
+    client = "arealite.engine.sglang_remote:RemoteSGLangEngine"
+
+    def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
+        strategy = _strategy(config)
+        if strategy.pipeline > 1:
+            raise ConfigError(
+                f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write "
+                f"t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
+            )
+        server = dataclasses.replace(
+            config.server,
+            model_path=config.model_path,
+            port=port,
+            tensor_parallel=strategy.tensor,
+            seed=config.server.seed + index * _SEED_STRIDE,
+        )
+        default = vars(ServerConfig())
+        changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}
+        arguments = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changed.items()]
+        # Every user of a machine can read a command line: the key travels in the environment.
+        arguments += [f"api_key=${{oc.env:{API_KEY_ENV}}}"] if server.api_key else []
+        return [sys.executable, "-m", "arealite.cli.serve", *arguments]
+
+    def env(self, config: ServerSettings) -> dict[str, str]:
+        return {API_KEY_ENV: config.server.api_key} if config.server.api_key else {}
+
+
+class SGLang(Backend):
+    """SGLang's own server."""
+
+    name = package = "sglang"
+    client = "arealite.engine.sglang_remote:RemoteSGLangEngine"
+    shared_gpu_flags: ClassVar = {"mem_fraction_static": 0.4}
+
+    def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
+        strategy = _strategy(config)
+        base = config.sglang.get("command", f"{shlex.quote(sys.executable)} -m sglang.launch_server")
+        flags: dict[str, Any] = {"model_path": config.model_path, "host": config.server.host, "port": port}
+        flags |= {"tp_size": strategy.tensor, "pp_size": strategy.pipeline}
+        flags |= {"api_key": config.server.api_key}
+        if spread:
+            flags |= {"nnodes": spread[0], "node_rank": spread[1], "dist_init_addr": spread[2]}
+        if _publishes_adapters(config):
+            # Two adapters: the one in use and the next one.
+            flags |= {"enable_lora": True, "max_loaded_loras": 2, "max_loras_per_batch": 2}
+            flags |= {"max_lora_rank": config.lora_rank, "lora_target_modules": "all"}
+        return [*shlex.split(base), *_flags(flags | config.sglang)]
+
+    def env(self, config: ServerSettings) -> dict[str, str]:
+        return _as_text(config.sglang.get("env"))
+
+
+class VLLM(Backend):
+    """vLLM's own server, with AReaLite's extension in its workers."""
+
+    name = package = "vllm"
+    client = "arealite.engine.vllm_remote:RemotevLLMEngine"
+    shared_gpu_flags: ClassVar = {"gpu_memory_utilization": 0.4}
+
+    def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
+        strategy = _strategy(config)
+        base = config.vllm.get("command", f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve")
+        flags: dict[str, Any] = {"host": config.server.host, "port": port}
+        flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
+        flags |= {
+            "enable_scale_out": True,  # the endpoint with token ids in and out
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+            "worker_extension_cls": "arealite.engine.remote.vllm_extension.WeightLoading",
+        }
+        if config.weight_update == "broadcast":
+            flags |= {"weight_transfer_config": {"backend": "arealite"}}
+        if _publishes_adapters(config):
+            rank = next((r for r in _VLLM_LORA_RANKS if r >= config.lora_rank), config.lora_rank)
+            flags |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 2}
+        if spread:
+            master, master_port = spread[2].rsplit(":", 1)
+            flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
+            flags |= {"master_addr": master, "master_port": master_port}
+        return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm)]
+
+    def env(self, config: ServerSettings) -> dict[str, str]:
+        # The endpoints for weight updates exist in this mode only.
+        ours = {"VLLM_SERVER_DEV_MODE": "1"}
+        if _publishes_adapters(config):
+            ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        # vLLM's workers must find the extension, also from another environment.
+        package = str(Path(__file__).parents[2])
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        if config.server.api_key:
+            ours["VLLM_API_KEY"] = config.server.api_key
+        return ours | _as_text(config.vllm.get("env"))
+
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Embedded(), SGLang(), VLLM())}
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for key, value in values.items():
+        if key in OWN_KEYS or value is None or value is False:
+            continue
+        flags.append("--" + key.replace("_", "-"))
+        if isinstance(value, list):
+            flags += map(str, value)
+        elif isinstance(value, dict):
+            flags.append(json.dumps(value))
+        elif value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def _as_text(variables: dict[str, Any] | None) -> dict[str, str]:
+    return {str(k): str(v) for k, v in (variables or {}).items()}
+
+
+def _publishes_adapters(config: ServerSettings) -> bool:
+    """Whether the trainer publishes adapters alone. It does by disk; otherwise it merges them into the weights."""
+    return config.lora_rank > 0 and config.weight_update in ("auto", "disk")
+
+
+def _strategy(config: ServerSettings) -> ParallelStrategy:
+    mode = AllocationMode.from_str(config.allocation_mode)
+    assert mode.gen is not None
+    return mode.gen
