@@ -89,7 +89,7 @@ def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) 
     """The newest rollouts, one per prompt. Text of a model is printed as it is, never as markup."""
     query = (
         "SELECT step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
-        "GROUP BY episode ORDER BY step DESC, episode DESC LIMIT ?"
+        "GROUP BY source, episode ORDER BY step DESC, episode DESC LIMIT ?"
     )
     for step, reward, oldest, newest, tokens, *texts in database.execute(query, (count,)):
         versions = f"versions {oldest}–{newest}"

@@ -1,7 +1,7 @@
-"""One episode on its way through the executor, and the check of what a workflow returned.
+"""One episode, and the check of what its workflow returned.
 
-`Episode` is a plain record kept small (tens of thousands wait at once). `check_trajectories` turns a wrong result into a message
-that names the key, the shape and what was expected; results that pass can be joined if they have the same keys.
+`Episode` is a small record: tens of thousands may wait at once. `check_trajectories` turns a wrong result into an error that names
+the key, the shape and what was expected. Results that pass can be joined if they have the same keys.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import concat_padded
 
+Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KNOWN_KEYS = {*TOKEN_KEYS, "rewards"}
 
@@ -27,9 +28,27 @@ class TrajectoryError(ValueError):
     """A workflow returned something that is not a batch of trajectories."""
 
 
+class EpisodeId(NamedTuple):
+    """Where an episode comes from and its number there. Streamed episodes sort before submitted ones.
+
+    Sources: `stream` (`prepare_batch`; the number is the row's position), `submitted` (`submit`), `direct` (`rollout_batch`).
+    """
+
+    source: Source
+    number: int
+
+    @property
+    def group_id(self) -> int:
+        """One integer for `group_ids` and seeds: submitted episodes count down from -1, the others up from 0."""
+        return -1 - self.number if self.source == "submitted" else self.number
+
+    def __str__(self) -> str:
+        return str(self.number) if self.source == "stream" else f"{self.source}-{self.number}"
+
+
 @dataclass(slots=True)
 class Trajectories:
-    """A workflow's result with the few numbers the executor needs of it."""
+    """A workflow's result with the numbers that the executor needs."""
 
     batch: Batch
     num_samples: int
@@ -40,11 +59,12 @@ class Trajectories:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A data row, the workflow that plays it, and how far it got. `call` is set for `rollout_batch`."""
+    """A data row, the workflow that runs it, and its progress. `call` is set for `rollout_batch`."""
 
-    id: int
+    id: EpisodeId
     data: dict[str, Any]
-    workflow: RolloutWorkflow | None  # None: restored from a checkpoint, already played
+    # None: restored from a checkpoint, already finished.
+    workflow: RolloutWorkflow | None
     call: DirectCall | None = None
     start_version: int = -1
     started_at: float = 0.0
@@ -55,32 +75,38 @@ class Episode:
 
 @dataclass(slots=True, eq=False)
 class DirectCall:
-    """One `rollout_batch`: its episodes bypass admission by version and come back together."""
+    """One `rollout_batch`: its episodes bypass the staleness limit and are returned together."""
 
-    remaining: int
-    results: dict[int, Trajectories] = field(default_factory=dict)
-    errors: list[BaseException] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    remaining: int = 0
+    first_error: BaseException | None = None
+    # Why episodes failed, by number.
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def succeeded(self) -> list[Episode]:
+        """Episodes with a result, in their order."""
+        return [e for e in self.episodes if e.result is not None and e.id.number not in self.reasons]
 
 
-def episode_seed(run_seed: int, episode_id: int) -> int:
-    """The sampling seed of an episode: stable over restarts, unrelated between neighbours (splitmix64)."""
+def episode_seed(run_seed: int, group_id: int) -> int:
+    """Return the sampling seed of an episode: stable over restarts, unrelated between neighbours (splitmix64)."""
     mask = (1 << 64) - 1
-    z = (run_seed * 0xD1342543DE82EF95 + (episode_id + 1) * 0x9E3779B97F4A7C15) & mask
+    z = (run_seed * 0xD1342543DE82EF95 + (group_id + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    # 31 bits less room for `+ sample index`: servers take a signed 32-bit seed
+    # 31 bits less room for `+ sample index`: servers take a signed 32-bit seed.
     return (z ^ (z >> 31)) % ((1 << 31) - (1 << 16))
 
 
-def own_copy(value: Any) -> Any:
-    """A row's value with dicts and lists of its own: a workflow that changes them (appends to `messages`) leaves the dataset as it was."""
+def copy_containers(value: Any) -> Any:
+    """Copy dicts and lists recursively, so that a workflow that changes its row (appends to `messages`) leaves the dataset as it was."""
     if type(value) is list:
-        return [own_copy(item) if type(item) in (dict, list) else item for item in value]
-    return {k: own_copy(v) for k, v in value.items()} if type(value) is dict else value
+        return [copy_containers(item) if type(item) in (dict, list) else item for item in value]
+    return {k: copy_containers(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def check_trajectories(result: Any) -> Trajectories:
-    """Check shapes, keys and values of a workflow's result; raises `TrajectoryError`."""
+    """Check keys, shapes and values of a workflow's result; raises `TrajectoryError`."""
     if not isinstance(result, dict):
         raise TrajectoryError(
             f"arun_episode returned {type(result).__name__}; expected a dict of tensors, or None to reject"
@@ -93,7 +119,7 @@ def check_trajectories(result: Any) -> Trajectories:
     if not math.isfinite(total):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
     if not math.isfinite(np.add.reduce(_array(result["logprobs"]), axis=None)):
-        raise TrajectoryError("`logprobs` are not finite: the server or the workflow made NaN or infinity")
+        raise TrajectoryError("`logprobs` are not finite: the server or the workflow returned NaN or infinity")
     for key in result.keys() - _KNOWN_KEYS:
         value = result[key] if isinstance(key, str) else None
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
@@ -114,16 +140,17 @@ def check_trajectories(result: Any) -> Trajectories:
 
 
 def oldest_version(versions: torch.Tensor) -> int:
-    """Smallest version of a generated token; a batch without any counts as never stale."""
-    # read as unsigned, -1 (not generated) is the largest number there is
+    """Return the smallest version of a generated token; a batch without any never becomes stale."""
+    # Read as unsigned, -1 (not generated) is the largest number.
     unsigned = _array(versions).astype(np.int64, copy=False).view(np.uint64)
     smallest = int(np.minimum.reduce(unsigned, axis=None))
     return smallest if smallest < 1 << 63 else 1 << 30
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """NumPy reduces small arrays faster than torch and keeps the interpreter's lock; this runs for every episode."""
-    if tensor.dtype in (torch.bfloat16, torch.float16):  # a sum of half precision overflows
+    """View as NumPy, which reduces small arrays faster than torch and keeps the GIL; this runs for every episode."""
+    # A sum in half precision overflows.
+    if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return tensor.numpy(force=tensor.requires_grad or tensor.is_cuda)
 
@@ -148,15 +175,16 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
     return first.shape
 
 
-def join_trajectories(ids: list[int], results: list[Trajectories]) -> Batch:
-    """Results of several episodes as one batch, each with its id as `group_ids`."""
+def join_trajectories(episodes: list[Episode]) -> Batch:
+    """Join the results of finished episodes to one batch; each episode is one group."""
+    results = [episode.result for episode in episodes if episode.result is not None]
     try:
         batch = concat_padded([result.batch for result in results])
     except (ValueError, RuntimeError) as error:
         raise TrainingError(
-            f"what episodes {ids[0]} to {ids[-1]} returned cannot be joined to one batch: {error}. A workflow must return the same keys for "
-            "every row, and of the same shape but for samples and tokens"
+            f"the results of episodes {episodes[0].id} to {episodes[-1].id} cannot be joined to one batch: {error}. A workflow "
+            "must return the same keys for every row, with the same shapes apart from samples and tokens"
         ) from error
-    pairs = zip(ids, results, strict=True)
-    batch["group_ids"] = torch.tensor([i for i, r in pairs for _ in range(r.num_samples)])
+    pairs = zip(episodes, results, strict=True)
+    batch["group_ids"] = torch.tensor([e.id.group_id for e, r in pairs for _ in range(r.num_samples)])
     return batch

@@ -1,7 +1,8 @@
-"""The event-loop thread that plays episodes. It knows nothing of batches or staleness: it starts, times out, checks and reports.
+"""`EpisodeRunner`: the event-loop thread that runs episodes. It knows nothing of batches or staleness.
 
-Used by `WorkflowExecutor`. Whatever a workflow does, each started episode is reported exactly once by `on_end`, on the loop's thread, together
-with all that ended in the same turn of the loop; if the loop itself dies, `on_crash` is told.
+Owned by `WorkflowExecutor`. It starts episodes, cancels those past their deadline, checks results and reports: each started episode
+is passed to `on_end` exactly once, on the loop's thread, together with all that ended in the same iteration of the loop, whatever
+the workflow does. If the loop itself fails, `on_crash` gets the error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, Trajectories, check_trajectories, episode_seed, own_copy
+from arealite.core.episode import Episode, Trajectories, check_trajectories, copy_containers, episode_seed
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
@@ -28,13 +29,17 @@ _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) el
 
 
 class EpisodeRunner:
-    """One loop, one thread. `check` looks at a result before it is reported as good."""
+    """One event loop on one thread. Callbacks run on that thread.
+
+    `admit` starts queued episodes with `spawn`; `check` raises if a result is not acceptable.
+    """
 
     def __init__(
         self,
         engine: InferenceEngine,
         seed: int,
         timeout_s: float,
+        admit: Callable[[], None],
         check: Callable[[Episode, Trajectories], None],
         on_end: Callable[[Ended], None],
         on_crash: Callable[[BaseException], None],
@@ -42,11 +47,14 @@ class EpisodeRunner:
         self.engine = engine
         self.seed = seed
         self.timeout_s = timeout_s
-        self.pool: WorkerPool | None = None  # set: episodes run in processes of their own
-        self.running: dict[Episode, None] = {}  # in order of start; guarded by the executor's lock
-        self._check, self._on_end, self._on_crash = check, on_end, on_crash
+        # If set, episodes run in worker processes.
+        self.pool: WorkerPool | None = None
+        # In order of start; guarded by the executor's lock.
+        self.running: dict[Episode, None] = {}
+        self._admit, self._check, self._on_end, self._on_crash = admit, check, on_end, on_crash
+        self._is_admission_requested = False
         self._ended: Ended = []
-        self._overdue: set[asyncio.Task] = set()
+        self._cancelled: set[asyncio.Task] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.is_stopping = False
         self.loop = new_event_loop()
@@ -60,67 +68,74 @@ class EpisodeRunner:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel everything and end the thread; idempotent."""
+        """Cancel all tasks and end the thread; idempotent."""
         self.is_stopping = True
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(timeout=10)
 
-    def call_soon(self, work: Callable[[], None]) -> None:
-        """Have the loop's thread do this (any thread)."""
-        self.loop.call_soon_threadsafe(self._guarded, work)
+    def request_admission(self) -> None:
+        """Have the loop call `admit` (any thread); requests that come before it runs are merged."""
+        if not self._is_admission_requested:
+            self._is_admission_requested = True
+            self.loop.call_soon_threadsafe(self._run_callback, self._run_admission)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        """asyncio only logs what fails in a callback: episodes that were not booked would be waited for."""
+    def _run_admission(self) -> None:
+        self._is_admission_requested = False
+        self._admit()
+
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        """Run a callback of the executor. asyncio only logs what it raises; the trainer would wait for its deadline."""
         try:
-            work()
+            callback()
         except BaseException as error:
             self._on_crash(error)
             raise
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, T], wait: NamedWait) -> T:
-        """Run `coroutine` on the loop for another thread, which waits for its result."""
+        """Run `coroutine` on the loop and wait for its result (another thread)."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            # a little more than it has itself: its own error says more than ours could
+            # A little longer than its own deadline: its own error says more than ours could.
             return future.result(None if wait.left_s is None else wait.left_s + 2.0)
         except TimeoutError:
             if future.done():
-                raise  # the coroutine's own error
+                # The coroutine's own error.
+                raise
             future.cancel()
-            raise wait.error("no answer yet", "a server hangs or is very slow: see its log") from None
+            raise wait.error("no response yet", "a server hangs or is very slow: see its log") from None
 
     def spawn(self, episode: Episode) -> None:
         """Start an episode that is already in `running` (loop thread)."""
         if self._timer is None:
             self._arm_deadline(episode)
-        name = f"episode-{episode.id}" if episode.call is None else f"direct-{episode.id}"
-        task = asyncio.Task(self._play(episode), loop=self.loop, name=name, **_EAGER)
+        task = asyncio.Task(self._run(episode), loop=self.loop, name=f"episode-{episode.id}", **_EAGER)
         episode.task = None if task.done() else task
 
-    async def _play(self, episode: Episode) -> None:
-        data = {key: own_copy(value) for key, value in episode.data.items()}
+    async def _run(self, episode: Episode) -> None:
+        data = {key: copy_containers(value) for key, value in episode.data.items()}
         assert episode.workflow is not None
         if "seed" not in data:
-            data["seed"] = episode_seed(self.seed, episode.id)
+            data["seed"] = episode_seed(self.seed, episode.id.group_id)
         try:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
-                result = await self.pool.play(episode.workflow, data)
+                result = await self.pool.run_episode(episode.workflow, data)
             if result is not None:
                 episode.result = check_trajectories(result)
                 self._check(episode, episode.result)
         except asyncio.CancelledError:
             if not self.is_stopping:
-                self._end(episode, self._why_cancelled(episode))
+                self._end(episode, self._cancellation_error(episode))
             raise
-        except BaseException as error:  # a workflow may raise anything: it costs its episode
+        # A workflow may raise anything; it fails that episode only.
+        except BaseException as error:
             self._end(episode, error)
         else:
             self._end(episode, None)
 
-    def _why_cancelled(self, episode: Episode) -> Exception:
+    def _cancellation_error(self, episode: Episode) -> Exception:
         if time.monotonic() < episode.started_at + self.timeout_s:
             return RuntimeError("the workflow awaited something that was cancelled")
         return TimeoutError(f"no result within rollout.episode_timeout_s={self.timeout_s:g}")
@@ -131,7 +146,7 @@ class EpisodeRunner:
             return
         episode.has_ended = True
         if not self._ended:
-            self.loop.call_soon(self._guarded, self._report)
+            self.loop.call_soon(self._run_callback, self._report)
         self._ended.append((episode, error))
 
     def _report(self) -> None:
@@ -139,7 +154,7 @@ class EpisodeRunner:
         self._on_end(ended)
 
     def _arm_deadline(self, oldest: Episode) -> None:
-        """All episodes have the same time-out, so one timer for the oldest serves them all."""
+        """Set the one timer to the deadline of the oldest episode; all episodes have the same timeout."""
         delay_s = max(0.0, oldest.started_at + self.timeout_s - time.monotonic())
         self._timer = self.loop.call_later(delay_s, self._check_deadlines)
 
@@ -155,19 +170,21 @@ class EpisodeRunner:
                 self._cancel(episode, episode.task)
 
     def _cancel(self, episode: Episode, task: asyncio.Task) -> None:
-        """Its place is free at once: the workflow may take long to clean up, or take no notice."""
+        """Report the episode as ended at once: its workflow may clean up for long, or ignore the cancellation."""
         task.cancel()
-        self._overdue.add(task)  # the loop itself does not keep it alive
-        task.add_done_callback(self._overdue.discard)
-        self._end(episode, self._why_cancelled(episode))
+        # The loop itself does not keep a reference.
+        self._cancelled.add(task)
+        task.add_done_callback(self._cancelled.discard)
+        self._end(episode, self._cancellation_error(episode))
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
             keep_running(self.loop)
-            while not self.is_stopping:  # a workflow has stopped it
+            # A workflow may have stopped the loop.
+            while not self.is_stopping:
                 keep_running(self.loop)
-        except BaseException as error:  # the trainer must hear of it, or it waits for nothing
+        except BaseException as error:
             self._on_crash(error)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""The event loops that workflows run on, in the trainer's process and in rollout workers."""
+"""Event loops that run workflows, in the trainer's process and in rollout workers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ logger = logging.getLogger("arealite.executor")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return an uvloop event loop if uvloop is installed, else asyncio's."""
     if importlib.util.find_spec("uvloop") is None:
         return asyncio.new_event_loop()
     return importlib.import_module("uvloop").new_event_loop()
@@ -19,8 +20,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def keep_running(loop: asyncio.AbstractEventLoop) -> None:
     """Run a loop until it is stopped.
 
-    A task of a workflow's own (a `gather`, a coroutine reward) that exits would end it, and all other episodes with it. Whoever awaits that task is
-    given the same error: there it costs an episode.
+    SystemExit in a task that a workflow started (a `gather`, a coroutine reward) would end the loop and all other
+    episodes with it. Whatever awaits that task gets the same error, so only that episode fails.
     """
     while True:
         try:

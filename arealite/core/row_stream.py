@@ -1,7 +1,7 @@
-"""An endless stream of data rows out of a dataloader, epoch after epoch. A row's position in it is the id of its episode.
+"""`RowStream`: an endless stream of data rows from a dataloader. A row's position is the number of its episode.
 
-The executor pulls from it on the trainer's thread. After a restart the stream is wound back to the oldest row that has not ended, and rows that
-have are left out: each row is dealt with once. An empty dataset, or one smaller than a batch, is told at once.
+The executor reads it on the trainer's thread. After a restart the stream goes back to the oldest row that has not ended and skips
+rows that have, so each row is handled once. An empty dataset, or one smaller than a batch, raises an error at once.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ Row = dict[str, Any]
 
 
 class RowStream:
-    """`position` is the id of the next row. `first_id` is that of the dataloader's first row."""
+    """`position` is the number of the next row, `first_position` that of the dataloader's first row."""
 
-    def __init__(self, dataloader: Iterable[list[Row]], first_id: int = 0):
+    def __init__(self, dataloader: Iterable[list[Row]], first_position: int = 0):
         self.dataloader = dataloader
-        self.first_id = first_id
-        self.position = first_id
+        self.first_position = first_position
+        self.position = first_position
         self._epoch = self._rows()
         self._ahead: deque[Row] = deque()
         self._first_batch: int | None = None
         self._done: Collection[int] = ()
 
     def seek(self, position: int, done: Collection[int]) -> None:
-        """Go to `position`, as a checkpoint names it; rows whose ids are in `done` are not given out again."""
+        """Go to the `position` of a checkpoint and skip rows in `done`."""
         self._done = done
         self._ahead.clear()
-        self.position = self.first_id + self._seek_dataloader(position - self.first_id)
+        self.position = self.first_position + self._seek_dataloader(position - self.first_position)
         self._epoch = self._rows()
         while self.position < position:
             self._next()
 
     def batch_size(self) -> int:
-        """Rows in the dataloader's first batch."""
+        """Return the number of rows in the dataloader's first batch."""
         self._peek(1)
         assert self._first_batch is not None
         return self._first_batch
 
     @property
     def epoch_rows(self) -> int:
-        """Rows of one epoch, as far as the dataloader tells."""
+        """Rows of one epoch; 0 if the dataloader has no length."""
         loader: Any = self.dataloader
         return len(loader) * (self._first_batch or 0) if hasattr(loader, "__len__") else 0
 
     def require(self, count: int) -> None:
-        """An epoch must hold at least `count` rows."""
-        if self.position > self.first_id:
+        """Raise if an epoch has fewer than `count` rows."""
+        if self.position > self.first_position:
             return
         self._peek(count)
         if len(self._ahead) < count:
@@ -60,7 +60,7 @@ class RowStream:
             )
 
     def next_row(self) -> tuple[int, Row]:
-        """The next row that is still to be dealt with, and its id."""
+        """Return the next row that has not ended, and its position."""
         while self.position in self._done:
             self._next()
         row = self._next()
@@ -72,7 +72,9 @@ class RowStream:
             self._epoch = self._rows()
             row = next(self._epoch, None)
             if row is None:
-                raise DatasetError("the dataloader gives no rows in a further epoch")
+                raise DatasetError(
+                    "the dataloader gives no rows in a second epoch: pass one that can be iterated again"
+                )
         self.position += 1
         return row
 
@@ -94,11 +96,12 @@ class RowStream:
             yield from batch
 
     def _seek_dataloader(self, num_rows: int) -> int:
-        """Wind a dataloader that can be wound to the batch that holds row `num_rows`; returns that batch's first row."""
+        """Move a stateful dataloader to the batch that holds row `num_rows`; returns that batch's first row."""
         loader: Any = self.dataloader
         state = loader.state_dict() if hasattr(loader, "load_state_dict") else {}
         if not {"epoch", "position"} <= state.keys() or not hasattr(loader, "batch_size"):
-            return 0  # it cannot be wound: starts over; the rows before are read and left out
+            # It has no state to set: start over and skip the rows before.
+            return 0
         rows_per_epoch = len(loader) * loader.batch_size
         epoch, rest = divmod(num_rows, rows_per_epoch)
         position = rest // loader.batch_size
@@ -106,7 +109,7 @@ class RowStream:
         return epoch * rows_per_epoch + position * loader.batch_size
 
     def _describe(self) -> str:
-        """The dataloader in words, with sizes where it tells them."""
+        """Describe the dataloader, with its sizes if it has them."""
         dataset = getattr(self.dataloader, "dataset", None)
         size = getattr(self.dataloader, "batch_size", None)
         rows = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else None

@@ -1,7 +1,7 @@
-"""Waits with a name and a deadline.
+"""`NamedWait`: a wait with a name and a deadline.
 
-Whoever blocks makes a `NamedWait` and waits in slices of what it has left; when it expires, the error says what waits for what, since
-when, and the likely cause. Used by the executor, the clients and everything else in `core`.
+Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When it expires, `error` says what waits for what, since
+when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NamedWait:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the deadline (not below 0); None without one."""
+        """Seconds until the deadline, at least 0; None without one."""
         return None if self.timeout_s is None else max(0.0, self.timeout_s - self.waited_s)
 
     @property
@@ -35,6 +35,7 @@ class NamedWait:
         return self.timeout_s is not None and self.waited_s >= self.timeout_s
 
     def error(self, state: str, cause: str) -> WaitTimeout:
+        """Return the error for an expired wait."""
         limit = f" (the deadline set by {self.option})" if self.option else ""
         return WaitTimeout(
             f"{self.who} has waited {self.waited_s:.1f} s{limit} for {self.what}.\n  Now: {state}\n  Likely cause: {cause}"

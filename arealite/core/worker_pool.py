@@ -49,14 +49,14 @@ class WorkerPool:
     async def start(self) -> None:
         await asyncio.gather(*(self._add_worker() for _ in range(self.count)))
 
-    async def play(self, workflow: RolloutWorkflow, data: dict[str, Any]) -> Batch | None:
+    async def run_episode(self, workflow: RolloutWorkflow, data: dict[str, Any]) -> Batch | None:
         """`workflow.arun_episode` in the worker with the fewest episodes."""
         for _ in range(MAX_ATTEMPTS):
             while not self._workers:
                 await self._wait_for_worker()
             worker = min(self._workers, key=lambda w: (w.is_silent, len(w.waiting)))
             try:
-                return await worker.play(next(self._numbers), self._known(workflow), workflow, data)
+                return await worker.run_episode(next(self._numbers), self._known(workflow), workflow, data)
             except asyncio.CancelledError:
                 # out of time: does the episode wait, or block its worker?
                 self._watch(worker, worker.ping(), MAX_SILENCE_S)
@@ -190,7 +190,7 @@ class _Connection:
             if self._reading is None:
                 self.kill()
 
-    async def play(
+    async def run_episode(
         self, number: int, workflow_id: int, workflow: RolloutWorkflow, data: dict[str, Any]
     ) -> Batch | None:
         if workflow_id not in self._knows:

@@ -23,7 +23,7 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
 from arealite.trainer.saver import Frequency, on_all_ranks
-from arealite.utils.console import tell
+from arealite.utils.console import show_message
 from arealite.utils.distributed import all_reduce_stats, barrier, broadcast_json, rank, world_size
 from arealite.utils.rundir import RunDir
 
@@ -83,7 +83,9 @@ class Recover:
                     other.rename(other.with_name(other.name.replace("step", "damaged")))
                 return path
             if damaged:
-                tell(f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): looking for the one before it")
+                show_message(
+                    f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): looking for the one before it"
+                )
         if paths:
             raise CheckpointError(
                 f"all {len(paths)} recover checkpoints in {self.folder} are damaged: mend the disk and restore them from a backup, or delete "

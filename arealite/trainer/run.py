@@ -26,7 +26,7 @@ from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.trainer.trace import Trace
-from arealite.utils.console import COLUMNS, Column, ProgressTable, tell
+from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import RunDir
 
@@ -104,13 +104,13 @@ class Run:
         )
         self.table.__enter__()
         if rank() == 0 and first >= self.spec.total_train_steps:
-            tell(
+            show_message(
                 f"nothing to do: all {self.spec.total_train_steps} steps were done before. For more, raise total_train_epochs or "
                 "total_train_steps; to begin anew, give another trial_name"
             )
         asked = self.spec.max_steps or 0
         if rank() == 0 and asked > self.spec.total_train_steps:
-            tell(
+            show_message(
                 f"total_train_steps={asked}, but total_train_epochs={self.spec.total_train_epochs} of {self.spec.dataset_size} rows "
                 f"are {self.spec.total_train_steps} steps: for more, raise total_train_epochs"
             )
@@ -166,7 +166,7 @@ class Run:
         is_flat = values.get("zero_advantage_share") == 1
         self._without_signal = self._without_signal + 1 if is_flat else 0
         if self._without_signal == NO_SIGNAL_STEPS and rank() == 0:
-            tell(
+            show_message(
                 f"warning: no signal: in the last {NO_SIGNAL_STEPS} steps all answers to a prompt had the same reward (mean {values['reward']:g}). "
                 f"The task is too hard or too easy for this model, or the reward never matches: see python -m arealite.cli.report {self.dir.path}"
             )
@@ -177,18 +177,18 @@ class Run:
             is_last = info.global_step + 1 == self.spec.total_train_steps
             path = self.saver.maybe_save(info, is_last)
             if path and is_last and rank() == 0:
-                tell(f"trained model: {path}")
+                show_message(f"trained model: {path}")
             self.recover.maybe_save(info)
         except CheckpointError as error:
             logger.error("%s", error)
             if rank() == 0:
-                tell(f"warning: {error}")
+                show_message(f"warning: {error}")
 
     def _resume(self) -> int:
         last = self.recover.load()
         first = 0 if last is None else last.global_step + 1
         if first and rank() == 0:
-            tell(f"resuming after step {first}")
+            show_message(f"resuming after step {first}")
         # Servers that this run did not start may hold the weights of another one.
         others = isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
         if self.rollout is not None and (first or broadcast_json(others)):

@@ -90,7 +90,7 @@ class ProgressTable:
         parts = [(k.removeprefix("eval/"), v) for k, v in stats.items() if k.startswith("eval/")]
         if parts:
             found = "  ".join(f"{name} {value:.4g}" for name, value in parts)
-            tell(f"evaluation after step {step + 1}:  {found}")
+            show_message(f"evaluation after step {step + 1}:  {found}")
         if not self._rows:
             self.columns = [c for c in self.columns if c.key in stats or not c.is_optional]
         cells = [column.cell(stats) for column in self.columns]
@@ -154,7 +154,7 @@ class _Screen:
 _shown: list[_Screen] = []
 
 
-def tell(text: str) -> None:
+def show_message(text: str) -> None:
     """Say something on the console, above the live table if there is one (then it is in the log too)."""
     print(text, flush=True)
     for screen in _shown:

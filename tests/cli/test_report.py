@@ -19,8 +19,8 @@ def run_dir(tmp_path) -> RunDir:
     ]
     made.stats_path.write_text("\n".join(lines) + "\n")
     ledger = Ledger(made.db_path)
-    ledger.note(EpisodeRow(0, "trained"))
-    ledger.note(EpisodeRow(1, "failed", "reward [raised] ZeroDivisionError"))
+    ledger.record(EpisodeRow(0, "trained"))
+    ledger.record(EpisodeRow(1, "failed", "reward [raised] ZeroDivisionError"))
     ledger.commit(lambda: [RolloutRow(0, 0, 4, 1.0, 3, 4, 5, "abcde>", "[bold]edcba\x1b[31m" + "x" * 999)])
     ledger.close()
     return made

@@ -2,7 +2,7 @@
 
 import math
 
-from arealite.core.audit import Audit
+from arealite.core.ledger.audit import Audit
 
 
 def test_long_answers_that_go_stale_raise_the_alarm_once():
@@ -17,7 +17,7 @@ def test_long_answers_that_go_stale_raise_the_alarm_once():
     assert audit.alarm() is None
     for _ in range(30000):
         audit.add("trained", tokens=100, reward=0.5)
-    assert audit.alarm() is None and not audit.alarmed
+    assert audit.alarm() is None and not audit.has_alarmed
 
 
 def test_filtered_episodes_are_no_loss():

@@ -1,11 +1,12 @@
 from arealite.core.diagnosis import FailureStreak
+from arealite.core.episode import EpisodeId
 
 
 def test_streaks_of_failures_are_told_ever_more_rarely(capfd):
     streak = FailureStreak(limit=10)
     for _ in range(100):
         for _ in range(3):
-            assert streak.add(0, ValueError("broken")) is None
+            assert streak.add(EpisodeId("stream", 0), ValueError("broken")) is None
         streak.end()
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("warning: 3 episodes in a row failed, 3 so far: ValueError: broken")

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from arealite.api.errors import AReaLiteError, CheckpointError
-from arealite.core import ledger as ledger_module
-from arealite.core.ledger import EpisodeRow, Ledger, read_counts
+from arealite.core.episode import EpisodeId
+from arealite.core.ledger import EpisodeRow, Ledger, read_counts, store
 from tests.core.conftest import Echo, make_batch
 
 
 def test_rows_are_replaced_not_repeated(tmp_path):
     ledger = Ledger(tmp_path / "run" / "run.sqlite")
     for state in ("running", "buffered", "trained"):
-        ledger.note(EpisodeRow(1, state))
+        ledger.record(EpisodeRow(1, state))
         ledger.commit()
-    ledger.note(EpisodeRow(2, "failed", "ValueError: x"))
+    ledger.record(EpisodeRow(2, "failed", "ValueError: x"))
     ledger.event("start", "hello")
     ledger.close()
     assert read_counts(ledger.path) == {"trained": 1, "failed": 1}
@@ -29,15 +29,15 @@ def test_rows_are_replaced_not_repeated(tmp_path):
 def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     for i in range(6):
-        ledger.note(EpisodeRow(i, "trained", step=i // 2))
-    ledger.note(EpisodeRow(10, "rejected", "x"))
-    ledger.save_buffer(3, [(7, make_batch(7))])
+        ledger.record(EpisodeRow(i, "trained", step=i // 2))
+    ledger.record(EpisodeRow(10, "rejected", "x"))
+    ledger.save_buffer(3, [(EpisodeId("stream", 7), make_batch(7))])
     for i in range(6, 10):  # after the checkpoint
-        ledger.note(EpisodeRow(i, "trained", step=i // 2))
-    ledger.note(EpisodeRow(11, "running"))
+        ledger.record(EpisodeRow(i, "trained", step=i // 2))
+    ledger.record(EpisodeRow(11, "running"))
     ledger.flush()
-    [(buffered_id, batch)] = ledger.rewind(step=3, has_ended=lambda i: i < 6 or i == 10)
-    assert buffered_id == 7 and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
+    [(buffered_id, batch)] = ledger.rewind(step=3, has_ended=lambda i: i.number < 6 or i.number == 10)
+    assert buffered_id == ("stream", 7) and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
     assert ledger.counts() == {"trained": 7, "rejected": 1}  # 7 is noted as buffered by the executor
     ledger.close()
 
@@ -50,7 +50,7 @@ def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path):
 
 def test_whatever_ends_the_writer_is_told_to_who_waits_and_who_comes_next(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
-    ledger.save_buffer(3, [(7, make_batch(7))])
+    ledger.save_buffer(3, [(EpisodeId("stream", 7), make_batch(7))])
     db = sqlite3.connect(ledger.path)
     with db:
         db.execute("UPDATE buffer SET tensors = x'00'")
@@ -79,7 +79,7 @@ def test_what_fails_at_the_commit_has_not_succeeded(tmp_path):
 
 def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
     ledger = Ledger(tmp_path / "run.sqlite")
-    ledger.note(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]
+    ledger.record(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]
     ledger.close()
     assert "cannot be written" in caplog.text
     with pytest.raises(AReaLiteError, match="cannot be written"):
@@ -88,10 +88,10 @@ def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
 
 def test_a_checkpoint_that_was_never_whole_does_not_push_out_the_buffer_of_the_last_good_one(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
-    ledger.save_buffer(2, [(8, make_batch(8))])
+    ledger.save_buffer(2, [(EpisodeId("stream", 8), make_batch(8))])
     for _ in range(2):  # killed twice before the checkpoint at 4 was whole
-        ledger.save_buffer(4, [(20, make_batch(20))])
-        assert [i for i, _ in ledger.rewind(2, has_ended=lambda i: i < 8)] == [8]
+        ledger.save_buffer(4, [(EpisodeId("submitted", 20), make_batch(20))])
+        assert [i.number for i, _ in ledger.rewind(2, has_ended=lambda i: i.number < 8)] == [8]
     ledger.close()
 
 
@@ -100,18 +100,18 @@ def test_a_damaged_file_is_told_as_such(tmp_path, content):
     path = tmp_path / "run.sqlite"
     ledger = Ledger(path)
     for i in range(1000):
-        ledger.note(EpisodeRow(i, "trained", reason="x" * 100))
+        ledger.record(EpisodeRow(i, "trained", reason="x" * 100))
     ledger.flush()
     ledger.close()
     whole = path.read_bytes()
     path.write_bytes(content or whole[:4096] + bytes(len(whole) // 2))
-    with pytest.raises(CheckpointError, match=r"damaged: move it .*goes on from its checkpoint"):
+    with pytest.raises(CheckpointError, match=r"damaged or foreign: move it .*goes on from its checkpoint"):
         Ledger(path).counts()
 
 
 def test_a_disk_that_hangs_is_an_error_in_the_end(tmp_path, monkeypatch):
     ledger, release = Ledger(tmp_path / "run.sqlite"), threading.Event()
-    monkeypatch.setattr(ledger_module, "_WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(store, "_WRITE_TIMEOUT_S", 0.1)
     with pytest.raises(AReaLiteError, match="its disk hangs"):
         ledger._run_now(lambda db: release.wait(60) and None)
     release.set()
@@ -150,7 +150,7 @@ def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(tmp_path, ex
     db = sqlite3.connect(ledger.path)
     assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == texts
     db.close()
-    assert caplog.text.count("no transcripts") == (0 if texts else 1)
+    assert caplog.text.count("are not kept as text") == (0 if texts else 1)
 
 
 def test_the_executor_books_every_episode(tmp_path, executors):

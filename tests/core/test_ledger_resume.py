@@ -7,7 +7,6 @@ import pytest
 
 from arealite.core.ledger import Ledger, read_counts
 from arealite.core.waits import NamedWait
-from arealite.core.workflow_executor import MANUAL_IDS
 from tests.core.conftest import Echo
 
 
@@ -49,11 +48,11 @@ def settle(executor, running=0):
 
 
 def ids(batch):
-    return [i - MANUAL_IDS for i in batch["group_ids"][::2].tolist()]
+    return [-1 - i for i in batch["group_ids"][::2].tolist()]
 
 
 def check_balance(executor):
-    counts, booked = executor.staleness.counts, executor.book.ledger.counts()
+    counts, booked = executor.staleness.counts, executor.accounts.ledger.counts()
     counts.check()
     for state in ("running", "buffered", "trained", "rejected", "failed", "stale"):
         assert booked.get(state, 0) == getattr(counts, state), (state, booked)
@@ -72,7 +71,7 @@ def test_submitted_episodes_survive_a_resume_and_their_seeds_do_not_repeat(live)
     for _ in range(2):  # a checkpoint of a resumed life is as good as one of the first
         executor = live(state)
         assert executor.to_submit_again == []
-        assert executor.book.ledger.counts() == {"trained": len(trained), "buffered": 10 - len(trained)}
+        assert executor.accounts.ledger.counts() == {"trained": len(trained), "buffered": 10 - len(trained)}
         check_balance(executor)
         trained += ids(executor.wait(2))
         check_balance(executor)
@@ -100,7 +99,7 @@ def test_submitted_episodes_that_had_not_ended_are_named_and_struck(live, caplog
     assert ids(executor.wait(3)) == [1, 4, 5]  # these weights are lost
     executor = live(state)
     assert executor.to_submit_again == [1, 4] and "[1, 4]" in caplog.text
-    assert executor.book.ledger.counts() == {"rejected": 1, "failed": 1, "trained": 1, "buffered": 1}
+    assert executor.accounts.ledger.counts() == {"rejected": 1, "failed": 1, "trained": 1, "buffered": 1}
     check_balance(executor)
     for number in executor.to_submit_again:
         executor.submit({"x": number}, Echo())

@@ -57,7 +57,7 @@ class Job:
 
     def crash(self):
         self.executor.runner.stop()
-        self.executor.book.finish()
+        self.executor.accounts.finish()
 
 
 def ids(batch):
@@ -114,12 +114,12 @@ def test_buffered_episodes_are_kept_not_played_again(tmp_path):
     job.train()
     while job.executor.stats()["running"]:
         pass
-    buffered = [episode.id for _, episode in job.executor._finished]
+    buffered = [episode.id for episode in job.executor._finished.in_order()]
     state = job.checkpoint()
     job.crash()
     job = Job(tmp_path, 2, state)
-    assert sorted(i for i, _ in job.executor._finished) == sorted(buffered) != []
-    assert not set(buffered) - set(ids(job.train())) or len(buffered) > 4
+    assert [episode.id for episode in job.executor._finished.in_order()] == buffered != []
+    assert not {i.number for i in buffered} - set(ids(job.train())) or len(buffered) > 4
     job.crash()
 
 

@@ -114,7 +114,7 @@ def test_a_stopped_loop_turns_on(executors):
 
 def test_an_error_in_the_books_ends_the_wait_at_once(executors, monkeypatch):
     executor = executors()
-    monkeypatch.setattr(executor.book, "note", lambda *_: 1 / 0)
+    monkeypatch.setattr(executor.accounts, "record", lambda *_: 1 / 0)
     with pytest.raises(TrainingError, match="ZeroDivisionError"):
         executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
 
@@ -157,7 +157,7 @@ class BlocksLater(Echo):
 def test_whoever_blocks_the_loop_is_named_with_the_users_own_line(executors, in_task, who):
     executor, release = executors(batch_timeout_s=0.5), threading.Event()
     try:
-        with pytest.raises(WaitTimeout, match=f"{who}.*holds up all others in BlocksLater.blocks .*test_unruly"):  # fmt: skip
+        with pytest.raises(WaitTimeout, match=f"{who}.*blocks all other episodes in BlocksLater.blocks .*test_unruly"):  # fmt: skip
             executor.prepare_batch([[{"x": i} for i in range(4)]], BlocksLater(in_task, release))
     finally:
         release.set()

@@ -120,13 +120,13 @@ def test_a_workflow_that_cannot_travel_is_told(executor):
         async def arun_episode(self, engine, data):
             return None
 
-    play = executor.runner.pool.play(Local(), {"x": 1})
+    play = executor.runner.pool.run_episode(Local(), {"x": 1})
     with pytest.raises(ConfigError, match="Local cannot be sent to a worker process"):
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
 
 
 def test_a_workflow_that_cancels_itself_fails_at_once(executor):
-    play = executor.runner.pool.play(Pids(), {"x": 1, "cancels": True})
+    play = executor.runner.pool.run_episode(Pids(), {"x": 1, "cancels": True})
     with pytest.raises(WorkerError, match="CancelledError"):
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
 
@@ -139,7 +139,7 @@ def test_a_workflow_that_fails_in_an_odd_way_costs_its_episode_only(executor, do
     for x in range(8):
         executor.submit({"x": x, "wait_s": 1.0}, workflow)
     with pytest.raises(WorkerError, match=words):
-        play = pool.play(workflow, {"x": 8, does: True})
+        play = pool.run_episode(workflow, {"x": 8, does: True})
         executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
     assert executor.wait(8)["input_ids"][::2, 0].tolist() == list(range(8))
     assert pool.num_replaced == 0 and executor.staleness.counts.failed == 0
@@ -147,7 +147,7 @@ def test_a_workflow_that_fails_in_an_odd_way_costs_its_episode_only(executor, do
 
 def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):
     columns = {"a": torch.bfloat16, "b": torch.float8_e5m2, "c": torch.float16}
-    play = executor.runner.pool.play(Pids(), {"x": 1, "columns": columns})
+    play = executor.runner.pool.run_episode(Pids(), {"x": 1, "columns": columns})
     batch = executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
     assert {name: batch[name].dtype for name in columns} == columns
     for name in columns:
@@ -156,14 +156,14 @@ def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):
 
 async def play_for(seconds, pool, data):
     async with asyncio.timeout(seconds):
-        await pool.play(Pids(), data)
+        await pool.run_episode(Pids(), data)
 
 
 async def play_beside_a_blocked_one(pool):
     """The first worker is blocked by the first episode, the second has one that only waits too long."""
     rows = [{"x": 0, "blocks": True}, {"x": 0, "wait_s": 1000}]
     bad = (play_for(1.0, pool, row) for row in rows)
-    good = (pool.play(Pids(), {"x": x}) for x in range(1, 9))
+    good = (pool.run_episode(Pids(), {"x": x}) for x in range(1, 9))
     return await asyncio.gather(*bad, *good, return_exceptions=True)
 
 
@@ -188,12 +188,12 @@ def test_workers_that_cannot_start_are_an_error_until_they_can(tmp_path):
             worker.process.kill()
         for _ in range(2):
             with pytest.raises(ServerError, match=r"not start: its process ended.*num_workers=0"):
-                await pool.play(Pids(), {"x": 1})
+                await pool.run_episode(Pids(), {"x": 1})
         broken.unlink()
-        assert await pool.play(Pids(), {"x": 1}) is not None
+        assert await pool.run_episode(Pids(), {"x": 1}) is not None
         await pool.close()
         with pytest.raises(ServerError, match="closed"):
-            await pool.play(Pids(), {"x": 1})
+            await pool.run_episode(Pids(), {"x": 1})
 
     asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
 
@@ -206,7 +206,7 @@ def test_a_pool_that_shrinks_warns_and_grows_again(tmp_path, monkeypatch, caplog
         await pool.start()
         broken.touch()
         pool._workers[0].process.kill()
-        assert await pool.play(Pids(), {"x": 1}) is not None
+        assert await pool.run_episode(Pids(), {"x": 1}) is not None
         await asyncio.wait(pool._starting)
         assert "1 of 2 rollout workers are left" in caplog.text and len(pool._workers) == 1
         broken.unlink()

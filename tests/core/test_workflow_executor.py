@@ -40,7 +40,7 @@ def test_results_come_oldest_first_with_their_own_group(executors):
         executor.submit({**row, "yields": 10 - row["x"]}, workflow)
     batch = executor.wait(4)
     assert xs(batch) == [0, 1, 2, 3]
-    ids = batch["group_ids"] - batch["group_ids"][0]
+    ids = batch["group_ids"][0] - batch["group_ids"]
     assert ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     check_conserved(executor)
 
@@ -82,10 +82,12 @@ def test_no_staleness_equals_a_plain_loop_bit_for_bit(executors):
     engine, workflow = StubEngine(), Random()
     for version in range(12):  # over two epochs
         executor.engine.version = engine.version = version
-        batch = executor.prepare_batch(loader(data) if version == 0 else executor._stream.dataloader, workflow)
+        batch = executor.prepare_batch(
+            loader(data) if version == 0 else executor.resume_state._stream.dataloader, workflow
+        )
         expected = []
         for position in range(4 * version, 4 * version + 4):
-            row = {**data[position % 20], "seed": episode_seed(executor.seed, position)}
+            row = {**data[position % 20], "seed": episode_seed(executor.runner.seed, position)}
             expected.append(asyncio.run(workflow.arun_episode(engine, row)))
         plain = concat_padded(expected)
         for key in plain:
@@ -217,7 +219,7 @@ class Blocks(Echo):
 def test_a_workflow_that_blocks_the_loop_is_named_with_its_line(executors):
     executor, release = executors(batch_size=1, batch_timeout_s=0.3), threading.Event()
     try:
-        with pytest.raises(WaitTimeout, match=r"holds up all others in .*, which does not await"):
+        with pytest.raises(WaitTimeout, match=r"blocks all other episodes in .*, which does not await"):
             executor.prepare_batch(loader(rows(4, release=release)), Blocks())
     finally:
         release.set()
@@ -342,7 +344,7 @@ def test_a_straggler_is_waited_for_rather_than_dropped(executors):
     assert 0 not in xs(executor.prepare_batch(data, workflow))
     executor.engine.version = 1
     executor.set_version(1)
-    executor._last_hand_over -= 60  # as if the step had taken a minute
+    executor._last_batch_at -= 60  # as if the step had taken a minute
     executor.runner.loop.call_soon_threadsafe(executor.runner.loop.call_later, 0.2, gate.set)
     assert 0 in xs(executor.prepare_batch(data, workflow))
     assert executor.stats()["stale"] == 0
@@ -355,7 +357,7 @@ def test_a_straggler_delays_a_batch_no_longer_than_a_step(executors):
     executor.prepare_batch(data, workflow)
     executor.engine.version = 1
     executor.set_version(1)
-    executor._last_hand_over = time.monotonic() - 0.3
+    executor._last_batch_at = time.monotonic() - 0.3
     began = time.monotonic()
     assert 0 not in xs(executor.prepare_batch(data, workflow))
     assert 0.2 < time.monotonic() - began < 5

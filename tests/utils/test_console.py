@@ -116,11 +116,11 @@ def test_what_is_told_appears_above_the_live_table(tmp_path):
     """On a terminal the process's own output goes to the log; what a person must know does not."""
     master, slave = os.openpty()
     script = (
-        "from arealite.utils.console import ProgressTable, tell\n"
+        "from arealite.utils.console import ProgressTable, show_message\n"
         "from pathlib import Path\n"
         f"with ProgressTable(2, log_path=Path({str(tmp_path / 'log')!r})) as table:\n"
         "    table.update(0, {'reward': 0.1})\n"
-        "    tell('warning: [bold] no room on the disk')\n"
+        "    show_message('warning: [bold] no room on the disk')\n"
         "    print('chatter')\n"
         "    table.update(1, {'reward': 0.2})\n"
     )

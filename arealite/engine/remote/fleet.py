@@ -23,7 +23,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.remote.membership import LOOK_EVERY_S, Members
 from arealite.engine.remote.published import read_published
 from arealite.engine.remote.router import Router, Server
-from arealite.utils.console import tell
+from arealite.utils.console import show_message
 from arealite.utils.http import API_KEY_ENV, HttpError
 from arealite.weights.fingerprint import Fingerprints, first_mismatch
 
@@ -272,7 +272,7 @@ class Fleet:
                     # Once may be chance: the trainer wrote the next weights while the server read.
                     num_refusals += _is_refusal(error)
                     if num_refusals == TOLD_REFUSALS:
-                        tell(f"warning: {server.address} gets no requests: {error}")
+                        show_message(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                     continue
@@ -326,7 +326,7 @@ class Fleet:
     def _compare_contexts(self, server: Server) -> None:
         longest = max((s.context for s in self.router.servers.values()), default=0)
         if 0 < server.context < longest:
-            tell(
+            show_message(
                 f"warning: {server.address} takes {server.context} tokens of prompt and answer, others {longest}: what it is asked "
                 "for ends earlier or is refused. Start it with the same context_length and max_total_tokens"
             )

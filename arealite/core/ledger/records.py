@@ -1,27 +1,27 @@
-"""Episodes as rows of the ledger: their fate in numbers, and a few per step as text for people to look at.
+"""Converts episodes to rows of the ledger: their state in numbers, and trajectories as text.
 
-Text is made when the ledger's thread calls the returned function, not when a batch is handed over.
+The writer thread calls the function that `rollout_rows` returns, so tokens are decoded there and not when a batch is returned.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from arealite.core.episode import Episode
-from arealite.core.ledger import EpisodeRow, RolloutRow
-
-MAX_EPISODES_PER_STEP = 8
+from arealite.core.ledger.store import EpisodeRow, RolloutRow
 
 
 def episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:
+    """An episode as a row of the table `episodes`."""
     result, now = episode.result, time.time()
     return EpisodeRow(
-        episode.id,
+        episode.id.number,
         state,
-        None if reason is None else _writable(reason),
+        None if reason is None else _replace_surrogates(reason),
         episode.start_version,
         result.oldest_version if result else None,
         step,
@@ -30,13 +30,13 @@ def episode_row(episode: Episode, state: str, reason: str | None = None, step: i
         result.mean_reward if result else None,
         now - (time.monotonic() - episode.started_at),
         now,
+        episode.id.source,
     )
 
 
-def transcripts(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
-    """Rows of the first few episodes of a batch, decoded by the workflow's `tokenizer` where it has one."""
-    chosen = episodes[:MAX_EPISODES_PER_STEP]
-    return lambda: (row for episode in chosen for row in _rows(episode, step))
+def rollout_rows(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
+    """Return a function that makes the rows; the workflow's `tokenizer`, if it has one, decodes the tokens."""
+    return lambda: (row for episode in episodes for row in _rows(episode, step))
 
 
 def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
@@ -50,25 +50,26 @@ def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
         generated = versions >= 0
         start = int(generated.int().argmax()) if generated.any() else length
         yield RolloutRow(
-            episode.id,
+            episode.id.number,
             sample,
             step,
             float(batch["rewards"][sample]),
             int(versions[generated].min()) if generated.any() else -1,
             int(versions.max()),
             length,
-            _text(tokenizer, ids[:start]),
-            _text(tokenizer, ids[start:]),
+            _to_text(tokenizer, ids[:start]),
+            _to_text(tokenizer, ids[start:]),
+            episode.id.source,
         )
 
 
-def _text(tokenizer, ids: torch.Tensor) -> str:
+def _to_text(tokenizer: Any, ids: torch.Tensor) -> str:
     tokens = ids.tolist()
     if tokenizer is None:
         return " ".join(map(str, tokens))
-    return _writable(str(tokenizer.decode(tokens)))
+    return _replace_surrogates(str(tokenizer.decode(tokens)))
 
 
-def _writable(text: str) -> str:
-    """Half a character (a lone surrogate), as in text cut between bytes, is no text to SQLite."""
+def _replace_surrogates(text: str) -> str:
+    """SQLite rejects lone surrogates, which text cut between two bytes may contain."""
     return text.encode("utf-8", "replace").decode()

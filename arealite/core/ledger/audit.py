@@ -1,14 +1,14 @@
-"""Does the run train on what it samples? Length and reward of trained against dropped episodes, with an alarm.
+"""Compares length and reward of trained and dropped episodes, and warns when the training data is biased.
 
-Staleness, time-outs and filters may drop long or hard prompts more often than others, and the model then learns from a biased sample without any
-error. The executor reports every episode's end here; sums fade with a half-life, so the picture is that of the last steps.
+Staleness, timeouts and filters may drop long or hard prompts more often than others; the model then learns from a biased sample
+without any error. `EpisodeAccounts` adds every episode that ends. Sums decay with a half-life, so they describe the last steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FATES = ("trained", "stale", "rejected", "failed")
+FINAL_STATES = ("trained", "stale", "rejected", "failed")
 HALF_LIFE_EPISODES = 512
 MIN_EPISODES = 64
 _GROWTH = 2 ** (1 / HALF_LIFE_EPISODES)
@@ -18,7 +18,7 @@ MAX_LENGTH_RATIO = 1.25
 
 @dataclass
 class Sums:
-    """Faded sums over episodes of one fate; `known` are those with a result."""
+    """Decayed sums over episodes of one final state; `known` counts those with a result."""
 
     count: float = 0.0
     known: float = 0.0
@@ -31,22 +31,22 @@ class Sums:
 
 @dataclass
 class Audit:
-    """Faded sums per fate. `lost` means stale or failed: what should have been trained on and was not."""
+    """Decayed sums per final state. `lost` means stale or failed: episodes that should have been trained on."""
 
-    sums: dict[str, Sums] = field(default_factory=lambda: {fate: Sums() for fate in FATES})
-    alarmed: bool = False
+    sums: dict[str, Sums] = field(default_factory=lambda: {state: Sums() for state in FINAL_STATES})
+    has_alarmed: bool = False
     _weight: float = 1.0
 
-    def add(self, fate: str, tokens: float | None = None, reward: float | None = None) -> None:
-        """One episode ended; `tokens` per sample and mean reward where it has a result."""
-        # later episodes weigh more instead of earlier ones less: one addition per episode
+    def add(self, state: str, tokens: float | None = None, reward: float | None = None) -> None:
+        """Add one episode that ended; `tokens` per sample and mean reward if it has a result."""
+        # Give later episodes more weight instead of decaying earlier ones: one addition per episode.
         self._weight *= _GROWTH
-        mine, weight = self.sums[fate], self._weight
-        mine.count += weight
+        sums, weight = self.sums[state], self._weight
+        sums.count += weight
         if tokens is not None and reward is not None:
-            mine.known += weight
-            mine.tokens += weight * tokens
-            mine.reward += weight * reward
+            sums.known += weight
+            sums.tokens += weight * tokens
+            sums.reward += weight * reward
         if weight > 1e12:
             self._rescale()
 
@@ -70,22 +70,22 @@ class Audit:
         }
 
     def alarm(self) -> str | None:
-        """A message when losses begin to bias the training data; once, until they are normal again."""
+        """Return a warning when losses begin to bias the training data; once, until they are normal again."""
         values = self.stats()
         total = sum(s.count for s in self.sums.values()) / self._weight
         stale, trained = values["audit/length_stale"], values["audit/length_trained"]
-        many = total >= MIN_EPISODES and values["audit/lost_share"] > MAX_LOST_SHARE
-        longer = stale > MAX_LENGTH_RATIO * trained > 0
-        if not many:
-            self.alarmed = False
+        has_losses = total >= MIN_EPISODES and values["audit/lost_share"] > MAX_LOST_SHARE
+        are_longer = stale > MAX_LENGTH_RATIO * trained > 0
+        if not has_losses:
+            self.has_alarmed = False
             return None
-        if self.alarmed:
+        if self.has_alarmed:
             return None
-        self.alarmed = True
+        self.has_alarmed = True
         share = f"{values['audit/lost_share']:.0%} of the last episodes were dropped as stale or failed"
-        if longer:
+        if are_longer:
             return (
-                f"{share}; the stale ones have {stale:.0f} tokens on average, the trained ones {trained:.0f}: long answers are "
+                f"{share}; stale episodes have {stale:.0f} tokens on average, trained ones {trained:.0f}: long answers are "
                 "starved. Raise rollout.max_head_offpolicyness, or lower gconfig.max_new_tokens"
             )
         return f"{share}: see their reasons in run.sqlite, table episodes"

@@ -1,0 +1,89 @@
+"""`EpisodeAccounts`: records what becomes of every episode, for the ledger, the audit and the statistics of a step.
+
+`WorkflowExecutor` owns it and calls it under its lock or on the trainer's thread. Every admitted episode is closed exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from arealite.api.io_struct import Batch
+from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
+from arealite.core.ledger.audit import Audit
+from arealite.core.ledger.records import episode_row, rollout_rows
+from arealite.core.ledger.store import Ledger
+
+logger = logging.getLogger("arealite.executor")
+MAX_TEXTS_PER_STEP = 8
+
+
+class EpisodeAccounts:
+    """Writes to `ledger`, if there is a run directory; with `dump_rollouts` also some trajectories of each step as text."""
+
+    def __init__(self, ledger: Ledger | None, dump_rollouts: bool):
+        self.ledger = ledger
+        self.dump_rollouts = dump_rollouts
+        self.audit = Audit()
+        self.last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
+
+    def clear(self, *sources: Source) -> None:
+        """Drop what an earlier run of the same name left in the ledger."""
+        if self.ledger is not None:
+            self.ledger.clear(sources)
+
+    def record(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
+        """Set an episode's state in the ledger."""
+        if self.ledger is not None:
+            self.ledger.record(episode_row(episode, state, reason, step))
+
+    def close(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
+        """Record the final state of an episode: trained, rejected, failed or stale."""
+        result = episode.result
+        if result is None:
+            self.audit.add(state)
+        else:
+            self.audit.add(state, result.num_tokens / result.num_samples, result.mean_reward)
+        self.record(episode, state, reason, step)
+
+    def close_batch(self, episodes: list[Episode], version: int, waited_s: float) -> Batch:
+        """Record that these episodes are trained on at `version`, commit, and return them as one batch."""
+        results = [e.result for e in episodes if e.result is not None]
+        lags = [version - min(r.oldest_version, version) for r in results]
+        self.last_batch = {
+            "lag_mean": sum(lags) / len(lags),
+            "lag_max": max(lags),
+            "wait_s": waited_s,
+            "reward_mean": sum(r.mean_reward for r in results) / len(results),
+        }
+        for episode in episodes:
+            self.close(episode, "trained", step=version)
+        alarm = self.audit.alarm()
+        if alarm is not None:
+            logger.warning("%s", alarm)
+        if self.ledger is not None:
+            if alarm is not None:
+                self.ledger.event("alarm", alarm)
+            self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
+        return join_trajectories(episodes)
+
+    def close_direct(self, call: DirectCall, version: int) -> None:
+        """Record the episodes of a `rollout_batch`, all of them also as text: evaluation is for reading."""
+        if self.ledger is None or not self.dump_rollouts:
+            return
+        for episode in call.episodes:
+            reason = call.reasons.get(episode.id.number)
+            state = "failed" if reason is not None else "rejected" if episode.result is None else "evaluated"
+            self.record(episode, state, reason, version)
+        self._commit(call.succeeded(), version)
+
+    def _commit(self, shown: list[Episode], version: int) -> None:
+        if self.ledger is not None:
+            self.ledger.commit(rollout_rows(shown, version) if self.dump_rollouts else None)
+
+    def stats(self) -> dict[str, float]:
+        return {**self.last_batch, **self.audit.stats()}
+
+    def finish(self) -> None:
+        """Close the ledger."""
+        if self.ledger is not None:
+            self.ledger.close()

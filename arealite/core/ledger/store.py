@@ -1,0 +1,320 @@
+"""The store behind the ledger: `run.sqlite` in the run directory, written by a thread of its own.
+
+Callers record rows in memory (one dict entry each) and commit once per training step; the writer thread writes each commit as one
+transaction, so neither training nor generation waits for the disk. An episode's row is keyed by its source and number there: it can
+be neither lost nor recorded twice. `rewind` removes what a killed process did after its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from arealite.api.errors import AReaLiteError, CheckpointError
+from arealite.api.io_struct import Batch
+from arealite.core.episode import EpisodeId
+
+logger = logging.getLogger("arealite.ledger")
+
+_SCHEMA_VERSION = 2
+_SCHEMA = f"""
+PRAGMA user_version = {_SCHEMA_VERSION};
+CREATE TABLE IF NOT EXISTS episodes(
+  id INTEGER NOT NULL,         -- number within its source; for the stream, the position of the data row
+  state TEXT NOT NULL,         -- running, buffered, trained, rejected, failed, stale, evaluated
+  reason TEXT,                 -- why it was rejected or failed
+  start_version INTEGER,       -- weights when it started
+  oldest_version INTEGER,      -- weights of its oldest token
+  step INTEGER,                -- weights it was trained on top of
+  samples INTEGER, tokens INTEGER, reward REAL,
+  started_at REAL, ended_at REAL,
+  source TEXT NOT NULL,        -- stream (prepare_batch), submitted (submit), direct (rollout_batch)
+  PRIMARY KEY(source, id));
+CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
+CREATE TABLE IF NOT EXISTS rollouts(
+  episode INTEGER, sample INTEGER, step INTEGER, reward REAL, oldest_version INTEGER, newest_version INTEGER,
+  tokens INTEGER, prompt TEXT, completion TEXT, source TEXT, PRIMARY KEY(source, episode, sample));
+CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkpoint at `step` had not trained on yet
+  step INTEGER, source TEXT, id INTEGER, tensors BLOB, PRIMARY KEY(step, source, id));
+CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
+"""
+# Episodes of `rollout_batch` bypass admission, so they are not part of the counts that must add up.
+_COUNT_ADMITTED = "SELECT state, COUNT(*) FROM episodes WHERE source != 'direct' GROUP BY state"
+_PUT_TIMEOUT_S, _WRITE_TIMEOUT_S = 60.0, 600.0
+_UPSERT_EPISODE = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
+_UPSERT_ROLLOUT = "INSERT OR REPLACE INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?)"
+
+
+class EpisodeRow(NamedTuple):
+    """One row of the table `episodes`."""
+
+    id: int
+    state: str
+    reason: str | None = None
+    start_version: int | None = None
+    oldest_version: int | None = None
+    step: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    reward: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    source: str = "stream"
+
+
+class RolloutRow(NamedTuple):
+    """One trajectory as text."""
+
+    episode: int
+    sample: int
+    step: int
+    reward: float
+    oldest_version: int
+    newest_version: int
+    tokens: int
+    prompt: str
+    completion: str
+    source: str = "stream"
+
+
+class _Job(NamedTuple):
+    """One transaction for the writer thread. `done` is set once it is on disk, or the writer has failed."""
+
+    work: Callable[[sqlite3.Connection], None]
+    done: threading.Event
+
+
+class Ledger:
+    """Batched writer of `run.sqlite`. `record` and `event` may be called from any thread, the rest from the trainer's."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._pending: dict[tuple[str, int], EpisodeRow] = {}
+        self._events: list[tuple[float, str, str]] = []
+        self._lock = threading.Lock()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=64)
+        self._error: BaseException | None = None
+        self._has_raised_error = self._has_warned_of_text = False
+        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
+        self._thread.start()
+        # Report a path that cannot be written now, not at the first step.
+        self._run_now(lambda db: None)
+
+    def record(self, row: EpisodeRow) -> None:
+        """Set the state of one episode; the next `commit` writes it."""
+        with self._lock:
+            self._pending[row.source, row.id] = row
+
+    def event(self, kind: str, text: str) -> None:
+        """Record something that happened to the run; the next `commit` writes it."""
+        with self._lock:
+            self._events.append((time.time(), kind, text))
+
+    def commit(self, rollouts: Callable[[], Iterable[RolloutRow]] | None = None) -> None:
+        """Write everything recorded so far in one transaction, in the background.
+
+        The writer thread calls `rollouts`, so that decoding tokens delays nobody. If it raises, the rest is written without it.
+        """
+        with self._lock:
+            rows, self._pending = list(self._pending.values()), {}
+            events, self._events = self._events, []
+
+        def job(db: sqlite3.Connection) -> None:
+            texts = [] if rollouts is None else self._decode(rollouts)
+            db.executemany(_UPSERT_EPISODE, rows)
+            db.executemany("INSERT INTO events VALUES (?,?,?)", events)
+            db.executemany(_UPSERT_ROLLOUT, texts)
+
+        self._submit(job)
+
+    def flush(self) -> None:
+        """Commit, and return once it is on disk."""
+        self.commit()
+        self._run_now(lambda db: None)
+
+    def save_buffer(self, step: int, episodes: list[tuple[EpisodeId, Batch]]) -> None:
+        """Keep the trajectories of buffered episodes for a checkpoint at `step`; returns once they are on disk."""
+        rows = [(step, *episode_id, save_tensors(_contiguous(batch))) for episode_id, batch in episodes]
+        self.commit()
+
+        def job(db: sqlite3.Connection) -> None:
+            # The checkpoint before this one stays the last good one until this one is complete.
+            db.execute("DELETE FROM buffer WHERE step < (SELECT MAX(step) FROM buffer) OR step >= ?", (step,))
+            db.executemany("INSERT INTO buffer VALUES (?,?,?,?)", rows)
+
+        self._run_now(job)
+
+    def rewind(self, step: int, has_ended: Callable[[EpisodeId], bool]) -> list[tuple[EpisodeId, Batch]]:
+        """Undo what happened after the checkpoint at `step`; returns the episodes that it had buffered.
+
+        Other episodes that had not ended by then, according to `has_ended`, are deleted: they run again.
+        """
+        buffered: list[tuple[EpisodeId, Batch]] = []
+
+        def job(db: sqlite3.Connection) -> None:
+            found = db.execute("SELECT source, id, tensors FROM buffer WHERE step = ? ORDER BY source, id", (step,))
+            buffered.extend((EpisodeId(source, number), load_tensors(blob)) for source, number, blob in found)
+            kept = {episode_id for episode_id, _ in buffered}
+            ids = [EpisodeId(*row) for row in db.execute("SELECT source, id FROM episodes")]
+            undone = [i for i in ids if i not in kept and not has_ended(i)]
+            # Buffers of checkpoints that were never completed would otherwise count as newer than this one.
+            db.execute("DELETE FROM buffer WHERE step > ?", (step,))
+            for table, key in (("episodes", "id"), ("rollouts", "episode")):
+                db.executemany(f"DELETE FROM {table} WHERE source = ? AND {key} = ?", undone)
+            text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"
+            db.execute("INSERT INTO events VALUES (?,?,?)", (time.time(), "recover", text))
+
+        self._run_now(job)
+        return buffered
+
+    def clear(self, sources: Iterable[str]) -> None:
+        """Delete what an earlier run of the same name left of episodes from these sources."""
+
+        def job(db: sqlite3.Connection) -> None:
+            for source in sources:
+                for table in ("episodes", "rollouts", "buffer"):
+                    db.execute(f"DELETE FROM {table} WHERE source = ?", (source,))
+            if "stream" in sources:
+                db.execute("DELETE FROM events")
+
+        self._run_now(job)
+
+    def counts(self) -> dict[str, int]:
+        """Admitted episodes by state, on disk, after everything recorded so far."""
+        found: dict[str, int] = {}
+        self.commit()
+        self._run_now(lambda db: found.update(db.execute(_COUNT_ADMITTED).fetchall()))
+        return found
+
+    def close(self) -> None:
+        """Write what is recorded and end the thread; idempotent. Logs errors, so that shutdown completes."""
+        try:
+            if self._thread.is_alive():
+                self.commit()
+                self._put(None)
+                self._thread.join(timeout=30)
+            if self._error is not None and not self._has_raised_error:
+                self._raise_if_dead()
+        except AReaLiteError as error:
+            logger.error("%s", error)
+
+    def _decode(self, rollouts: Callable[[], Iterable[RolloutRow]]) -> list[RolloutRow]:
+        try:
+            return list(rollouts())
+        # A user's tokenizer may raise anything. That loses this step's text, not its episodes.
+        except BaseException as error:
+            if not self._has_warned_of_text:
+                self._has_warned_of_text = True
+                logger.warning(
+                    "rollouts of this step are not kept as text: the workflow's `tokenizer` cannot decode them (%s: %s). "
+                    "Fix it, or set rollout.dump_rollouts=false. Further failures are not logged",
+                    type(error).__name__,
+                    error,
+                )
+            return []
+
+    def _run_now(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        if not self._submit(work).wait(_WRITE_TIMEOUT_S):
+            raise self._timeout_error(_WRITE_TIMEOUT_S)
+        if self._error is not None:
+            self._raise_if_dead()
+
+    def _submit(self, work: Callable[[sqlite3.Connection], None]) -> threading.Event:
+        self._raise_if_dead()
+        job = _Job(work, threading.Event())
+        self._put(job)
+        return job.done
+
+    def _put(self, job: _Job | None) -> None:
+        try:
+            self._jobs.put(job, timeout=_PUT_TIMEOUT_S)
+        except queue.Full:
+            self._raise_if_dead()
+            raise self._timeout_error(_PUT_TIMEOUT_S) from None
+
+    def _timeout_error(self, waited_s: float) -> AReaLiteError:
+        return AReaLiteError(
+            f"the ledger {self.path} has not completed a write for {waited_s:.0f} s: its disk hangs or is very slow"
+        )
+
+    def _raise_if_dead(self) -> None:
+        """Raise what ended the writer thread, if it has ended."""
+        error = self._error
+        if error is not None:
+            self._has_raised_error = True
+            raise _describe_error(self.path, error) from error
+        if not self._thread.is_alive():
+            raise AReaLiteError(f"the ledger {self.path} is closed: nothing can be written any more")
+
+    def _write(self) -> None:
+        """Writer thread: runs jobs, one transaction each, until None arrives; the first error ends it."""
+        job: _Job | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            db = sqlite3.connect(self.path, timeout=30)
+            try:
+                _create_tables(db, self.path)
+                while (job := self._jobs.get()) is not None:
+                    with db:
+                        job.work(db)
+                    job.done.set()
+            finally:
+                db.close()
+        # Callers that wait for a job get this error; without it they would wait for the timeout.
+        except BaseException as error:
+            self._error = error
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if job is not None:
+                        job.done.set()
+                    job = self._jobs.get_nowait()
+
+
+def _create_tables(db: sqlite3.Connection, path: Path) -> None:
+    db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version != _SCHEMA_VERSION and db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        raise CheckpointError(
+            f"{path} was written by another version of arealite (its schema is {version}, this one's {_SCHEMA_VERSION})"
+        )
+    db.executescript(_SCHEMA)
+
+
+def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
+    text = f"the ledger {path} cannot be written or read: {type(error).__name__}: {error}"
+    if isinstance(error, OSError | sqlite3.OperationalError):
+        return AReaLiteError(
+            f"{text}. Free space or fix the folder's permissions, then resume the run with recover.mode=auto"
+        )
+    # The base class itself means a damaged file; its subclasses mean a wrong statement.
+    if type(error) is sqlite3.DatabaseError or isinstance(error, CheckpointError):
+        return CheckpointError(
+            f"{text}. The file is damaged or foreign: move it and those beside it ({path.name}-*) away and start the run again. "
+            "It goes on from its checkpoint, without the history of earlier steps; buffered episodes run again"
+        )
+    return AReaLiteError(
+        f"{text}. Resume the run with recover.mode=auto; if that fails here too the file is damaged: move it away first"
+    )
+
+
+def _contiguous(batch: Batch) -> Batch:
+    return {key: value.detach().cpu().contiguous() for key, value in batch.items()}
+
+
+def read_counts(path: str | Path) -> dict[str, int]:
+    """Admitted episodes by state, of a run that may still be going on."""
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return dict(db.execute(_COUNT_ADMITTED).fetchall())
+    finally:
+        db.close()
