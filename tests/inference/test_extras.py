@@ -6,6 +6,7 @@ Where there is no GPU but Triton is installed, its interpreter runs the same ker
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.slots import SlotTable
+from arealite.inference.slots import SlotTable, split_seed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,6 +92,20 @@ def test_the_device_samples_what_the_cpu_samples():
         torch.testing.assert_close(floats[2].cpu()[wanted], raw[wanted], atol=1e-4, rtol=1e-4)
         slots.tokens[rows, slots.length] = tokens.numpy()
         slots.length += 1
+
+
+@pytest.mark.parametrize(("seed", "token"), [(2782, 1712), (1816, 45267)])
+def test_the_device_draws_a_token_of_probability_1e_8(seed, token):
+    cuda_ops = pytest.importorskip("arealite.inference.cuda.ops")
+    logits = torch.full((1, 1 << 17), math.log(1e-8), device=DEVICE)
+    logits[0, 5] = 0.0
+    row = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    position = torch.full((1,), 8, dtype=torch.int32, device=DEVICE)
+    seeds = torch.tensor([split_seed(seed)], device=DEVICE)
+    threshold, temperature = torch.full((1,), -torch.inf, device=DEVICE), torch.ones(1, device=DEVICE)
+    out = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    cuda_ops.sample(logits, row, position, temperature, seeds, threshold, out[0], out.view(torch.float32)[1])
+    assert out[0].tolist() == [token]
 
 
 def test_counts_of_a_continued_sequence_are_those_of_an_uninterrupted_one():

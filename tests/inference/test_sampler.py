@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from arealite.inference.cpu import sampler
 from arealite.inference.cpu.sampler import SamplingBatch, gumbel_noise, make_batch, sample, truncate
 from arealite.inference.sequence import Request, SamplingParams
-from arealite.inference.slots import SlotTable
+from arealite.inference.slots import SlotTable, split_seed
 
 
 def batch_of(count: int, **given) -> SamplingBatch:
@@ -36,6 +37,25 @@ def test_noise_is_standard_gumbel_and_depends_on_its_row_alone():
     both = gumbel_noise(torch.tensor([[1, 1], [5, 6]]), torch.tensor([9, 3]), 200_000)
     assert torch.equal(both[1], noise[0])
     assert abs(torch.corrcoef(both)[0, 1].item()) < 0.01
+
+
+@pytest.mark.parametrize(("seed", "token"), [(2782, 1712), (1816, 45267)])
+def test_a_token_of_probability_1e_8_can_be_drawn(seed, token):
+    logits = torch.full((1, 1 << 17), math.log(1e-8))
+    logits[0, 5] = 0.0
+    batch = SamplingBatch(torch.tensor([split_seed(seed)]), torch.tensor([9]))
+    assert sample(logits, batch)[0].tolist() == [token]
+
+
+def test_noise_is_fine_where_it_is_large(monkeypatch):
+    """The hash is replaced by its smallest values, which give the largest noise."""
+    bits = np.array([[0, 1, 2, 1000, 1 << 16, 1 << 22, 1 << 31, (1 << 32) - 1]], np.uint32)
+    monkeypatch.setattr(sampler, "_mix", lambda x: bits if x.ndim == 2 else x)
+    (noise,) = gumbel_noise(torch.tensor([[3, 4]]), torch.tensor([5]), bits.size)
+    assert torch.isfinite(noise).all() and (noise.diff() < 0).all() and noise[0] > 22
+    uniform = torch.tensor((bits[0, 3:-1] + 0.5) * 2.0**-32)
+    expected = -torch.log(-torch.log1p(-uniform))
+    torch.testing.assert_close(noise[3:-1].double(), expected, atol=1e-3, rtol=0)
 
 
 def test_truncation_keeps_what_the_definitions_keep():

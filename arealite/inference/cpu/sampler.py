@@ -19,6 +19,7 @@ import torch
 from arealite.inference.slots import SlotTable
 
 _GOLDEN = 0x9E3779B9
+_FINE = 1 << 16
 _CACHED = 1 << 16  # numbers that are mixed at once: they stay in the core's cache
 
 
@@ -73,17 +74,27 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, to
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise [B, V] as a function of seed, position and token id alone."""
+    """Standard Gumbel noise [B, V] as a function of seed, position and token id only.
+
+    The noise is -log(E) with E = -log(1 - v) and v uniform in (0, 1). Large noise comes from small v, so v needs a fine
+    resolution near 0: 32 bits of hash, and below `_FINE` another 32 bits. Tokens down to a probability of 1e-19 can be drawn.
+    """
     halves = seeds.numpy().astype(np.uint32)
-    key = _mix(halves[:, 0] ^ _mix(positions.numpy().astype(np.uint32) + halves[:, 1]))
+    inner = _mix(positions.numpy().astype(np.uint32) + halves[:, 1])
+    key, low_key = _mix(halves[:, 0] ^ inner), inner * _GOLDEN + halves[:, 0]
     ids = np.arange(vocab_size, dtype=np.uint32) * _GOLDEN
     noise = torch.empty(len(key), vocab_size)
-    bits, rows = noise.numpy(), max(1, _CACHED // vocab_size)
+    uniform, rows = noise.numpy(), max(1, _CACHED // vocab_size)
     for start in range(0, len(key), rows):
         part = slice(start, start + rows)
-        bits[part] = _mix(ids ^ key[part, None]) >> 9
-    # In (0, 1), exact in float32.
-    return noise.add_(0.5).mul_(2.0**-23).log_().neg_().log_().neg_()
+        bits = _mix(ids ^ key[part, None])
+        uniform[part] = bits
+        if bits.min() < _FINE:
+            row, token = np.nonzero(bits < _FINE)
+            low = bits[row, token] * _GOLDEN + low_key[part][row]
+            uniform[part][row, token] += (low + 0.5) * 2.0**-32
+    # The bound keeps the noise finite: 2^32 - 1 is rounded to 2^32.
+    return noise.mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1).log1p_().neg_().log_().neg_()
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

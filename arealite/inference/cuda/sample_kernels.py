@@ -98,7 +98,9 @@ def sample_parts_kernel(
     pos = (tl.load(pos_ptr + line) + 1).to(tl.uint32)
     seed_low = tl.load(seed_ptr + row * 2).to(tl.uint32)
     seed_high = tl.load(seed_ptr + row * 2 + 1).to(tl.uint32)
-    key = _mix(seed_low ^ _mix(pos + seed_high))
+    inner = _mix(pos + seed_high)
+    key = _mix(seed_low ^ inner)
+    low_key = inner * 0x9E3779B9 + seed_low
     threshold = tl.load(threshold_ptr + line)
     best = tl.full([BLOCK], -1.0, tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
@@ -116,9 +118,11 @@ def sample_parts_kernel(
         weight = tl.exp(x - anchor)
         total = total * fade + weight
         bits = _mix((ids.to(tl.uint32) * 0x9E3779B9) ^ key)
-        # (bits >> 9 + 0.5) / 2^23 by way of a float in [1, 2): conversions are slow on the device.
-        uniform = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0 + 5.9604644775390625e-08
-        score = tl.where(greedy, weight, weight / -tl.log(uniform))
+        # Small v decide: 64 bits keep v exact near 0, and the series keeps -log(1 - v) exact there.
+        low = bits * 0x9E3779B9 + low_key
+        v = bits.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
+        noise = tl.where(v < 0.0009765625, v + 0.5 * v * v, -tl.log(tl.maximum(1.0 - v, 5.9604644775390625e-08)))
+        score = tl.where(greedy, weight, weight / noise)
         score = tl.where(x >= threshold, score, -1.0)
         best = best * fade
         token = tl.where(score > best, ids, token)
