@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+_INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are not (yet) a character
 _CONTEXT = 5  # tokens decoded again with each new one: enough for byte-level and spacing effects
 _HELD = 16  # tokens that may wait for a character to be complete: no tokenizer splits one further
 _LONGEST_RUN = 256  # of tokens that stand for bytes
@@ -41,27 +42,33 @@ class IncrementalText:
         after = self._decode(self._ids[self._start :])
         num_new = len(self._ids) - self._read
         in_run = token in self._bytes and num_new < _LONGEST_RUN
-        is_partial = after.endswith("�") and (in_run or num_new < _HELD)
-        if len(after) <= len(before) or is_partial:
+        is_partial = after.endswith(_INCOMPLETE) and (in_run or num_new < _HELD)
+        if len(after) <= len(before):
             return ""
         new, run = after[len(before) :], self.text[self._closed :]
+        if is_partial:
+            # Only search: a stop string may end right before the first bytes of this character.
+            new = new.rstrip(_INCOMPLETE)
         seen = len(self.text) if new.startswith(run) else self._closed
-        self.text = (self.text[: self._closed] if run else self.text) + new
-        if may_stop:
-            self._find_stop(seen)
+        text = (self.text[: self._closed] if run else self.text) + new
+        end = self._find_stop(text, seen) if may_stop else None
+        if is_partial and end is None:
+            return ""
+        self.text = text[:end]
         if not in_run or self.matched is not None:
             self._start = max(self._start, self._read - _CONTEXT)
             self._read, self._closed = len(self._ids), len(self.text)
         start, self._given = self._given, self._closed - self._num_pending()
         return self.text[start : self._given]
 
-    def _find_stop(self, seen: int) -> None:
-        """Look for stop strings that end behind the first `seen` characters."""
+    def _find_stop(self, text: str, seen: int) -> int | None:
+        """Find the first stop string that ends after the first `seen` characters; sets `matched`, returns where it begins."""
         starts = {word: max(0, seen - len(word) + 1) for word in self.stop}
-        found = [(at, w) for w, start in starts.items() if (at := self.text.find(w, start)) >= 0]
-        if found:
-            at, self.matched = min(found)
-            self.text = self.text[:at]
+        found = [(at, word) for word, start in starts.items() if (at := text.find(word, start)) >= 0]
+        if not found:
+            return None
+        at, self.matched = min(found)
+        return at
 
     def _num_pending(self) -> int:
         """Length of the final text's longest ending that a stop string begins with."""

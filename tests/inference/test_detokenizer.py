@@ -110,6 +110,22 @@ def test_a_stop_string_is_cut_and_none_of_it_was_given_out(by_bytes, stop, kept,
     assert given == kept
 
 
+def test_a_stop_string_is_found_although_its_token_begins_the_next_character(by_bytes):
+    """Vocabularies have tokens like `END` followed by the first byte of a character."""
+    alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("END日x")[0][0]
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocab | {alphabet[:4]: len(vocab)}, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    follower = IncrementalText(tokenizer, ["END"], skip_special_tokens=True)
+    assert follower.add(vocab["x"]) == "x"
+    assert follower.add(len(vocab)) == ""
+    assert (follower.matched, follower.text) == ("END", "x")
+    other = IncrementalText(tokenizer, ["ENDED"], skip_special_tokens=True)
+    pieces = [other.add(token) for token in (vocab["x"], len(vocab), *(vocab[char] for char in alphabet[4:]))]
+    assert "".join(pieces) == other.text == "xEND日x" and other.matched is None
+
+
 def test_what_only_began_like_a_stop_string_is_given_out_late(by_bytes):
     given, follower = feed(by_bytes, "abcabd", ["abcabc", "abx"])
     assert given == "abcabd" == follower.text
