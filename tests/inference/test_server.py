@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer
 from arealite.api.errors import ConfigError
 from arealite.cli import serve
 from arealite.weights.host_memory import SharedWeights
+from tests import warm_python
 
 TIMEOUT_S = 60
 
@@ -30,7 +32,7 @@ TIMEOUT_S = 60
 class Client:
     """Blocking JSON calls to a server process."""
 
-    def __init__(self, url: str, process: subprocess.Popen, token: str | None = None):
+    def __init__(self, url: str, process: warm_python.WarmProcess, token: str | None = None):
         self.url, self.process, self.token = url, process, token
 
     def request(self, path: str, body=None, raw: bytes | None = None, token: str | None = None):
@@ -53,18 +55,17 @@ class Client:
         return self("/generate", {"input_ids": ids, "sampling_params": params})
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "arealite.cli.serve", "device=cpu", *arguments],
+def start(*arguments: str) -> warm_python.WarmProcess:
+    return warm_python.start(
+        ["-m", "arealite.cli.serve", "device=cpu", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
-def stop(process: subprocess.Popen) -> int:
-    process.send_signal(signal.SIGTERM)
+def stop(process: warm_python.WarmProcess) -> int:
+    process.terminate()
     try:
         return process.wait(20)
     finally:
@@ -330,6 +331,22 @@ def test_a_client_that_goes_away_takes_its_request_with_it(server):
     assert server("/health_generate") == {"status": "ok"}
 
 
+def test_a_server_out_of_file_descriptors_says_so_once_and_recovers(model_path):
+    process = start(f"model_path={model_path}", "max_total_tokens=256")
+    client = Client(process.stdout.readline().split()[-1], process)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (96, 96))
+    host, port = client.url.removeprefix("http://").split(":")
+    connections = [socket.create_connection((host, int(port)), timeout=10) for _ in range(150)]
+    line = process.stderr.readline()
+    assert "cannot accept connections" in line and "96" in line
+    time.sleep(2.2)  # two more attempts of the event loop
+    for connection in connections:
+        connection.close()
+    assert client("/health") == {"status": "ok"}
+    assert stop(process) == 0
+    assert process.stderr.read() == ""
+
+
 def test_startup_errors_say_what_to_change(model_path, tmp_path):
     torn = shutil.copytree(model_path, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 2000)
@@ -375,8 +392,9 @@ def test_startup_errors_say_what_to_change(model_path, tmp_path):
 
 
 def test_a_startup_error_is_one_line_and_exit_code_2():
-    process = start("model_path=/nowhere")
-    _, errors = process.communicate(timeout=TIMEOUT_S)
+    command = [sys.executable, "-m", "arealite.cli.serve", "device=cpu", "model_path=/nowhere"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    errors = process.stderr
     assert process.returncode == 2
     assert errors.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in errors
 

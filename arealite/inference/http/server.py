@@ -7,6 +7,8 @@ answers 200 while the engine can serve and 503 with the cause once it has failed
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,6 +29,7 @@ from arealite.inference.http.common import (
     finish,
     flag,
     json_response,
+    logger,
     read_object,
 )
 from arealite.inference.http.generate_api import generate
@@ -37,6 +40,7 @@ from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_BODY_BYTES = 256 << 20
 
 
@@ -96,7 +100,10 @@ async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop:
     """Serve until `stop` is set or the engine fails."""
     runner = web.AppRunner(make_app(engine, config), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
     await runner.setup()
-    await web.SockSite(runner, sock, backlog=4096).start()
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+    # asyncio accepts as many connections at once as this backlog, and also fails as often once out of descriptors.
+    await web.SockSite(runner, sock, backlog=64).start()
+    sock.listen(4096)
     host, port = sock.getsockname()[:2]
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
     try:
@@ -107,6 +114,30 @@ async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop:
     finally:
         engine.close()
         await runner.cleanup()
+
+
+class AcceptErrors:
+    """Exception handler of the event loop that logs once that connections cannot be accepted.
+
+    The event loop waits a second and tries again; its own handler logs a traceback for each attempt.
+    """
+
+    def __init__(self) -> None:
+        self._has_logged = False
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _OUT_OF_RESOURCES:
+            loop.default_exception_handler(context)
+        elif not self._has_logged:
+            self._has_logged = True
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            logger.warning(
+                "cannot accept connections: %s. New ones wait until others close. The limit on open files is %d: "
+                "raise the hard limit (ulimit -Hn)",
+                error.strerror,
+                limit,
+            )
 
 
 # ------------------------------------------------------------------------------------------------ handlers
