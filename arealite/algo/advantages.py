@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_MAX_LOG_RATIO = 20.0
+
 
 def shape_rewards(rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None) -> Tensor:
     """`clip((r + bias)·scaling, ±clip)`, `[B]`."""
@@ -19,10 +21,10 @@ def shape_rewards(rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft punishment of long answers, `min(0, −(len − (L − O)) / O)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
+    """Return a penalty for long answers, `clip(−(len − (L − O)) / O, −1, 0)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
     if not 0 < buffer <= max_length:
         raise ValueError(f"the buffer must be in (0, max_length={max_length}], got {buffer}")
-    return (-(lengths.float() - (max_length - buffer)) / buffer).clamp(max=0.0)
+    return (-(lengths.float() - (max_length - buffer)) / buffer).clamp(-1.0, 0.0)
 
 
 def normalize(
@@ -88,7 +90,8 @@ def _spread(values: Tensor, owner: Tensor) -> Tensor:
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     """Per-token estimate of KL(π‖ref) from samples of π (Schulman 2020), `Δ = logp − ref_logp`.
 
-    k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative).
+    k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative). In k3 Δ is at least −20:
+    e^89 is infinite in fp32, and a token that far off gets no gradient.
     """
     delta = logp - ref_logp
     if kind == "k1":
@@ -96,6 +99,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     if kind == "k2":
         return delta.square() / 2
     if kind == "k3":
+        delta = delta.clamp(min=-_MAX_LOG_RATIO)
         return torch.expm1(-delta) + delta
     raise ValueError(f"unknown KL estimator {kind!r}; use k1, k2 or k3")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from arealite.algo.advantages import kl_estimate
 from arealite.algo.policy_losses import sequence_mean
 from arealite.api.io_struct import Stat
 
@@ -74,7 +75,7 @@ def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: T
     delta = torch.where(mask, logprobs - prox_logp, 0.0).detach()
     return {
         "behav_kl/k1": Stat(delta.sum(), count),
-        "behav_kl/k3": Stat((torch.expm1(-delta) + delta).sum(), count),
+        "behav_kl/k3": Stat(kl_estimate(delta, torch.zeros_like(delta), "k3").sum(), count),
         "behav_weight/mean": Stat(weight.sum(), kept.sum()),
         "behav_weight/mean_square": Stat(weight.square().sum(), kept.sum()),
         "behav_weight/max": Stat(weight.amax()),

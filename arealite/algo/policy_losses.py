@@ -34,9 +34,12 @@ class Tokens(NamedTuple):
         return self.weights > 0
 
     def log_ratio(self) -> Tensor:
-        """`log u = logp − prox` within ±20, 0 where not trained (there the log-probs may hold anything)."""
-        log_ratio = torch.where(self.mask, self.logp - self.prox_logp, 0.0)
-        return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        """Return `logp − prox`, and 0 where not trained (the log-probs there may hold anything)."""
+        return torch.where(self.mask, self.logp - self.prox_logp, 0.0)
+
+    def ratio(self) -> Tensor:
+        """Return `u = exp(logp − prox)` of each token."""
+        return bounded_exp(self.log_ratio())
 
 
 class Clip(NamedTuple):
@@ -49,6 +52,11 @@ class Clip(NamedTuple):
         return ratio.clamp(1.0 - self.low, 1.0 + self.high)
 
 
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return `exp(log_ratio)` with the exponent limited to ±20; beyond that the gradient is 0."""
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
 LossAndStats = tuple[Tensor, dict[str, Stat]]
 
 
@@ -56,6 +64,7 @@ def aggregation_weights(loss_mask: Tensor, mode: str, max_length: int | None = N
     """Token weights `[B, T]` and each sequence's share of the normaliser `[B]`, for a padded `loss_mask [B, T]`.
 
     `token`: Σ m·ℓ / Σ m (DAPO). `sequence`: mean over each sequence, then over sequences (GRPO as published).
+    `sequence_sum`: sum over each sequence, then mean over sequences (RLOO: the log-prob of an answer is Σ_t logp).
     `constant`: Σ m·ℓ / (sequences · max_length) (Dr.GRPO: no preference for short or long answers).
     """
     mask = loss_mask.float()
@@ -64,11 +73,13 @@ def aggregation_weights(loss_mask: Tensor, mode: str, max_length: int | None = N
         return mask, lengths
     if mode == "sequence":
         return mask / lengths.clamp(min=1)[:, None], (lengths > 0).float()
+    if mode == "sequence_sum":
+        return mask, (lengths > 0).float()
     if mode == "constant":
         if not max_length:
             raise ValueError("loss aggregation `constant` needs the length it divides by")
         return mask, torch.full_like(lengths, float(max_length)) * (lengths > 0)
-    raise ValueError(f"unknown loss aggregation {mode!r}; use token, sequence or constant")
+    raise ValueError(f"unknown loss aggregation {mode!r}; use token, sequence, sequence_sum or constant")
 
 
 def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAndStats:
@@ -77,7 +88,7 @@ def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAn
     `u = exp(logp − prox)`, `ℓ = max(−A·u, −A·clip(u))`; dual clip for A < 0 (1912.09729): `ℓ = min(ℓ, −c·A)`. Weighted by
     `exp(prox − behav)` it is decoupled PPO (2505.24298, 2110.00641); with prox = behaviour, ordinary PPO.
     """
-    ratio = tokens.log_ratio().exp()
+    ratio = tokens.ratio()
     plain, bounded = -tokens.advantages * ratio, -tokens.advantages * clip(ratio)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
     dual = torch.zeros_like(clipped)
@@ -93,7 +104,7 @@ def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAn
 def reinforce_loss(tokens: Tokens) -> LossAndStats:
     """REINFORCE (Williams 1992), of RLOO (arXiv 2402.14740): `ℓ = −A·logp`."""
     logp = torch.where(tokens.mask, tokens.logp, 0.0)
-    ratio = tokens.log_ratio().exp()
+    ratio = tokens.ratio()
     loss = -(tokens.weights * tokens.advantages * logp).sum()
     return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)
 
@@ -103,7 +114,7 @@ def gspo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
 
     `s = exp(mean_t (logp_t − prox_t))`, `ℓ = max(−A·s, −A·clip(s))` on every token of the sequence.
     """
-    ratio = sequence_mean(tokens.log_ratio(), tokens.mask, tokens.owner).exp()
+    ratio = bounded_exp(sequence_mean(tokens.log_ratio(), tokens.mask, tokens.owner))
     plain, bounded = -tokens.advantages * ratio, -tokens.advantages * clip(ratio)
     loss = torch.where(tokens.mask, torch.maximum(plain, bounded), 0.0)
     return (tokens.weights * loss).sum(), _ratio_stats(ratio, bounded > plain, tokens.mask)
@@ -114,7 +125,7 @@ def cispo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
 
     `ℓ = −sg(clip(u))·A·logp`.
     """
-    ratio = tokens.log_ratio().exp().detach()
+    ratio = tokens.ratio().detach()
     bounded = clip(ratio)
     logp = torch.where(tokens.mask, tokens.logp, 0.0)
     loss = -(tokens.weights * bounded * tokens.advantages * logp).sum()
@@ -126,7 +137,7 @@ def sapo_loss(tokens: Tokens) -> LossAndStats:
 
     `ℓ = −A·(4/τ)·σ(τ(u − 1))`. At u = 1 its gradient is that of PPO.
     """
-    ratio = tokens.log_ratio().exp()
+    ratio = tokens.ratio()
     tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
     loss = -(tokens.weights * tokens.advantages * gate).sum()

@@ -13,7 +13,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.train_args import NormConfig, PPOActorConfig
 
 _LOSSES = ("clip", "reinforce", "gspo", "cispo", "sapo")
-_MEANS = ("token", "sequence", "constant")
+_MEANS = ("token", "sequence", "sequence_sum", "constant")
 _NONE = NormConfig("none", "none")
 
 
@@ -38,7 +38,7 @@ RECIPES = {
         NormConfig("group", "group"), mean=("token",), eps_clip_higher=0.28, needs_overlong=True
     ),
     "rloo": Recipe(  # 2402.14740
-        NormConfig("group", "none", leave_one_out=True), loss=("reinforce", "clip"), mean=("sequence", "token"),
+        NormConfig("group", "none", leave_one_out=True), loss=("reinforce", "clip"), mean=("sequence_sum", "token"),
     ),
     "reinforce_pp": Recipe(_NONE, norm_advantages=(True,)),  # 2501.03262
     "reinforce_pp_baseline": Recipe(NormConfig("group", "none"), norm_advantages=(True,)),
@@ -49,7 +49,7 @@ RECIPES = {
     "m2po": Recipe(NormConfig("group", "group"), mean=("token",), m2_mask=True),  # 2510.01161
     "ppo": Recipe(_NONE, norm_advantages=(True, False), needs_critic=True),  # 1707.06347
     "custom": Recipe(
-        NormConfig("group", "group"), loss=_LOSSES, mean=("token", "sequence", "constant"),
+        NormConfig("group", "group"), loss=_LOSSES, mean=_MEANS,
         norm_advantages=(False, True),
     ),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 from arealite.api.config_field import require as _require
 from arealite.api.train_args import (
+    FrozenEngineConfig,
     NormConfig,
     OptimizerConfig,
     PPOActorConfig,
@@ -26,7 +27,7 @@ from arealite.api.train_args import (
 )
 
 __all__ = [  # the parts that live in other files of this room are imported from here too
-    "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "TrainEngineConfig",
+    "FrozenEngineConfig", "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "TrainEngineConfig",
 ]  # fmt: skip
 
 
@@ -263,7 +264,7 @@ class DPOConfig(BaseExperimentConfig):
     """Preference learning without a reward model: DPO and its relatives."""
 
     model: PreferenceConfig = _help("The trained model.", PreferenceConfig)
-    ref: TrainEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
+    ref: FrozenEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
 
     def check(self) -> None:
         super().check()
@@ -285,8 +286,8 @@ class GRPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = _help("Asynchronous rollout.", InferenceEngineConfig)
     actor: PPOActorConfig = _help("The trained policy.", PPOActorConfig)
     critic: PPOCriticConfig | None = _help("The value function of algorithm=ppo.", None)
-    ref: TrainEngineConfig | None = _help("The reference policy; null without KL.", None)
-    teacher: TrainEngineConfig | None = _help("The policy to distil from; null without.", None)
+    ref: FrozenEngineConfig | None = _help("The reference policy; null without KL.", None)
+    teacher: FrozenEngineConfig | None = _help("The policy to distil from; null without.", None)
     dynamic_sampling: bool = _help("Reject groups whose rewards are all equal (DAPO).", False)
     server: ServerConfig = _help("The embedded server.", ServerConfig)
     sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict)

@@ -48,6 +48,7 @@ class TrainEngineConfig(Section):
     compile: bool = _help("torch.compile each layer (a minute at the start, then faster).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
+    lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
     logprob_chunk_size: int = _help("Tokens of a chunk of logits.", 1024, AT_LEAST_1)
@@ -57,7 +58,8 @@ class TrainEngineConfig(Section):
 
     def check(self) -> None:
         super().check()
-        _require(self.lora_rank or not self.lora_targets, "lora_targets is set but lora_rank is 0: set lora_rank too")
+        for key in ("lora_targets", "lora_alpha"):
+            _require(self.lora_rank or not getattr(self, key), f"{key} is set but lora_rank is 0: set lora_rank too")
         _require(
             not self.cpu_offload or self.device != "cpu",
             "cpu_offload moves weights from the accelerator to the host: with device=cpu they are there already",
@@ -68,6 +70,19 @@ class TrainEngineConfig(Section):
             size == 1 or not self.lora_rank,
             f"lora_rank={self.lora_rank} with t{size}: layers with adapters are not split over tensor ranks. Use t1 and give those ranks to d "
             "(FSDP spreads the weights over them too) or c",
+        )
+
+
+@dataclass
+class FrozenEngineConfig(TrainEngineConfig):
+    """A model that is only evaluated, such as a reference policy or a teacher."""
+
+    optimizer: OptimizerConfig | None = _help("A frozen model has none.", None)
+
+    def check(self) -> None:
+        super().check()
+        _require(
+            self.optimizer is None, "a reference or teacher is not trained: leave its optimizer out (optimizer=null)"
         )
 
 
@@ -99,7 +114,9 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
     loss: str | None = _help("clip, reinforce, gspo, cispo or sapo.", None)
     loss_mean: str | None = _help(
-        "Average losses over each token, sequence (then the batch), or by a constant length.", None
+        "token: mean over tokens; sequence: over each sequence, then sequences; sequence_sum: sum over each sequence, "
+        "mean over sequences; constant: divide by sequences * max_answer_length.",
+        None,
     )
     eps_clip: float = _help("Lower (and upper) clip range of the ratio.", 0.2, SHARE)
     eps_clip_higher: float | None = _help("Upper clip range, if it differs.", None, NOT_NEGATIVE)

@@ -55,7 +55,10 @@ class MicroBatch(NamedTuple):
 class FSDPEngine(TrainEngine):
     """See `TrainEngine` for the contract of each method."""
 
-    scalar_head = False  # critics and reward models: one value per token instead of log-probs
+    # Critics and reward models have one value per token instead of log-probs.
+    scalar_head = False
+    # Supervised engines train with the dropout of the model's config. Others compare log-probs between passes, so theirs is off.
+    uses_dropout = False
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
         """`parallel` is the training side of `allocation_mode`; without it, all ranks are data parallel."""
@@ -115,7 +118,10 @@ class FSDPEngine(TrainEngine):
         devices = [torch.cuda.current_device()] if self.device == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(config.seed)  # of what is drawn: a new head, adapters
-            return hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
+            model = hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
+        if not self.uses_dropout:
+            hf_model.disable_dropout(model)
+        return model
 
     def _prepare_layers(self, model: PreTrainedModel) -> None:
         if self.config.gradient_checkpointing:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DPOConfig
@@ -33,7 +31,7 @@ class DPOTrainer(SFTTrainer):
         super().__init__(config, rows, tokenizer, valid_rows)
         self.ref = None
         if config.ref is not None:
-            self.ref = make_engine(FSDPEngine, replace(config.ref, optimizer=None), self.parallel)
+            self.ref = make_engine(FSDPEngine, config.ref, self.parallel)
             self.ref.initialize()
 
     def collate(self, rows: list[Row]) -> Batch:

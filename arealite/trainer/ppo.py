@@ -6,14 +6,13 @@ bit for bit: change both or none.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
-from arealite.api.cli_args import GRPOConfig, TrainEngineConfig
+from arealite.api.cli_args import FrozenEngineConfig, GRPOConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.controller.factory import make_engine
@@ -98,12 +97,12 @@ class PPOTrainer:
 
 
 def _frozen(
-    config: TrainEngineConfig | None, parallel: ParallelStrategy | None, temperature: float
+    config: FrozenEngineConfig | None, parallel: ParallelStrategy | None, temperature: float
 ) -> FSDPEngine | None:
     """A model that is only asked for log-probs, of the distribution that is sampled from."""
     if config is None:
         return None
-    engine = make_engine(FSDPEngine, replace(config, optimizer=None), parallel)
+    engine = make_engine(FSDPEngine, config, parallel)
     engine.temperature = temperature
     engine.initialize()
     return engine

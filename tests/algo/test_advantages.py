@@ -1,6 +1,7 @@
 """Rewards to advantages, against loops that follow the definitions one entry at a time."""
 
 import itertools
+import math
 import statistics
 
 import pytest
@@ -68,8 +69,8 @@ def test_order_of_rows_does_not_matter():
 
 def test_shaping_and_overlong_penalty():
     assert shape_rewards(torch.tensor([0.0, 1.0, 9.0]), -0.5, 2.0, 3.0).tolist() == [-1.0, 1.0, 3.0]
-    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100]), max_length=100, buffer=20)
-    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
+    penalty = overlong_penalty(torch.tensor([10, 80, 90, 100, 140]), max_length=100, buffer=20)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), 10, 20)
 
@@ -82,6 +83,15 @@ def test_kl_estimators():
     torch.testing.assert_close(kl_estimate(logp, ref, "k3"), expected)
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(logp, ref, "k4")
+
+
+@pytest.mark.parametrize("delta", [-1e4, -200.0, -89.0, 89.0, 1e4])
+def test_k3_is_finite_for_any_log_probs(delta):
+    logp = torch.tensor([delta, 0.5], requires_grad=True)
+    kl = kl_estimate(logp, torch.zeros(2), "k3")
+    kl.sum().backward()
+    assert torch.isfinite(kl).all() and (kl >= 0).all() and torch.isfinite(logp.grad).all()
+    assert logp.grad[1].item() == pytest.approx(1 - math.exp(-0.5))
 
 
 def naive_gae(rewards, values, mask, truncated, gamma, lam, final=None):

@@ -133,6 +133,17 @@ def test_gspo_has_one_ratio_per_sequence():
     assert tokens.logp.grad.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+def test_gspo_averages_before_it_bounds_the_ratio():
+    """Two tokens of log-ratio ±50 have a mean of −0.05: clamped to ±20 first, it would be another."""
+    logp = torch.tensor([50.0, -50.1], requires_grad=True)
+    tokens = Tokens(logp, torch.zeros(2), torch.ones(2), torch.ones(2), torch.tensor([0, 0]))
+    loss, _ = gspo_loss(tokens, CLIP)
+    loss.backward()
+    ratio = math.exp(-0.05)
+    assert loss.item() == pytest.approx(-2 * ratio, rel=1e-5)
+    assert logp.grad.tolist() == pytest.approx([-ratio, -ratio], rel=1e-5)
+
+
 @pytest.mark.parametrize("loss_fn", [lambda t: clip_loss(t, CLIP), lambda t: gspo_loss(t, CLIP), lambda t: cispo_loss(t, CLIP), sapo_loss, reinforce_loss])  # fmt: skip
 def test_tokens_that_are_not_trained_may_hold_anything(loss_fn):
     tokens = example()
@@ -234,6 +245,7 @@ def test_aggregation():
 
     assert mean("token") == pytest.approx((0 + 1 + 2 + 3 + 5) / 5)
     assert mean("sequence") == pytest.approx((1.5 + 5) / 2)
+    assert mean("sequence_sum") == pytest.approx((0 + 1 + 2 + 3 + 5) / 2)
     assert mean("constant", max_length=10) == pytest.approx(11 / 20)
     with pytest.raises(ValueError, match="needs the length"):
         aggregation_weights(mask, "constant")

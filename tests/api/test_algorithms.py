@@ -6,15 +6,17 @@ from arealite.api.algorithms import RECIPES, resolve_objective
 from arealite.api.cli_args import (
     DatasetConfig,
     DPOConfig,
+    FrozenEngineConfig,
     GenerationHyperparameters,
     GRPOConfig,
     NormConfig,
+    OptimizerConfig,
     PPOActorConfig,
     PPOCriticConfig,
     PreferenceConfig,
-    TrainEngineConfig,
 )
 from arealite.api.errors import ConfigError
+from arealite.utils.config import load_config
 
 LENGTH = {"max_answer_length": 512}
 NEEDED = {"dr_grpo": LENGTH, "dapo": {**LENGTH, "overlong_buffer": 100}}
@@ -32,6 +34,7 @@ def test_every_algorithm_resolves(name):
 
 def test_some_definitions():
     assert resolve_objective(actor("rloo")).norm.leave_one_out
+    assert resolve_objective(actor("rloo")).loss_mean == "sequence_sum"
     assert resolve_objective(actor("dr_grpo")).norm.std_level == "none"
     assert resolve_objective(actor("dapo")).eps_clip_higher == 0.28
     assert resolve_objective(actor("dapo", eps_clip_higher=0.3)).eps_clip_higher == 0.3
@@ -77,7 +80,7 @@ def grpo(config, **kwargs):
 
 
 def test_parts_must_be_there_exactly_when_needed():
-    model = TrainEngineConfig(path="m")
+    model = FrozenEngineConfig(path="m")
     critic = PPOCriticConfig(path="m")
     grpo(actor("ppo"), critic=critic).check()
     for config, message in (
@@ -91,6 +94,16 @@ def test_parts_must_be_there_exactly_when_needed():
             config.check()
 
 
+def test_references_and_teachers_have_no_optimizer():
+    argv = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m"]
+    argv += ["actor.kl_ctl=0.1", "ref.path=m", "gconfig.n_samples=4"]
+    assert load_config(argv, GRPOConfig).ref.optimizer is None
+    with pytest.raises(ConfigError, match="leave its optimizer out"):
+        load_config([*argv, "ref.optimizer.lr=0.1"], GRPOConfig)
+    with pytest.raises(ConfigError, match="leave its optimizer out"):
+        FrozenEngineConfig(path="m", optimizer=OptimizerConfig()).check()
+
+
 def test_preference_losses_need_their_reference():
     def dpo(loss, ref):
         return DPOConfig(
@@ -98,7 +111,7 @@ def test_preference_losses_need_their_reference():
             model=PreferenceConfig(path="m", loss=loss), ref=ref,
         )  # fmt: skip
 
-    model = TrainEngineConfig(path="m")
+    model = FrozenEngineConfig(path="m")
     dpo("dpo", model).check()
     dpo("simpo", None).check()
     with pytest.raises(ConfigError, match=r"set ref\.path"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_testing import MODELS, Ranks, make_model
+from engine_testing import MODELS, NOISY_MODELS, Ranks, make_model
 
 from arealite.utils import distributed
 
@@ -24,6 +24,13 @@ def model_dirs(tmp_path_factory):
     """Folder of each kind of tiny model in `MODELS`."""
     root = tmp_path_factory.mktemp("models")
     return {kind: make_model(root / kind, kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="session")
+def noisy_model_dirs(tmp_path_factory):
+    """Folder of each tiny model in `NOISY_MODELS`."""
+    root = tmp_path_factory.mktemp("noisy_models")
+    return {kind: make_model(root / kind, kind) for kind in NOISY_MODELS}
 
 
 @pytest.fixture(scope="session")

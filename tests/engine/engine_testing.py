@@ -6,7 +6,16 @@ import traceback
 
 import torch
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
@@ -28,18 +37,32 @@ MODELS = {
     "three_heads_window": lambda: Qwen2Config(**_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
 }
+# Models with randomness in training mode: dropout, layer drop, router noise.
+NOISY_MODELS = {
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1,
+    ),
+    "opt": lambda: OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=32, dropout=0.1, layerdrop=0.3,
+    ),
+    "mixtral": lambda: MixtralConfig(**_SIZE, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.1),
+}  # fmt: skip
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 
 
 def make_model(path, kind: str) -> str:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[kind]())
+    model = AutoModelForCausalLM.from_config((MODELS | NOISY_MODELS)[kind]())
     model.save_pretrained(path)
     return str(path)
 
 
 def engine_config(path: str, cls=TrainEngineConfig, lr: float = 1e-2, **kwargs) -> TrainEngineConfig:
-    optimizer = OptimizerConfig(lr=lr, warmup_steps_proportion=0.0, weight_decay=0.1)
+    # Adam divides by √v + eps: with the usual 1e-8 a gradient of rounding errors alone would still make a full step, and no
+    # two ways of adding up the same numbers could be compared.
+    optimizer = OptimizerConfig(lr=lr, warmup_steps_proportion=0.0, weight_decay=0.1, eps=1e-4)
     return cls(path=path, dtype="float32", device="cpu", optimizer=optimizer, **kwargs)
 
 

@@ -60,6 +60,20 @@ def test_adapters_learn_and_are_read_by_peft_and_servers(model_dirs, tmp_path):
     assert torch.equal(fresh.forward(BATCH)["logp"][mask], expected)
 
 
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (4, 1.0), (1, 0.25)])
+def test_alpha_scales_the_adapters(model_dirs, tmp_path, alpha, scale):
+    engine = lora_engine(model_dirs["qwen2"], lora_alpha=alpha)
+    layer = engine.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == scale
+    mask = BATCH["loss_mask"].bool()
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), "hf"))
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logp_of(adapted)[mask], engine.forward(BATCH)["logp"][mask], atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="lora_alpha is set but lora_rank is 0"):
+        engine_config(model_dirs["qwen2"], lora_alpha=8).check()
+
+
 @pytest.mark.parametrize("way", ["shm", "broadcast"])
 def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
     engine = lora_engine(model_dirs["qwen2"])

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from engine_testing import SPEC, engine_config, random_batch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from arealite.api.cli_args import NormConfig, PPOActorConfig
 from arealite.api.errors import TrainingError
+from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
 LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
@@ -70,11 +73,67 @@ def test_skipping_idle_rows_gives_the_same_update(model_dirs):
         actor = make_actor(model_dirs["qwen2"], skip_zero_advantage=skip, ppo_n_minibatches=2)
         stats = one_update(actor, batch)
         results.append((parameters(actor), stats))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=1e-5)
+    # A gradient differs by rounding, at most 1e-7; Adam's step is lr / eps = 100 times that.
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
     for skipped, full in zip(results[0][1], results[1][1], strict=True):
         assert skipped["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-4)
         assert skipped["zero_advantage_share"] == 0.5
     assert sum(s["num_tokens"] for s in results[0][1]) < sum(s["num_tokens"] for s in results[1][1])
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("gpt2", {"gradient_checkpointing": False}), ("gpt2", {"gradient_checkpointing": True}), ("opt", {}), ("mixtral", {}),
+])  # fmt: skip
+def test_on_policy_ratios_are_one_for_models_with_dropout(noisy_model_dirs, kind, settings):
+    """Dropout, layer drop and router noise are off: both passes compute the same log-probs."""
+    actor = make_actor(noisy_model_dirs[kind], lr=1e-6, **settings)
+    batch = random_batch(LENGTHS)
+    batch["logprobs"] = batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    (stats,) = actor.ppo_update(batch)
+    assert stats["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_supervised_training_keeps_dropout_and_exports_keep_its_config(noisy_model_dirs, tmp_path):
+    engine = FSDPLMEngine(engine_config(noisy_model_dirs["gpt2"], lr=1e-6))
+    engine.initialize(SPEC)
+    batch = random_batch(LENGTHS)
+    assert engine.train_lm(batch)["loss"] != pytest.approx(engine.train_lm(batch)["loss"], rel=1e-4)
+    actor = make_actor(noisy_model_dirs["gpt2"])
+    actor.save(SaveLoadMeta(path=str(tmp_path / "saved")))
+    assert AutoConfig.from_pretrained(tmp_path / "saved").resid_pdrop == 0.1
+
+
+def test_rloo_sums_log_probs_over_each_answer(model_dirs):
+    """The gradient is that of −1/B Σ_i A_i Σ_t log π, computed by plain transformers, one answer at a time."""
+    actor = make_actor(model_dirs["qwen2"], algorithm="rloo")
+    batch = random_batch(LENGTHS)
+    reference = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"], attn_implementation="eager")
+    rewards, groups = batch["rewards"], batch["group_ids"]
+    for row in range(len(LENGTHS)):
+        others = [j for j in range(len(LENGTHS)) if groups[j] == groups[row] and j != row]
+        advantage = rewards[row] - rewards[others].mean()
+        ids = batch["input_ids"][row, : LENGTHS[row]]
+        logp = reference(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        trained = batch["loss_mask"][row, 1 : LENGTHS[row]].bool()
+        (-advantage * logp[trained].sum() / len(LENGTHS)).backward()
+    batch["logprobs"] = batch["prox_logp"] = actor.compute_logp(batch)
+    actor.compute_advantages(batch)
+    actor.optimizer.step = actor.optimizer.zero_grad = lambda *a, **k: None
+    actor.config.optimizer.gradient_clipping = 0.0
+    actor.ppo_update(batch)
+    expected = dict(reference.named_parameters())
+    for name, parameter in actor.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_groups_with_signal_are_counted(model_dirs):
+    actor = make_actor(model_dirs["qwen2"])
+    batch = random_batch(LENGTHS)
+    batch["rewards"][:6] = 1.0
+    (stats,) = one_update(actor, batch)
+    assert (stats["groups"], stats["groups_with_signal"]) == (4.0, 1.0)
 
 
 def test_equal_rewards_make_an_idle_step(model_dirs):
@@ -84,6 +143,7 @@ def test_equal_rewards_make_an_idle_step(model_dirs):
     before = parameters(actor).clone()
     (stats,) = one_update(actor, batch)
     assert stats["idle_steps"] == 1 and stats["zero_advantage_share"] == 1
+    assert stats["groups_with_signal"] == 0
     assert torch.equal(before, parameters(actor))
 
 
@@ -147,7 +207,7 @@ def test_first_pass_prox_equals_recompute(model_dirs):
         actor = make_actor(model_dirs["qwen2"], prox_logp=mode)
         one_update(actor, batch)
         results.append(parameters(actor))
-    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def _actor_on_rank(rank, path, world_size):

@@ -20,10 +20,12 @@ from arealite.utils import distributed
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 
 
-def _logprobs(rank, softcap, temperature, sharded):
+def _logprobs(rank, softcap, temperature, offset, sharded):
     g = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(n, 8, generator=g, requires_grad=True) for n in (13, 20))
     labels = torch.randint(0, 20, (13,), generator=g)
+    states = torch.cat([states, torch.ones(13, 1)], dim=1).detach().requires_grad_()
+    weight = torch.cat([weight, torch.full((20, 1), offset)], dim=1).detach().requires_grad_()
     ups = torch.randn(2, 13, generator=g)
     if sharded:
         distributed.init_process_group("cpu")
@@ -37,14 +39,18 @@ def _logprobs(rank, softcap, temperature, sharded):
     return [x.tolist() for x in (logp, entropy, states.grad, weight.grad)]
 
 
-@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (2.0, 0.7)])
-def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature):
-    expected = _logprobs(0, softcap, temperature, sharded=False)
-    first, second = two_ranks.run(_logprobs, softcap, temperature, True)
+@pytest.mark.parametrize(("softcap", "temperature", "offset"), [(None, 1.0, 0.0), (2.0, 0.7, 0.0), (None, 1.0, 300.0)])
+def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature, offset):
+    expected = _logprobs(0, softcap, temperature, offset, sharded=False)
+    first, second = two_ranks.run(_logprobs, softcap, temperature, offset, True)
+    # A logit is a sum of 9 products: its rounding error is about 9·6e-8 of the largest of them.
+    close = {"rtol": 1e-5, "atol": 1e-6 * max(10.0, offset)}
     for name, want, a, b in zip(("logp", "entropy", "states"), expected, first, second, strict=False):
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(want), msg=name)
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(want), msg=name, **close)
         assert a == b
-    torch.testing.assert_close(torch.tensor(first[3]) + torch.tensor(second[3]), torch.tensor(expected[3]))
+    whole = torch.tensor(first[3]) + torch.tensor(second[3])
+    torch.testing.assert_close(whole, torch.tensor(expected[3]), **close)
+    assert min(first[1]) > 0
 
 
 def _head_is_split(rank, path):

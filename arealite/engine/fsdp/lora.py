@@ -24,7 +24,7 @@ _HEAD = "score"  # of models for sequence classification
 
 
 def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
-    """Freeze the model and add trainable adapters of `lora_rank` (scaled by 2) to the chosen linear layers."""
+    """Freeze the model and add trainable adapters of `lora_rank` to the chosen linear layers."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -32,7 +32,7 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     targets = [name for name in config.lora_targets if name != _HEAD]
     settings = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=2 * config.lora_rank,
+        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
         lora_dropout=0.0,
         bias="none",
         target_modules=targets if config.lora_targets else "all-linear",

@@ -8,6 +8,7 @@ N packed tokens.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -240,6 +241,19 @@ def load_model(
         add_adapters(model, config)
     model.train()
     return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn off all randomness of training mode: dropout, layer drop and router noise.
+
+    The model stays in training mode, which gradient checkpointing needs, and its config keeps its values for export.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and re.search("drop|jitter", name):
+                setattr(module, name, 0.0)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import logits_grad, scaled_logits
+from arealite.algo.logprobs import finish_softmax, logits_grad, softmax_sums
 from arealite.engine.fsdp.parallel import Layout, local, sum_pieces
 from arealite.utils.decoders import tensor_plan
 
@@ -148,45 +148,50 @@ def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softca
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Each rank makes the logits of its rows, chunk by chunk and again in the backward pass; `[t, 3, M]` numbers are exchanged.
+    """Each rank computes the logits of its rows, chunk by chunk, in the forward and again in the backward pass.
 
-    With `lse_r` of rank r's logits: `lse = log Σ_r exp(lse_r)`, and the expected logit is the mean of theirs weighted by `exp(lse_r − lse)`.
+    Ranks exchange `[t, 5, M]` numbers: the sums of `softmax_sums` over their rows, and which of them has the label.
+    Relative to the largest logit of all, `Σ exp(z − top) = Σ_r e^{top_r − top}·total_r`, and so for the other sums.
     """
 
     @staticmethod
     def forward(ctx, states, weight, index, here, settings):
         temperature, softcap, chunk, group = settings
-        parts = torch.zeros(dist.get_world_size(group), 3, len(states), device=states.device)
+        parts = torch.zeros(dist.get_world_size(group), 5, len(states), device=states.device)
         mine = parts[dist.get_rank(group)]
+        mine[4] = here
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
             raw = linear(states[part].to(weight.dtype), weight)
-            logits = scaled_logits(raw, temperature, softcap)
-            mine[0, part] = lse = logits.logsumexp(dim=-1)
-            mine[1, part] = logits.gather(1, index[part, None]).squeeze(1) * here[part]
-            mine[2, part] = ((logits - lse[:, None]).exp() * logits).sum(dim=-1)
+            for row, value in zip(mine, softmax_sums(raw, index[part], temperature, softcap, True), strict=False):
+                row[part] = value
+        # A gather: all other entries are 0.
         dist.all_reduce(parts, group=group)
-        lse = parts[:, 0].logsumexp(dim=0)
-        expected = ((parts[:, 0] - lse).exp() * parts[:, 2]).sum(dim=0)
-        entropy = lse - expected
-        ctx.save_for_backward(states, weight, index, here, lse, entropy)
+        tops, totals, dots, labels, found = parts.unbind(dim=1)
+        top = tops.amax(dim=0)
+        shift = tops - top
+        total = (shift.exp() * totals).sum(dim=0)
+        dot = (shift.exp() * (dots + shift * totals)).sum(dim=0)
+        label = (found * (labels + shift)).sum(dim=0)
+        logp, log_total, entropy = finish_softmax(top, total, dot, label)
+        ctx.save_for_backward(states, weight, index, here, top, log_total, entropy)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        return parts[:, 1].sum(dim=0) - lse, entropy
+        return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
-        states, weight, index, here, lse, entropy = ctx.saved_tensors
+    def backward(ctx, *grads):
+        states, weight, index, here, top, log_total, entropy = ctx.saved_tensors
         temperature, softcap, chunk, group = ctx.settings
-        grad_logp = torch.zeros_like(lse) if grad_logp is None else grad_logp
+        grad_logp = torch.zeros_like(top) if grads[0] is None else grads[0]
         grad_states = torch.zeros_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
             inputs = states[part].to(weight.dtype)
             grad = logits_grad(
-                linear(inputs, weight), index[part], lse[part], entropy[part], grad_logp[part],
-                None if grad_entropy is None else grad_entropy[part], temperature, softcap, weight.dtype, here[part],
+                linear(inputs, weight), index[part], top[part], log_total[part], entropy[part], grad_logp[part],
+                None if grads[1] is None else grads[1][part], temperature, softcap, weight.dtype, here[part],
             )  # fmt: skip
             grad_states[part] = (grad @ weight).to(states.dtype)
             grad_weight += grad.T @ inputs

@@ -230,7 +230,13 @@ class FSDPPPOActor(FSDPEngine):
             kl = kl_estimate(current, batch["ref_logp"], "k3")
             stats["ref_kl"] = Stat(kl[mask].sum(), tokens)
             stats["kl_ctl"] = Stat(torch.tensor(self.kl_ctl))
-        return self.reduce_stats(stats)
+        return self.reduce_stats(stats) | self._signal_stats(batch)
+
+    def _signal_stats(self, batch: Batch) -> dict[str, float]:
+        """Count groups over all ranks, and those in which some row has an advantage; a group may be spread over ranks."""
+        groups, _ = self.gather_rows(batch["group_ids"])
+        active, _ = self.gather_rows((batch["advantages"] != 0).any(dim=1).long())
+        return {"groups": float(len(groups.unique())), "groups_with_signal": float(len(groups[active.bool()].unique()))}
 
 
 def _trained(batch: Batch) -> torch.Tensor:

@@ -11,6 +11,8 @@ from arealite.engine.fsdp_engine import FSDPEngine
 class FSDPLMEngine(FSDPEngine):
     """`batch`: padded `input_ids`, `attention_mask`, `loss_mask`, this rank's share. Statistics are over all ranks."""
 
+    uses_dropout = True
+
     def train_lm(self, batch: Batch) -> dict[str, float]:
         return self.train_batch(batch, lm_loss, num_trained_tokens)
 
