@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,14 +58,17 @@ def gsm8k_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start_launcher() -> Iterator[Callable[..., subprocess.Popen]]:
+def start_launcher() -> Iterator[Callable[..., Any]]:
     """Start a script with a launcher. The process ends with the test."""
-    started: list[subprocess.Popen] = []
+    started: list[Any] = []
 
-    def launch(script: Path, launcher: str, argv: list[str], **env: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", f"arealite.launcher.{launcher}", str(script), *argv]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env={**os.environ, **env}, **pipes))
+    def launch(script: Path, launcher: str, argv: list[str], **env: str) -> Any:
+        command = ["-m", f"arealite.launcher.{launcher}", str(script), *argv]
+        options: dict[str, Any] = {"env": {**os.environ, **env}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if launcher == "local":
+            started.append(warm_python.start(command, cwd=os.getcwd(), **options))
+        else:
+            started.append(subprocess.Popen([sys.executable, *command], text=True, **options))
         return started[-1]
 
     yield launch

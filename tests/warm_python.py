@@ -4,16 +4,21 @@ Importing these packages takes five seconds of a core. `start(["-m", "arealite.c
 milliseconds a process that otherwise behaves like `python -m arealite.cli.serve ...`: own pid, environment, working
 directory, output and exit code. All pytest workers share one such process; it ends with the pytest that started it.
 
+Python programs that such a process starts with `subprocess.Popen` are forked, too: the servers and ranks of a launcher.
+
 Use a plain `subprocess` where the start itself is tested, or where a test reads /proc/PID/cmdline or environ.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
+import logging
 import os
 import random
 import runpy
@@ -24,9 +29,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS_ENV = "AREALITE_TESTS_WARM_PYTHON"
@@ -92,6 +100,18 @@ class WarmProcess:
             self._connection.close()
         return self.returncode
 
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """Read the pipes until they are closed, then wait."""
+        with ThreadPoolExecutor(2) as pool:
+            outputs = [pool.submit(pipe.read) if pipe else None for pipe in (self.stdout, self.stderr)]
+            try:
+                stdout, stderr = (output and output.result(timeout) for output in outputs)
+                self.wait(timeout)
+            except TimeoutError:
+                self.kill()
+                raise
+        return stdout, stderr
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             signal.pidfd_send_signal(self._exited, number)
@@ -139,16 +159,10 @@ def start(
 
 
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
-    """Like `subprocess.run([sys.executable, *command], stdout=PIPE, stderr=STDOUT, text=True)`."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = start(command, stdout=output.fileno(), stderr=subprocess.STDOUT, **options)
-        try:
-            process.wait(timeout)
-        finally:
-            process.kill()
-            process.wait()
-        output.seek(0)
-        return subprocess.CompletedProcess(list(command), process.wait(), output.read())
+    """Like `subprocess.run([sys.executable, *command], capture_output=True, text=True)`."""
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    stdout, stderr = process.communicate(timeout)
+    return subprocess.CompletedProcess(list(command), process.wait(), stdout, stderr)
 
 
 # ------------------------------------------------------------------------------------------------- the server
@@ -194,37 +208,85 @@ def _serve(address: str) -> dict[str, Any]:
             connection.close()
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Turn this forked process into the one that was asked for, and run its module or script."""
+def _become(request: dict[str, Any]) -> NoReturn:
+    """Turn this process, which the server has just forked, into the one that was asked for."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != request["server"]:
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate([nothing, *request["outputs"]]):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    os.chdir(request["cwd"])
+    subprocess.Popen = _ForkingPopen
+    _run_program(request["command"], request["env"])
+
+
+class _ForkingPopen(subprocess.Popen):
+    """Starts Python programs by a fork without an exec: the child has the imports of its parent."""
+
+    def __init__(self, args: Any, *, env: Any = None, preexec_fn: Any = None, pass_fds: Any = (), **options: Any):
+        def become() -> NoReturn:
+            if preexec_fn is not None:
+                preexec_fn()
+            # exec would close these. The parent waits until one of them is closed.
+            keep = sorted({2, *pass_fds})
+            for low, high in itertools.pairwise([*keep, os.sysconf("SC_OPEN_MAX")]):
+                os.closerange(low + 1, high)
+            gc.enable()
+            _run_program(args[1:], os.environ if env is None else env)
+
+        is_program = isinstance(args, list) and args[0] == sys.executable and (args[1] == "-m" or args[1][0] != "-")
+        super().__init__(args, env=env, preexec_fn=become if is_program else preexec_fn, pass_fds=pass_fds, **options)
+
+
+def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
+    """Run `-m MODULE ARGUMENTS...` or `SCRIPT ARGUMENTS...` as a new interpreter would, and end the process."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    logging.getLogger().handlers.clear()
+    env = dict(env)
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
+    os.environ.update(env)
     random.seed()
-    first, *arguments = request["command"]
+    code = 0
+    try:
+        _run_main([str(part) for part in command])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # What an interpreter does at its end: wait for threads, call exit functions, flush.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _run_main(command: list[str]) -> None:
+    is_module = command[0] == "-m"
+    name, *arguments = command[is_module:]
     folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if first == "-m":
-        name, *arguments = arguments
-        sys.path[0:1] = [os.getcwd(), *folders]
-        sys.argv = [name, *arguments]
+    sys.path[:] = [os.getcwd() if is_module else str(Path(name).resolve().parent), *folders, *_path]
+    sys.argv = [name, *arguments]
+    if is_module:
         # As with `python -m`, the module that runs is `__main__`, and imports of it make another one.
         sys.modules.pop(name, None)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0:1] = [str(Path(first).resolve().parent), *folders]
-        sys.argv = [first, *arguments]
-        runpy.run_path(first, run_name="__main__")
+        runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":
+    _path = sys.path[1:]
     _become(_serve(sys.argv[1]))

@@ -1,12 +1,11 @@
 """The reward-model and DPO scripts through the launcher, on made-up pairs that a tiny model can tell apart."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "arealite"
@@ -21,13 +20,12 @@ def pairs_path(tmp_path_factory):
 
 
 def run_script(name, model_path, pairs_path, tmp_path, *overrides):
-    command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / f"{name}.py")]
+    command = ["-m", "arealite.launcher.local", str(EXAMPLES / f"{name}.py")]
     command += ["--config", str(EXAMPLES / "configs" / f"{name}.yaml"), f"model.path={model_path}"]
     command += [f"train_dataset.path={pairs_path}", f"cluster.fileroot={tmp_path}", "model.dtype=float32"]
     command += ["train_dataset.batch_size=4", "total_train_epochs=9", "total_train_steps=6", "model.optimizer.lr=1e-2"]
     command += ["allocation_mode=d1", "model.gradient_checkpointing=false", *overrides]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    done = warm_python.run(command, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     (stats,) = tmp_path.rglob("stats.jsonl")
     return [json.loads(line) for line in stats.read_text().splitlines()]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "arealite"
@@ -23,10 +22,7 @@ STATISTICS = {
 
 
 def run(*command: str, timeout_s: float = 240.0) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
-    )
+    done = warm_python.run(command, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_python
 from tests.servers.conftest import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,9 @@ def run(command: str, *more: str, **env: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_plan_of_a_command_as_printed(command, tmp_path):
-    out = run(command, "--dry-run", f"cluster.fileroot={tmp_path}")
-    assert COMMANDS[command] in out
+    argv = ["-m", *shlex.split(command), "--dry-run", f"cluster.fileroot={tmp_path}"]
+    done = warm_python.run(argv, timeout=60)
+    assert done.returncode == 0 and COMMANDS[command] in done.stdout, done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +11,14 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.main import MainConfig, flatten
 from arealite.utils.config import load_config
+from tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def cli(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={folder}", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    command = ["-m", "arealite.cli.main", f"cluster.fileroot={folder}", *arguments]
+    done = warm_python.run(command, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
