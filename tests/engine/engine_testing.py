@@ -1,11 +1,13 @@
 """What the engine tests share: tiny models, random batches, and `run_ranks`."""
 
 import os
+import pickle
 import socket
+import sys
 import traceback
+from multiprocessing.connection import Client, Listener, wait
 
 import torch
-import torch.multiprocessing as mp
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -19,6 +21,7 @@ from transformers import (
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
+from tests import warm_python
 
 VOCAB = 64
 _SIZE = dict(
@@ -86,53 +89,60 @@ def random_batch(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Ranks:
-    """Gloo ranks that stay alive between tests: importing torch and transformers is most of a rank's life."""
+    """Gloo ranks in processes of their own that stay alive between tests."""
 
     def __init__(self, world_size: int):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
-        self.answers = context.Queue()
         self.num_tasks = 0
-        self.tasks = [context.Queue() for _ in range(world_size)]
-        self.processes = [
-            context.Process(target=_rank_main, args=(r, world_size, port, self.tasks[r], self.answers), daemon=True)
-            for r in range(world_size)
-        ]
-        for process in self.processes:
-            process.start()
+        self.processes, self.connections = [], []
+        with Listener(family="AF_UNIX") as listener:
+            for rank in range(world_size):
+                env = {
+                    **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    # Tests send functions of their own modules.
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                }  # fmt: skip
+                command = ["-m", "tests.engine.engine_testing", listener.address]
+                self.processes.append(warm_python.start(command, env=env, stdout=1, stderr=2))
+                self.connections.append(listener.accept())
 
     def run(self, function, *args, timeout_s: float = 120.0) -> list:
-        """`function(rank, *args)` on every rank; results in rank order."""
+        """Call `function(rank, *args)` on every rank. Returns the results in rank order."""
         self.num_tasks += 1
-        for task in self.tasks:
-            task.put((self.num_tasks, function, args))
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((self.num_tasks, function, args)))
         answers = {}
-        while len(answers) < len(self.tasks):
-            number, rank, result, error = self.answers.get(timeout=timeout_s)
-            if number == self.num_tasks:  # an earlier one may be of a test that gave up waiting
-                assert error is None, f"rank {rank} failed:\n{error}"
-                answers[rank] = result
-        return [answers[rank] for rank in range(len(self.tasks))]
+        while len(answers) < len(self.connections):
+            missing = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            ready = wait(missing, timeout_s)
+            assert ready, f"no answer within {timeout_s:g} s"
+            for connection in ready:
+                number, result, error = pickle.loads(connection.recv_bytes())
+                if number == self.num_tasks:  # else the answer to a test that has timed out
+                    rank = self.connections.index(connection)
+                    assert error is None, f"rank {rank} failed:\n{error}"
+                    answers[rank] = result
+        return [answers[rank] for rank in range(len(self.connections))]
 
     def close(self) -> None:
-        for task in self.tasks:
-            task.put(None)
         for process in self.processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.wait(10)
 
 
-def _rank_main(rank, world_size, port, tasks, answers):
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )  # fmt: skip
-    while (task := tasks.get()) is not None:
-        number, function, args = task
+def _rank_main(address: str) -> None:
+    connection = Client(address)
+    while True:
+        number, function, args = pickle.loads(connection.recv_bytes())
         try:
-            answers.put((number, rank, function(rank, *args), None))
+            answer = (number, function(int(os.environ["RANK"]), *args), None)
         except BaseException:
-            answers.put((number, rank, None, traceback.format_exc()))
+            answer = (number, None, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    _rank_main(sys.argv[1])
