@@ -1,35 +1,56 @@
-"""The house rules that a machine can check: who imports whom, sizes, imports inside functions, opening docstrings."""
+"""Rules of the package that a machine can check: which room imports which, sizes, docstrings, mentioned documents."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "arealite"
+REPOSITORY = Path(__file__).parent.parent
+ROOT = REPOSITORY / "arealite"
 FILES = sorted(ROOT.rglob("*.py"))
-MIDDLE = {"algo", "inference", "core", "dataset", "reward", "env", "launcher"}
-# Rooms, and which other rooms their files may import (DESIGN §3). Within a room everything may be imported.
+
+BASE = {"api", "utils"}
+# Rooms, and which other rooms their files may import, for type checkers too. Files of one room may import each other.
 MAY_IMPORT = {
     "api": set(),
     "utils": {"api"},
-    "weights": {"utils", "api"},
-    **{room: {"utils", "api", "weights"} for room in MIDDLE},
-    "engine": MIDDLE - {"launcher"} | {"utils", "api", "weights"},
-    "controller": {"utils", "api", "weights", "core", "engine", "launcher"},
-    "workflow": {"api", "utils", "reward", "env"},
-    "trainer": MIDDLE | {"utils", "api", "weights", "engine", "controller", "workflow"},
-    "dashboard": {"utils", "api", "core"},
-    "cli": MIDDLE | {"utils", "api", "weights", "engine", "workflow", "trainer", "dashboard"},
+    "algo": BASE,
+    "weights": BASE,
+    "dataset": BASE,
+    "reward": BASE,
+    "launcher": BASE,
+    "inference": BASE | {"weights"},
+    "core": BASE | {"weights"},
+    "workflow": BASE | {"reward"},
+    "engine": BASE | {"algo", "weights", "inference", "core"},
+    "controller": BASE | {"weights", "core", "engine", "launcher"},
+    "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
 }
-MAX_FILE, MAX_FUNCTION = 500, 60
-# A training loop is read from top to bottom, and a Triton kernel is one program: neither gains by being cut up.
-MAX_WHOLE = 100
-# Optional dependencies, imported in the function of the one adapter that needs them.
-OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy", "vllm", "mpmath", "uvloop"}  # fmt: skip
-# Needs Triton, which CPU builds of torch do not bring.
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
+
+MAX_FILE, MAX_FUNCTION, MAX_FOLDER, MAX_FIRST_LINE = 400, 50, 4_000, 99
+# A training loop is read from top to bottom, and a Triton kernel is one program: neither gains by being split.
+MAX_WHOLE_FUNCTION = 100
+# Temporary: files and functions that are still too long, with their size. Entries may only shrink or go.
+LONG_FILES = {"engine/fsdp_engine.py": 479, "engine/remote/fleet.py": 417, "inference/ranks.py": 483}
+LONG_FUNCTIONS = {"packed_attention": 52, "attend": 59}
+# Temporary: first docstring lines that are too long or have no full stop. May only shrink.
+MAX_BAD_DOCSTRINGS = 345
+# Temporary: files that import, for type checkers only, a file that imports them.
+TYPE_CYCLES = {"arealite.engine.fsdp.checkpoint"}
+
+# Optional dependencies are imported in the function of the one adapter that needs them.
+OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
+OPTIONAL |= {"vllm", "mpmath", "uvloop"}
+# This module needs Triton, which CPU builds of torch do not have.
 OPTIONAL |= {"arealite.inference.cuda.runner"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def name_of(file: Path) -> str:
@@ -37,18 +58,14 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(file: Path, runtime_only: bool = False) -> set[str]:
-    """Dotted names of the package that a file imports; without those that only type checkers see, if asked."""
-    tree = ast.parse(file.read_text())
-    skipped: set[ast.AST] = set()
-    if runtime_only:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                skipped |= set(ast.walk(node))
+def functions_of(file: Path) -> list[Function]:
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, Function)]
+
+
+def imports_of(file: Path) -> set[str]:
+    """Return the dotted names of the package that a file imports, at run time or for type checkers."""
     found = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -62,16 +79,18 @@ def test_imports_run_downwards(file):
     room = file.relative_to(ROOT).parts[0]
     if room == "__init__.py":
         return
-    assert room in MAY_IMPORT, f"{room} is not a room of the house: see DESIGN §3"
+    assert room in MAY_IMPORT, f"{room} is no known room: add it to MAY_IMPORT with the rooms that it may import"
     rooms = {name.split(".")[1] for name in imports_of(file) if name.count(".") >= 1}
     forbidden = rooms - MAY_IMPORT[room] - {room} - {"__version__"}
     assert not forbidden, f"{file.name} ({room}) may not import {forbidden}"
 
 
-def test_no_cycles():
+def test_no_import_cycles():
     names = {name_of(file): file for file in FILES}
-    graph = {n: imports_of(f, runtime_only=True) & set(names) - {n} for n, f in names.items()}
-    # `from package import module` names both; the package's own __init__ counts only if it is not empty.
+    graph = {name: imports_of(file) & set(names) - {name} for name, file in names.items()}
+    for name in TYPE_CYCLES & set(graph):
+        graph[name].discard("arealite.engine.fsdp_engine")
+    # `from package import module` imports both; the package's __init__ counts only if it imports something itself.
     empty = {n for n, f in names.items() if f.name == "__init__.py" and "import" not in f.read_text()}
     done: set[str] = set()
 
@@ -87,31 +106,62 @@ def test_no_cycles():
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_files_are_small_and_open_with_what_they_are(file):
+def test_files_are_small_and_have_a_docstring(file):
     text = file.read_text()
-    assert text.count("\n") <= MAX_FILE, f"{text.count(chr(10))} lines: split the file"
-    if text.strip():
-        docstring = ast.get_docstring(ast.parse(text))
-        assert docstring, "a file opens with what it owns, who calls it, what it guarantees"
+    limit = LONG_FILES.get(str(file.relative_to(ROOT)), MAX_FILE)
+    assert text.count("\n") <= limit, f"{text.count(chr(10))} lines, at most {limit}: split the file"
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), "the file has no docstring"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_functions_are_small_and_import_nothing(file):
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        lines = (node.end_lineno or 0) - node.lineno + 1
-        whole = node.name == "train" or node.name.endswith("_kernel")
-        limit = MAX_WHOLE if whole else MAX_FUNCTION
-        assert lines <= limit, f"{node.name} has {lines} lines"
-        for inner in ast.walk(node):
-            names = [a.name for a in inner.names] if isinstance(inner, ast.Import) else []
-            names += [inner.module or ""] if isinstance(inner, ast.ImportFrom) else []
-            lazy = [n for n in names if n not in OPTIONAL and n.split(".")[0] not in OPTIONAL]
-            assert not lazy, f"{node.name} imports {lazy}: imports stand at the top of a file"
+    for function in functions_of(file):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        limit = MAX_WHOLE_FUNCTION if is_kernel or function.name == "train" else MAX_FUNCTION
+        limit = LONG_FUNCTIONS.get(function.name, limit)
+        assert lines <= limit, f"{function.name} has {lines} lines, at most {limit}: split it"
+        for node in ast.walk(function):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            local = [n for n in names if n not in OPTIONAL and n.split(".")[0] not in OPTIONAL]
+            assert not local, f"{function.name} imports {local}: move the import to the top of the file"
 
 
-def test_the_launcher_imports_nothing_of_what_it_starts():
+def test_folders_are_small():
+    """Lines of a folder's own files, without those of its sub-folders."""
+    sizes = Counter()
+    for file in FILES:
+        sizes[str(file.parent.relative_to(ROOT))] += file.read_text().count("\n")
+    assert {folder: size for folder, size in sizes.items() if size > MAX_FOLDER} == {}
+
+
+def test_docstrings_start_with_one_short_sentence():
+    bad = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | Function) else None
+            first = docstring.splitlines()[0] if docstring else "."
+            if len(first) > MAX_FIRST_LINE or not first.endswith((".", ":", "?")):
+                bad.append(f"{name_of(file)}: {first}")
+    assert len(bad) <= MAX_BAD_DOCSTRINGS, "\n".join(bad)
+
+
+def test_launcher_imports_nothing_of_what_it_starts():
     for file in (ROOT / "launcher").rglob("*.py"):
-        heavy = {n for n in imports_of(file) if n.split(".")[1:2] not in (["api"], ["utils"], ["launcher"])}
-        assert not heavy, f"{file.name} imports {heavy}"
+        others = {n for n in imports_of(file) if n.split(".")[1:2] not in (["api"], ["utils"], ["launcher"])}
+        assert not others, f"{file.name} imports {others}"
+
+
+def test_no_mention_of_documents_that_the_repository_does_not_have():
+    absent = re.compile(r"\b(FACTS|DESIGN|STYLE)(\.md\b|\s*§|\b)")
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    bad = []
+    for name in listed.splitlines():
+        file = REPOSITORY / name
+        # TODO: off_policy.py, until its owner has removed the reference.
+        if file == Path(__file__) or not file.is_file() or name == "arealite/algo/off_policy.py":
+            continue
+        for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+            bad += [f"{name}:{number}: {line.strip()[:80]}"] if absent.search(line) else []
+    assert not bad, "\n".join(bad)

@@ -1,4 +1,4 @@
-"""The `allocation_mode` grammar: which devices generate, which train, and how each side is parallel.
+"""The `allocation_mode` grammar: which devices generate, which train, and their parallel strategies.
 
     mode     := side | side "+" side | side "+eval"
     side     := [ backend ("." | ":") ] strategy
@@ -6,7 +6,8 @@
               | "fsdp"                                    (trains; the default of a bare strategy)
     strategy := ( letter number )+      d data, p pipeline, t or m tensor, c context, e expert
 
-Examples: `sglang.d12p1t1+d4p1t1`, `sglang:d4t2+fsdp:d8`, `embedded.d1p1t1+d1p1t1`, `d8`, `vllm.d4t2`, `sglang.d4p1t1+eval`.
+Examples: `sglang.d12p1t1+d4p1t1`, `sglang:d4t2+fsdp:d8`, `embedded.d1p1t1+d1p1t1`, `d8`, `vllm.d4t2`,
+`sglang.d4p1t1+eval`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXAMPLE = "for example sglang.d4p1t1+d4p1t1, embedded:d1+fsdp:d1, d8 or vllm.d4
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """Degrees of parallelism of one side. Expert parallelism reuses the ranks of the others."""
+    """Degrees of parallelism of one side. Expert parallelism reuses the ranks of the other dimensions."""
 
     data: int = 1
     pipeline: int = 1
@@ -39,7 +40,7 @@ class ParallelStrategy:
 
     @property
     def instance_size(self) -> int:
-        """Devices of one model replica: one inference server, or one data-parallel rank."""
+        """Number of devices of one model replica: one inference server, or one data-parallel rank."""
         return self.pipeline * self.tensor * self.context
 
     def __str__(self) -> str:
@@ -92,7 +93,7 @@ def _parse(text: str) -> AllocationMode:
     backend, strategy = _side(text, 0, left)
     generates, start = backend in GEN_BACKENDS, len(left) + 1
     if not plus:
-        return AllocationMode(backend, strategy) if generates else AllocationMode(None, None, "fsdp", strategy)  # fmt: skip
+        return AllocationMode(backend, strategy) if generates else AllocationMode(train_backend="fsdp", train=strategy)
     if right == "eval":
         if not generates:
             _fail(text, 0, "`+eval` needs an inference backend on its left")
@@ -109,7 +110,7 @@ def _parse(text: str) -> AllocationMode:
 
 
 def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrategy]:
-    """Backend (None if it is not named) and strategy of the side that begins at `start`."""
+    """Return the backend (None if not named) and strategy of the side that begins at `start`."""
     named = re.match(r"([^.:]*)[.:]", side)
     backend = named[1] if named else None
     if named and backend not in GEN_BACKENDS + TRAIN_BACKENDS:

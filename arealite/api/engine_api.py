@@ -1,9 +1,11 @@
-"""The contracts of engines: `TrainEngine` updates a model, `InferenceEngine` generates with it.
+"""The contracts of engines and workflows.
 
-Both are used the same way on one device and on many: every rank calls the same methods in the same order (SPMD).
+`TrainEngine` updates a model, `InferenceEngine` generates with it, `RolloutWorkflow` turns a data row into
+trajectories. Engines are used the same way on one device and on many: every rank calls the same methods in the same
+order (SPMD).
 
-Decorators such as `@returns_column` mark what a method returns. They set an attribute and nothing else. Controller mode,
-where engines live in other processes, reads it to decide what stays there and when the script waits.
+Decorators such as `@returns_column` mark what a method returns. They set an attribute and nothing else. Controller
+mode, where engines live in other processes, reads it to decide what stays there and when the script waits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from arealite.api.io_struct import (
     Stats,
     WeightUpdateMeta,
 )
-from arealite.api.workflow_api import RolloutWorkflow
 
 # Called once per packed micro-batch with the model's outputs ({"logp": [N], "entropy": [N]}, or {"values": [N]})
 # and the micro-batch itself. Returns the SUM of the loss over the micro-batch, and statistics.
@@ -91,7 +92,7 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     @returns_nothing
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model, shard it, create the optimizer. `ft_spec` sets the length of the learning-rate schedule."""
+        """Load and shard the model, create the optimizer. `ft_spec` sets the length of the schedule."""
 
     @abc.abstractmethod
     def destroy(self) -> None:
@@ -112,7 +113,7 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     @returns_batch
     def forward(self, batch: Batch) -> Batch:
-        """Return model outputs in the padded shape of `batch`: {"logp": [B, T]}, with 0 for token 0 of a sequence."""
+        """Return model outputs `{"logp": [B, T]}`, padded like `batch`. Token 0 of a sequence has 0."""
 
     @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> None:
@@ -141,6 +142,21 @@ class TrainEngine(abc.ABC):
         """Set the version of the weights."""
 
 
+class RolloutWorkflow(abc.ABC):
+    """Plays episodes. Subclass it in your own script; it runs on the executor's event loop.
+
+    Many episodes run at the same time on one thread: await what takes time (generation, rewards, tools), never block.
+    """
+
+    @abc.abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        """Play one episode. Returns its `n` trajectories as a padded batch, or None to reject it.
+
+        Required keys: `input_ids`, `attention_mask`, `loss_mask`, `logprobs`, `versions` (all `[n, T]`) and
+        `rewards [n]`. The executor adds `group_ids`. An exception fails this episode only.
+        """
+
+
 class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""
 
@@ -158,7 +174,7 @@ class InferenceEngine(abc.ABC):
         """Continue one prompt. Generation that a weight update interrupts resumes by itself."""
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        """Return `gconfig.n_samples` continuations of one prompt. Engines that can share its prefill override this."""
+        """Continue one prompt `gconfig.n_samples` times. Engines that can share its prefill override this."""
         single, rid, seed = replace(request.gconfig, n_samples=1), request.rid, request.seed
         seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
         own = [dict(gconfig=single, rid=f"{rid}-{i}", seed=s) for i, s in enumerate(seeds)]
@@ -167,7 +183,10 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     @returns_nothing
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode (rank 0). After a resume, submit again the episodes that had not ended at the checkpoint."""
+        """Queue one episode (rank 0).
+
+        After a resume, submit the episodes again that had not ended at the checkpoint.
+        """
 
     @abc.abstractmethod
     @returns_batch

@@ -1,12 +1,12 @@
-"""Errors that are meant for people: what happened, what was given, what to do.
+"""Errors with a message for the user: what happened, what was given, what to do.
 
-Everything a user can cause (a bad config, a missing file, a server that died) is raised as one of these, so
-that launchers and command lines can print the message without a traceback. Bugs stay ordinary exceptions.
+Launchers and command lines print the message of these errors without a traceback: a bad config, a missing file, a
+server that died. Bugs stay ordinary exceptions.
 """
 
 
 class AReaLiteError(Exception):
-    """Base of all errors with a message for the user."""
+    """Base class of errors with a message for the user."""
 
 
 class ConfigError(AReaLiteError, ValueError):
@@ -26,11 +26,11 @@ class ServerError(AReaLiteError, RuntimeError):
 
 
 class RequestError(AReaLiteError, ValueError):
-    """One generation request is invalid (too long, unknown token, absurd sampling value)."""
+    """One generation request is invalid (too long, unknown token, sampling value out of range)."""
 
 
 class RewardError(AReaLiteError, RuntimeError):
-    """A reward function raised, returned no finite number, ran past its deadline, or killed its worker."""
+    """A reward function raised, returned no finite number, missed its deadline, or killed its worker."""
 
 
 class WeightUpdateError(AReaLiteError, RuntimeError):
@@ -38,11 +38,11 @@ class WeightUpdateError(AReaLiteError, RuntimeError):
 
 
 class WaitTimeout(AReaLiteError, TimeoutError):
-    """A named wait ran past its deadline: the message says what waits for what, and since when."""
+    """A wait missed its deadline: the message says what waits for what, and since when."""
 
 
 class TrainingError(AReaLiteError, RuntimeError):
-    """Training cannot go on (repeated non-finite gradients, a batch without trained tokens)."""
+    """Training cannot continue (repeated non-finite gradients, a batch without trained tokens)."""
 
 
 class CheckpointError(AReaLiteError, RuntimeError):

@@ -1,12 +1,12 @@
-"""The data that parts hand to each other. Plain dataclasses and tensors, no behaviour beyond small helpers.
+"""Data that is passed between rooms: plain dataclasses and tensors.
 
 A training batch is a `dict[str, torch.Tensor]` and nothing else:
   padded form  `[B, T]`, right-padded, with `attention_mask`;
   packed form  `[N]` with `cu_seqlens [B + 1]` and `max_seqlen`.
 Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprobs` (of the policy that sampled),
-`versions` (weight version per token, -1 on what was not generated), `rewards [B]`, `group_ids [B]`, `truncated [B]`;
-later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`.
-Index `t` always speaks of token `t`: its log-prob is that of token `t` given what precedes it.
+`versions` (weight version per token, -1 on tokens that were not generated), `rewards [B]`, `group_ids [B]`, `truncated
+[B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`. Index `t` always refers to
+token `t`: its log-prob is that of token `t` given the tokens before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from arealite.api.cli_args import GenerationHyperparameters
 
 Batch = dict[str, torch.Tensor]
-Stats = dict[str, float]  # of a step, by name, over all ranks
+# Statistics of a step by name, reduced over all ranks.
+Stats = dict[str, float]
 StopReason = Literal["stop", "length", "abort"]
 
 
@@ -36,7 +37,7 @@ class Stat(NamedTuple):
 
 @dataclass
 class ModelRequest:
-    """Ask an inference engine to continue `input_ids`. `seed` makes sampling of this request reproducible."""
+    """A request to continue `input_ids`. `seed` makes its sampling reproducible."""
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -47,7 +48,7 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """What was generated: one entry in each `output_*` list per sampled token."""
+    """Generated tokens: each `output_*` list has one entry per token."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -64,11 +65,11 @@ class ModelResponse:
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """One hand-over of weights from trainer to servers.
+    """How one version of the weights goes from the trainer to the servers.
 
     `disk`: a Hugging Face folder at `path`. `shm`: a segment in shared memory named `path` (same machine).
     `broadcast`: tensors over a process group. `is_adapter`: `path` is a PEFT folder that holds only the LoRA adapter
-    (`disk`); servers put it on the base model they started from.
+    (`disk`); servers apply it to the base model with which they started.
     """
 
     type: Literal["disk", "shm", "broadcast"]
@@ -82,7 +83,7 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True)
 class SaveLoadMeta:
-    """Where and what to save: `hf` is a folder readable by `from_pretrained`, `dcp` a sharded checkpoint."""
+    """Where and what to save: `hf` is a folder for `from_pretrained`, `dcp` a sharded checkpoint."""
 
     path: str
     weight_format: Literal["hf", "dcp"] = "hf"
@@ -91,7 +92,7 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """Length of the run, for schedulers and progress bars."""
+    """The length of a run, for schedulers and progress bars."""
 
     total_train_epochs: int
     dataset_size: int
@@ -110,7 +111,7 @@ class FinetuneSpec:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where in the run a step is. `global_step` counts from 0."""
+    """The position of a step in the run. `global_step` counts from 0."""
 
     epoch: int
     epoch_step: int

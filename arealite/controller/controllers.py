@@ -1,7 +1,7 @@
-"""Controllers: what a script holds instead of an engine whose ranks live in actors. Same methods, same attributes.
+"""Controllers: stand in for engines whose ranks live in actors, with the same methods and attributes.
 
-A call is sent to all ranks at once. The marks on the engine's methods (`arealite.api.engine_api.Result`) say what the script
-gets and whether it waits, so engines that do not need each other's results work at the same time.
+A call is sent to all ranks at once. The marks on the engine's methods (`arealite.api.engine_api.Result`) say what the
+script gets and whether it waits, so engines that do not need each other's results work at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_VALUE = (str, int, float, bool, list, tuple, dict, type, types.FunctionType,
 
 
 class Controller:
-    """A train engine with `strategy.world_size` ranks. Every rank gets the same call, with its shares of the batch."""
+    """A train engine with `strategy.world_size` ranks. Each call goes to all ranks."""
 
     def __init__(
         self, runtime: Runtime, cls: type, name: str, ranks: list[Any], group: Any, strategy: ParallelStrategy
@@ -127,8 +127,8 @@ class Controller:
     def _shares_each(self, num_shares: int) -> int:
         if num_shares % self.strategy.data:
             raise AllocationError(
-                f"a batch has {num_shares} shares, which {self.name} ({self.strategy}) cannot split evenly: the data-parallel "
-                "sizes of engines must divide each other"
+                f"a batch has {num_shares} shares, which {self.name} ({self.strategy}) cannot split evenly: the "
+                "data-parallel sizes of engines must divide each other"
             )
         return num_shares // self.strategy.data
 
@@ -174,7 +174,8 @@ class Controller:
         rows = [[row for row, owner in enumerate(owners) if share_of[owner] == i] for i in range(num_shares)]
         if not all(rows):
             raise ConfigError(
-                f"a batch of {len(share_of)} rows cannot be split over {num_shares} ranks: raise train_dataset.batch_size"
+                f"a batch of {len(share_of)} rows cannot be split over {num_shares} ranks: raise "
+                "train_dataset.batch_size"
             )
         shares = [select_rows(real, chosen) for chosen in rows]
         stored = self.runtime.put(shares, [share["attention_mask"].shape for share in shares])
@@ -198,7 +199,7 @@ class RolloutController(Controller):
         return self._collect("wait", count, timeout_s)
 
     def _collect(self, method: str, *args: Any) -> LazyBatch:
-        """Wait for the batch without fetching it, so that the script's `rollout` phase measures the collection."""
+        """Wait for the batch without fetching it, so that the script's `rollout` phase measures it."""
         batch = self._call(method, *args)
         batch.layers[0].columns()
         return batch

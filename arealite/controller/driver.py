@@ -1,4 +1,4 @@
-"""The driver of controller mode: places engines in Ray actors. One process of the job, which runs the script once.
+"""The driver of controller mode: the process that runs the script and places engines in Ray actors.
 
 `make_engine` (`factory.py`) is the way in. Each engine gets a placement group of its own with one actor per rank.
 """
@@ -67,7 +67,7 @@ class Driver:
         return controller
 
     def _make_name(self, cls: type) -> str:
-        """Name an engine by its class: actor, critic, rw; a plain FSDPEngine is a ref. A second one gets a number."""
+        """Name an engine by its class (actor, critic, rw; FSDPEngine: ref). A second one gets a number."""
         name = re.sub("FSDP|PPO|Engine", "", cls.__name__).lower() or "ref"
         self._names.append(name)
         count = self._names.count(name)

@@ -1,4 +1,4 @@
-"""`make_engine`: how scripts and ready loops make engines, so that the same file also runs in controller mode.
+"""`make_engine`, with which scripts make engines so that they also run in controller mode.
 
 To a type checker the result is the engine, so its methods can be followed from the script.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def make_engine(cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return `cls(*args, **kwargs)`, or, in the driver of controller mode, a controller of ranks in Ray actors.
+    """Return `cls(*args, **kwargs)`, or in the driver of controller mode a controller of its ranks.
 
     A controller has the methods and attributes of the engine. It is no instance of `cls`.
     """

@@ -1,7 +1,7 @@
-"""What a script holds of data that lives in Ray's object store: a batch, a column, a list of statistics.
+"""References to data in Ray's object store that a script uses: batches, columns, lists of statistics.
 
-A `LazyBatch` consists of layers of columns: those that the rollout collected, then those that engines added. It goes to an
-engine as references. Reading a column's numbers in the script fetches that column only.
+A `LazyBatch` consists of layers of columns: those that the rollout collected, then those that engines added. It goes to
+an engine as references. Reading a column's numbers in the script fetches that column only.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up on the class, without __getattr__.
-_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs", "invert", "and", "or")  # fmt: skip
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs")
+_LOGICAL = ("invert", "and", "or")
 _COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
 _OTHER = ("getitem", "len", "iter", "bool", "float", "int", "repr")
-for _name in (*_ARITHMETIC, *_COMPARISON, *_OTHER):
+for _name in (*_ARITHMETIC, *_LOGICAL, *_COMPARISON, *_OTHER):
     setattr(LazyTensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 

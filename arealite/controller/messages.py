@@ -1,4 +1,4 @@
-"""What the driver and its ranks send each other: requests, reports, and columns in Ray's object store.
+"""Messages between the driver and its ranks: requests, reports, and columns in Ray's object store.
 
 A batch is split into shares, one for each data-parallel rank of the most parallel engine. The columns of a share are
 stored together, so that one object reference stands for all columns that a call left for that share.
@@ -48,8 +48,9 @@ class Placeholder(NamedTuple):
 
 @dataclass
 class Request:
-    """A method call. `layers` selects columns of each stored layer of the batch, later layers over earlier ones.
+    """A method call.
 
+    `layers` selects columns of each stored layer of the batch; later layers replace columns of earlier ones.
     `num_parts` is the number of shares for which the call leaves columns; 0 means that it has a plain result.
     """
 

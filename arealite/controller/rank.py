@@ -1,6 +1,7 @@
-"""One rank of an engine in a Ray actor: executes the driver's requests and leaves tensors in Ray's object store.
+"""One rank of an engine in a Ray actor, which executes the driver's requests.
 
-Created by `Driver.place`. The driver receives a `Report` of each call; tensors go from actor to actor. Works with any engine.
+Created by `Driver.place`. Tensors stay in Ray's object store. The driver receives a `Report` of each call; tensors go
+from actor to actor. Works with any engine.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class RankActor:
         return f"{host}:{free_port(host)}"
 
     def make(self, rank: int, world_size: int, address: str, engine: bytes) -> None:
-        """Construct the engine as this rank of its process group. Ray makes only the actor's own device visible."""
+        """Construct the engine as this rank of its process group. Its only visible device is its own."""
         host, port = address.rsplit(":", 1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
@@ -70,7 +71,7 @@ class RankActor:
         self.engine = cls(*args, **kwargs)
 
     def keep(self, number: int, payload: bytes) -> None:
-        """Store an object that later requests refer to: a dataloader or workflow keeps its state between calls."""
+        """Keep an object, such as a dataloader or workflow, whose state lasts from request to request."""
         self.objects[number] = pickle.loads(payload)
 
     def get(self, name: str) -> Any:
@@ -108,8 +109,8 @@ class RankActor:
         if not request.num_parts:
             if added and value is None:
                 raise TrainingError(
-                    f"{request.method} added {[*added]} to its batch, which controller mode would lose: mark the method with "
-                    "@adds_columns (arealite.api.engine_api)"
+                    f"{request.method} added {[*added]} to its batch, which controller mode would lose: mark the "
+                    "method with @adds_columns (arealite.api.engine_api)"
                 )
             return Report(began, time.time(), _check_plain(request.method, value))
         columns = {"": value} if isinstance(value, torch.Tensor) else dict(value or {})

@@ -1,7 +1,7 @@
-"""The driver's calls on Ray actors: which are pending, what they returned, how long they took, which failed.
+"""The driver's calls on Ray actors: pending ones, results, times, failures.
 
-`Runtime` is shared by all controllers of the driver. A call is sent at once; its failure is raised at the driver's next wait,
-whichever call that waits for.
+`Runtime` is shared by all controllers of the driver. A call is sent at once; its failure is raised at the driver's next
+wait, whichever call that waits for.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Runtime:
         reason = str(cause).split("Some common causes")[0].strip().splitlines()[-1].strip()
         raise TrainingError(
             f"rank {rank} of {call.engine} died, or lost its data, during {call.method}: {reason}\n"
-            f"Its log is {self.log_path(call.engine, rank)}. With recover.mode=auto and recover.retries the launcher starts "
-            "again from the recover checkpoint"
+            f"Its log is {self.log_path(call.engine, rank)}. With recover.mode=auto and recover.retries the launcher "
+            "starts again from the recover checkpoint"
         ) from error
 
     def log_path(self, engine: str, rank: int) -> Path:
@@ -105,7 +105,7 @@ class Runtime:
         return spans
 
     def dumps(self, value: Any) -> bytes:
-        """Pickle by name what the script defines at its top level, as `multiprocessing` does; lambdas and closures by value."""
+        """Pickle by reference, as `multiprocessing` does; lambdas and closures by value."""
         try:
             return pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -123,10 +123,10 @@ class Runtime:
 
 
 class Call:
-    """A method call on all ranks of an engine, or (with no `reports`) columns that the driver itself stored.
+    """A method call on all ranks of an engine.
 
-    `reports` has one object reference per rank. `replica` is the number of ranks that hold one copy of the model: they
-    get the same shares.
+    Without `reports` it stands for columns that the driver itself stored. `reports` has one object reference per rank.
+    `replica` is the number of ranks that hold one copy of the model: they get the same shares.
     """
 
     def __init__(self, runtime: Runtime, engine: str, method: str, reports: list[Any], replica: int = 1):

@@ -32,7 +32,8 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     if config.critic or config.teacher:
         raise ConfigError(
-            "the loop of this file has no critic and no teacher; the ready one has: give the launcher arealite/trainer/ppo.py"
+            "this script has no critic and no teacher: leave `critic` and `teacher` out, or give the launcher "
+            "arealite/trainer/ppo.py, whose loop has both"
         )
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)

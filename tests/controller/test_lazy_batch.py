@@ -74,8 +74,10 @@ def test_reading_a_column_fetches_only_it_and_only_once(batch, fetched):
 
 
 def test_evaluate_fetches_three_columns(fetched):
-    shares = [{"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([0, 0]), "loss_mask": torch.ones(2, 3), "input_ids": torch.ones(2, 3)},
-              {"rewards": torch.tensor([0.0, 0.0]), "group_ids": torch.tensor([1, 1]), "loss_mask": torch.ones(2, 5), "input_ids": torch.ones(2, 5)}]  # fmt: skip
+    shares = []
+    for group, (rewards, length) in enumerate([([1.0, 0.0], 3), ([0.0, 0.0], 5)]):
+        share = {"rewards": torch.tensor(rewards), "group_ids": torch.tensor([group, group])}
+        shares.append(share | {"loss_mask": torch.ones(2, length), "input_ids": torch.ones(2, length)})
 
     class Rollout:
         def rollout_batch(self, rows, workflow):
@@ -95,7 +97,8 @@ def test_predictions_do_not_wait_for_each_other(batch, fetched):
 
 
 def test_columns_added_by_a_prediction_are_in_the_batch(batch, fetched):
-    call = EndedCall([{"": torch.zeros(1), "+final": torch.zeros(1)}, {"": torch.ones(2), "+final": torch.ones(2)}], fetched)  # fmt: skip
+    shares = [{"": torch.zeros(1), "+final": torch.zeros(1)}, {"": torch.ones(2), "+final": torch.ones(2)}]
+    call = EndedCall(shares, fetched)
     batch.add(Layer(call, added=True), predicted=True)
     batch["values"] = LazyTensor(call, "")
     assert [*batch] == ["versions", "rewards", "final", "values"] and len(batch.observed()) == 1

@@ -19,7 +19,9 @@ TYPES = {
     "actor.step_lr_scheduler": "() -> None",
     "ref": "FSDPEngine | None",
     "rollout": "RemoteEngine",
-    "rollout.prepare_batch": "(dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> dict[str, Tensor]",
+    "rollout.prepare_batch": (
+        "(dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> dict[str, Tensor]"
+    ),
     "batch": "dict[str, Tensor]",
     "stats": "list[dict[str, float]]",
     "run": "Run",
