@@ -6,18 +6,32 @@ dtype) is a `ConfigError` before any memory is taken for the KV cache.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.cpu.attention import SHAPES_NAME, use_attention
-from arealite.inference.tensor_parallel import RowLinear, Shards, TensorGroup, check_parallel, shard_model
-from arealite.utils.decoders import check_decoder, check_interface, load_decoder, original_length, read_model_config
+from arealite.inference.sharding import RowLinear, Shards, TensorGroup, check_parallel, shard_model
+from arealite.utils.decoders import (
+    check_decoder,
+    check_interface,
+    load_decoder,
+    model_errors,
+    original_length,
+    read_model_config,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -73,13 +87,85 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
 
 
 def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[PreTrainedModel, Shards]:
-    """This rank's part of the model, with its weights on the chosen device, attending through the paged KV cache."""
+    """Load this rank's part of the model onto its device, with attention through the paged KV cache."""
     model_config = read_config(config)
     device = choose_device(config, group.rank if group else 0)
     dtype = choose_dtype(config.dtype, device)
+    if group is not None:
+        return load_shards(config.model_path, model_config, dtype, device, group)
     model = load_decoder(AutoModelForCausalLM, config.model_path, config=model_config, dtype=dtype)
-    shards = shard_model(model, group) if group else Shards()
+    return prepare_model(model.to(device)), Shards()
+
+
+def load_shards(
+    path: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, group: TensorGroup
+) -> tuple[PreTrainedModel, Shards]:
+    """Load one rank of a tensor-parallel model. Reads only this rank's part of each tensor where the files allow it."""
+    with model_errors(path), _parameters_without_memory():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
+    model.tie_weights()
+    shards = shard_model(model, group)
+    with model_errors(path):
+        is_read = _read_shards(model, shards, path, device)
+    if not is_read:  # other names than the model's, or no safetensors: transformers knows what to do
+        model = load_decoder(AutoModelForCausalLM, path, config=model_config, dtype=dtype)
+        shards = shard_model(model, group)
+        return prepare_model(model.to(device)), shards
+    model.tie_weights()
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return prepare_model(model.to(device)), shards
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put new parameters on the meta device. Buffers are computed as usual: no file holds them."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), False))
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _read_shards(model: PreTrainedModel, shards: Shards, path: str, device: torch.device) -> bool:
+    """Read this rank's part of every parameter. False: the files do not hold exactly these parameters."""
+    files = _weight_files(path)
+    targets = dict(model.named_parameters())
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    if is_quantized or not targets.keys() <= files.keys():
+        return False
+    with contextlib.ExitStack() as stack:
+        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in set(files.values())}
+        for name, target in targets.items():
+            stored = opened[files[name]].get_slice(name)
+            if stored.get_shape() != list(shards.whole_shape(name, target.shape)):
+                return False
+            # A copy: what is read may be a view of the whole file in memory.
+            value = torch.empty(target.shape, dtype=target.dtype, device=device).copy_(shards.read(name, stored))
+            module, _, key = name.rpartition(".")
+            setattr(model.get_submodule(module), key, nn.Parameter(value, False))
+    return True
+
+
+def _weight_files(path: str) -> dict[str, str]:
+    """The safetensors file of each tensor; empty if the model has none."""
+    try:
+        single = cached_file(path, SAFE_WEIGHTS_NAME)
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except OSError:
+        pass
+    try:
+        index = Path(cached_file(path, SAFE_WEIGHTS_INDEX_NAME))
+        found = json.loads(index.read_text())["weight_map"]
+        return {name: cached_file(path, file) for name, file in found.items()}
+    except OSError:
+        return {}
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:

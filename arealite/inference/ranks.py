@@ -37,8 +37,8 @@ from arealite.inference.cpu.runner import ModelRunner, StepResult
 from arealite.inference.loading import ModelShape, choose_device, load_model, read_config, shape_of
 from arealite.inference.scheduler import Chunk, Plan
 from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.sharding import Shards, TensorGroup
 from arealite.inference.slots import Journal, SlotTable
-from arealite.inference.tensor_parallel import Shards, TensorGroup
 from arealite.inference.weights import ServedWeights, Staged, Weights, WeightSource
 from arealite.utils.child import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride

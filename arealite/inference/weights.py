@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
-from arealite.inference.tensor_parallel import Shards
+from arealite.inference.sharding import Shards
 from arealite.weights.device_memory import attach
 from arealite.weights.fingerprint import Fingerprints, fingerprints
 

@@ -18,7 +18,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.weight_sync import _can_share_gpu
 from arealite.inference.engine import Engine
-from arealite.inference.tensor_parallel import TensorGroup, shard_model
+from arealite.inference.sharding import TensorGroup, shard_model
 from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import visible_gpus
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run

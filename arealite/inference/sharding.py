@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,15 @@ class Shards:
     def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
         dim = self.dims.get(name)
         return value if dim is None else value.chunk(self.size, dim)[self.rank]
+
+    def read(self, name: str, stored: Any) -> torch.Tensor:
+        """This rank's part of a tensor in a safetensors file, given as `safe_open(...).get_slice(name)`."""
+        dim = self.dims.get(name)
+        if dim is None:
+            return stored[:]
+        size = stored.get_shape()[dim] // self.size
+        part = slice(self.rank * size, (self.rank + 1) * size)
+        return stored[part] if dim == 0 else stored[:, part]
 
     def cut_factors(self, name: str, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors of this rank's part of `up @ down`."""
