@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
@@ -173,6 +174,11 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
                 f"`{key}` is {given}, but `input_ids` is {list(first.shape)}: all of {TOKEN_KEYS} share one shape"
             )
     return first.shape
+
+
+def to_bytes(batch: Batch) -> bytes:
+    """Serialize a batch as safetensors. Tensors are copied: the format rejects those that share memory."""
+    return save_tensors({k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in batch.items()})
 
 
 def join_trajectories(episodes: list[Episode]) -> Batch:

@@ -40,7 +40,7 @@ from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.sharding import Shards, TensorGroup
 from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.weights import ServedWeights, Staged, Weights, WeightSource
-from arealite.utils.child import die_with_owner
+from arealite.utils.process_pool import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
 from arealite.weights.host_memory import SharedWeights
 

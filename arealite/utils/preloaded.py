@@ -1,6 +1,7 @@
-"""Imported by a fork server before it forks anything: takes over its owner's `sys.path`, script and a module (`child.fork_context`).
+"""Imported by the fork server before it forks workers: takes over the owner's `sys.path` and imports its script and one module.
 
-Python's own preloading forgets the script and `sys.path` before 3.12.8; every worker then imported the script, torch and all, anew.
+`process_pool.fork_context` selects it. Python's own preloading ignores the script and `sys.path` before 3.12.8, so every worker
+would import the script, and torch with it, again.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import os
 import traceback
 from multiprocessing import process, spawn
 
-from arealite.utils.child import PRELOAD_ENV
+from arealite.utils.process_pool import PRELOAD_ENV
 
 if PRELOAD_ENV in os.environ:
-    told = json.loads(os.environ.pop(PRELOAD_ENV))
+    settings = json.loads(os.environ.pop(PRELOAD_ENV))
     this_process = process.current_process()
-    this_process._inheriting = True  # type: ignore[attr-defined]  # the script must not start processes while it is imported
+    # The script must not start processes while it is imported.
+    this_process._inheriting = True  # type: ignore[attr-defined]
     try:
-        spawn.prepare(told)
-        importlib.import_module(told["module"])
-    except Exception:  # a script may raise anything; each worker does so again, and tells
+        spawn.prepare(settings)
+        importlib.import_module(settings["module"])
+    # A script may raise anything. Each worker imports it again and reports the error.
+    except Exception:
         traceback.print_exc()
     finally:
         del this_process._inheriting  # type: ignore[attr-defined]

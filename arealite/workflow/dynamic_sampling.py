@@ -1,6 +1,6 @@
-"""DAPO's dynamic sampling around any workflow: a group whose rewards are all equal teaches nothing and is rejected.
+"""DAPO's dynamic sampling for any workflow: rejects groups whose rewards are all equal, which give no gradient.
 
-The executor starts another prompt in its place at once, so batches keep their size.
+The executor replaces a rejected prompt by another one at once, so batches keep their size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 
 
 class DynamicSampling(RolloutWorkflow):
-    """Plays `workflow` and rejects what has no spread of rewards."""
+    """Runs `workflow` and rejects groups whose rewards are all equal."""
 
     def __init__(self, workflow: RolloutWorkflow):
         self.workflow = workflow

@@ -1,7 +1,7 @@
-"""`RLVRWorkflow`: one prompt, `n_samples` answers, a verifiable reward for each. The pattern for workflows of your own.
+"""`RLVRWorkflow`: one prompt, `n_samples` answers, a verifiable reward for each. A template for workflows of your own.
 
-A row has `messages` (made a prompt by the tokenizer's chat template), `prompt` (text) or `input_ids`; its other columns are given to the
-reward function. The executor adds `seed` to rows that have none, so that a run can be repeated.
+A row has `messages` (the tokenizer's chat template makes them a prompt), `prompt` (text) or `input_ids`. The reward function gets
+its other columns. The executor adds `seed` to rows that have none, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFn
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.pool import RewardPool, check_rewards
+from arealite.utils.distributed import rank
 
 _PROMPT_COLUMNS = ("messages", "prompt", "input_ids", "seed")
 _RESERVED = ("completion", "prompt_ids", "completion_ids")
@@ -26,8 +27,8 @@ _RESERVED = ("completion", "prompt_ids", "completion_ids")
 class RLVRWorkflow(RolloutWorkflow):
     """Reinforcement learning with verifiable rewards.
 
-    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own); on the event loop if it is a coroutine
-    function, or with `reward_inline=True`: only for functions that take microseconds.
+    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own). It runs on the event loop if it is a
+    coroutine function, or with `reward_inline=True`, which is only for functions that take microseconds.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class RLVRWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
         self.reward_inline = reward_inline
         self.reward_pool = reward_pool or RewardPool(timeout_s=reward_timeout_s)
+        # Only rank 0 runs episodes.
+        if not reward_inline and rank() == 0:
+            self.reward_pool.warm_up(reward_fn)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         prompt_ids = self.encode_prompt(data)
         if not prompt_ids:
-            raise DatasetError(f"a row makes an empty prompt: {data}")
+            raise DatasetError(f"the prompt of a row is empty: {data}")
         request = ModelRequest(prompt_ids, self.gconfig, seed=data.get("seed"))
         responses = await engine.agenerate_group(request)
         rewards = await self.compute_rewards(prompt_ids, responses, data)
@@ -62,7 +66,8 @@ class RLVRWorkflow(RolloutWorkflow):
         if "messages" in data:
             if not self.tokenizer.chat_template:
                 raise DatasetError(
-                    "a row has `messages`, but the tokenizer has no chat template: use an instruct model, or rows with `prompt`"
+                    "a row has `messages`, but the tokenizer has no chat template: use an instruct model, or rows with "
+                    "`prompt`"
                 )
             return self.tokenizer.apply_chat_template(
                 data["messages"],
@@ -98,7 +103,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
 
 def to_batch(responses: list[ModelResponse], rewards: list[float]) -> Batch:
-    """Answers to prompts as one padded batch; what was generated is trained on."""
+    """Join answers to one padded batch; generated tokens are trained on."""
     total = max(len(r.input_tokens) + len(r.output_tokens) for r in responses)
     ids, mask, loss, logprobs, versions = [], [], [], [], []
     for r in responses:

@@ -42,6 +42,16 @@ def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
     ledger.close()
 
 
+def test_trajectories_whose_tensors_share_memory_are_buffered(tmp_path):
+    ledger, batch = Ledger(tmp_path / "run.sqlite"), make_batch(7)
+    batch["scores"] = batch["rewards"]
+    batch["last_logprobs"] = batch["logprobs"].T[-1]
+    ledger.save_buffer(3, [(EpisodeId("stream", 7), batch)])
+    [(_, loaded)] = ledger.rewind(step=3, has_ended=lambda i: True)
+    assert all(torch.equal(loaded[key], value) for key, value in batch.items())
+    ledger.close()
+
+
 def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AReaLiteError, match=r"cannot be written.*resume"):

@@ -27,7 +27,7 @@ class FollowingEngine:
     def __init__(self, config):
         self.told = {}
 
-    async def follow(self, state):
+    async def apply_server_state(self, state):
         self.told = state
 
 
@@ -84,7 +84,7 @@ def executor():
     executor.runner.pool = pool
     yield executor
     executor.abandon()
-    executor.run_coroutine(pool.close(), NamedWait("the test", "workers to end", 10))
+    executor.runner.loop.call_soon_threadsafe(pool.close)
     executor.stop()
 
 
@@ -187,11 +187,11 @@ def test_workers_that_cannot_start_are_an_error_until_they_can(tmp_path):
         for worker in pool._workers:
             worker.process.kill()
         for _ in range(2):
-            with pytest.raises(ServerError, match=r"not start: its process ended.*num_workers=0"):
+            with pytest.raises(ServerError, match=r"not start: it ended with exit code 1.*num_workers=0"):
                 await pool.run_episode(Pids(), {"x": 1})
         broken.unlink()
         assert await pool.run_episode(Pids(), {"x": 1}) is not None
-        await pool.close()
+        pool.close()
         with pytest.raises(ServerError, match="closed"):
             await pool.run_episode(Pids(), {"x": 1})
 
@@ -212,6 +212,6 @@ def test_a_pool_that_shrinks_warns_and_grows_again(tmp_path, monkeypatch, caplog
         broken.unlink()
         while len(pool._workers) < 2:
             await asyncio.sleep(0.01)
-        await pool.close()
+        pool.close()
 
     asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))

@@ -2,6 +2,10 @@
 
 import asyncio
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +70,7 @@ def test_prompt_forms(tokenizer):
     assert workflow.encode_prompt({"input_ids": [4, 5]}) == [4, 5]
     with pytest.raises(DatasetError, match=r"columns \['question'\]"):
         workflow.encode_prompt({"question": "?"})
-    with pytest.raises(DatasetError, match="empty prompt"):
+    with pytest.raises(DatasetError, match="prompt of a row is empty"):
         play(workflow, tokenizer, {"prompt": "", "answer": 0})
 
 
@@ -84,3 +88,33 @@ def test_a_reward_that_is_no_number_is_named(tokenizer):
     workflow = RLVRWorkflow(returns_none, GenerationHyperparameters(), tokenizer, reward_inline=True)
     with pytest.raises(RewardError, match="returns_none returned None"):
         play(workflow, tokenizer, {"prompt": "x"})
+
+
+SCRIPT = """
+import asyncio
+from multiprocessing import forkserver
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.workflow.rlvr import RLVRWorkflow
+
+def reward(**data):
+    return 1.0
+
+# At the top level of a script: workers, which import it, must not start servers of their own.
+inline = RLVRWorkflow(reward, GenerationHyperparameters(), None, reward_inline=True)
+assert __name__ != "__main__" or forkserver._forkserver._forkserver_pid is None
+workflow = RLVRWorkflow(reward, GenerationHyperparameters(), None)
+
+if __name__ == "__main__":
+    assert forkserver._forkserver._forkserver_pid is not None
+    print(asyncio.run(workflow.reward_pool.run(reward, [{}])))
+    workflow.reward_pool.close()
+"""
+
+
+def test_a_workflow_starts_the_fork_server_before_the_first_reward(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=env)
+    assert (done.returncode, done.stdout) == (0, "[1.0]\n"), done.stderr
+    assert not done.stderr

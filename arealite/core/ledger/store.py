@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.api.io_struct import Batch
-from arealite.core.episode import EpisodeId
+from arealite.core.episode import EpisodeId, to_bytes
 
 logger = logging.getLogger("arealite.ledger")
 
@@ -144,7 +143,7 @@ class Ledger:
 
     def save_buffer(self, step: int, episodes: list[tuple[EpisodeId, Batch]]) -> None:
         """Keep the trajectories of buffered episodes for a checkpoint at `step`; returns once they are on disk."""
-        rows = [(step, *episode_id, save_tensors(_contiguous(batch))) for episode_id, batch in episodes]
+        rows = [(step, *episode_id, to_bytes(batch)) for episode_id, batch in episodes]
         self.commit()
 
         def job(db: sqlite3.Connection) -> None:
@@ -305,10 +304,6 @@ def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
     return AReaLiteError(
         f"{text}. Resume the run with recover.mode=auto; if that fails here too the file is damaged: move it away first"
     )
-
-
-def _contiguous(batch: Batch) -> Batch:
-    return {key: value.detach().cpu().contiguous() for key, value in batch.items()}
 
 
 def read_counts(path: str | Path) -> dict[str, int]:

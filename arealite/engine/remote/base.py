@@ -206,10 +206,10 @@ class RemoteEngine(CollectingEngine, Wire):
         if self.config.num_workers:
             pool = WorkerPool(self.config.num_workers, type(self), self.config, self.fleet.state)
             await pool.start()
-            self.fleet.router.on_change = pool.tell_servers
+            self.fleet.router.on_change = pool.send_server_state
             self.executor.runner.pool = pool
 
-    async def follow(self, state: dict[str, Any]) -> None:
+    async def apply_server_state(self, state: dict[str, Any]) -> None:
         """In a rollout worker: use the servers that the owner's fleet has open, and believe its version."""
         if self._http is None:
             self._http = HttpClient()
@@ -235,7 +235,7 @@ class RemoteEngine(CollectingEngine, Wire):
         await http.close()
         pool = self.executor.runner.pool
         if pool is not None:
-            await pool.close()
+            pool.close()
 
     @property
     def router(self) -> Router:

@@ -1,0 +1,275 @@
+"""Pools of worker processes: how they start, exchange messages, are replaced and end. Used for rewards and rollout workers.
+
+Workers are forked from a fork server that has imported the user's script once: functions defined in the script work in them, and a
+new worker is ready within milliseconds. Every wait for a worker has a deadline. Workers end with their owner, also if it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, spawn
+from multiprocessing.context import ForkServerContext
+from typing import Any, Generic, TypeVar
+
+START_TIMEOUT_S = 120.0
+# Read by `preloaded`, which only the fork server imports.
+PRELOAD_ENV = "AREALITE_PRELOAD"
+_SCRIPT_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
+# The size of a message in bytes.
+_HEADER = struct.Struct("<I")
+
+
+def fork_context(module: str) -> ForkServerContext:
+    """Return a context whose processes are forked from a server that has imported this process's script and `module`."""
+    script = {k: v for k, v in spawn.get_preparation_data("").items() if k in _SCRIPT_KEYS}
+    os.environ[PRELOAD_ENV] = json.dumps({**script, "module": module})
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["arealite.utils.preloaded"])
+    return context
+
+
+def start_fork_server(module: str) -> None:
+    """Start the fork server, unless it runs or this process is itself a worker. Does not wait until it has imported anything."""
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not is_importing and multiprocessing.parent_process() is None:
+        fork_context(module)
+        forkserver.ensure_running()
+
+
+def die_with_owner() -> None:
+    """Have the kernel end this process when the one that started it ends, also in the middle of a job.
+
+    Its parent is the fork server, which lives as long as any of its children. The owner holds the other end of the
+    sentinel's pipe; when that closes the kernel sends SIGIO, which by default ends the process.
+    """
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(owner.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    # The owner may have ended before the request was in place.
+    if multiprocessing.connection.wait([owner.sentinel], timeout=0):
+        os._exit(1)
+
+
+class WorkerLost(Exception):
+    """A worker process ended or could not start. The message says how and completes a sentence: "was killed by signal 9"."""
+
+
+class WorkerTimeout(WorkerLost):
+    """A worker did not respond within its deadline."""
+
+
+def _encode(message: Any) -> bytes:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(data)) + data
+
+
+def send_blocking(sock: socket.socket, message: Any) -> None:
+    """Send a message to a `Channel` from code without an event loop."""
+    sock.sendall(_encode(message))
+
+
+def receive_blocking(sock: socket.socket) -> Any:
+    """Receive a message from a `Channel`; raises EOFError when the other side is gone."""
+    (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
+    return pickle.loads(_read_exactly(sock, size))
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = sock.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+class Channel:
+    """Messages over one end of a socket pair, for code on an event loop. Any object that pickles is a message."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(False)
+        self._socket = sock
+        self._outbox: deque[memoryview] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._num_users = 0
+        self._is_closed = False
+
+    def send(self, message: Any) -> None:
+        """Send a message; a task sends what the socket does not take at once. Raises OSError if the other side is gone."""
+        data = memoryview(_encode(message))
+        if not self._outbox:
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._socket.send(data) :]
+        if data:
+            self._outbox.append(data)
+            if self._sender is None or self._sender.done():
+                self._sender = asyncio.create_task(self._send_outbox(), name="worker messages")
+
+    async def _send_outbox(self) -> None:
+        # If the other side is gone, `receive` raises.
+        with self._in_use(), contextlib.suppress(OSError):
+            while self._outbox:
+                await asyncio.get_running_loop().sock_sendall(self._socket, self._outbox[0])
+                self._outbox.popleft()
+
+    async def receive(self) -> Any:
+        """Return the next message; raises EOFError or OSError when the other side is gone. Only one task may receive."""
+        with self._in_use():
+            (size,) = _HEADER.unpack(await self._read(_HEADER.size))
+            return pickle.loads(await self._read(size))
+
+    async def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = await asyncio.get_running_loop().sock_recv_into(self._socket, view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return data
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if self._is_closed:
+                self.close()
+
+    def close(self) -> None:
+        """Close the socket, as soon as no task uses it: an event loop must not watch a closed socket."""
+        self._is_closed = True
+        if not self._num_users:
+            self._socket.close()
+
+
+class WorkerProcess:
+    """One process and the channel to it. `target(socket, *args)` runs in it and sends one message when it is ready."""
+
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...], module: str, name: str, is_daemon: bool = True
+    ):
+        context = fork_context(module)
+        ours, self._theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self.process = context.Process(target=target, args=(self._theirs, *args), name=name, daemon=is_daemon)
+        self._is_killed = False
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready; raises `WorkerLost`."""
+        try:
+            # In a thread: the first start waits until the fork server has imported the script.
+            await asyncio.to_thread(self._start_process)
+            self._theirs.close()
+            await self.receive(START_TIMEOUT_S)
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, EOFError | OSError):
+                raise WorkerLost(f"lost its fork server ({error!r})") from error
+            raise
+
+    def _start_process(self) -> None:
+        self.process.start()
+        if self._is_killed:
+            self.process.kill()
+
+    async def receive(self, timeout_s: float | None) -> Any:
+        """Return the next message of the worker; raises `WorkerLost`, or `WorkerTimeout` after the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.channel.receive()
+        except TimeoutError:
+            raise WorkerTimeout(f"did not respond within {timeout_s:g} s") from None
+        except (EOFError, OSError):
+            raise WorkerLost(self.describe_exit()) from None
+
+    def kill(self) -> None:
+        """End the process at once; idempotent. A task that waits for it gets `WorkerLost`."""
+        self._is_killed = True
+        if self.process.pid is not None and self.process.is_alive():
+            self.process.kill()
+        self.channel.close()
+
+    def describe_exit(self) -> str:
+        """Say how the process ended; it has closed its socket, so it ends within moments."""
+        self.process.join(timeout=1.0)
+        code = self.process.exitcode
+        return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+
+
+W = TypeVar("W", bound=WorkerProcess)
+
+
+class ProcessPool(Generic[W]):
+    """Workers that are ready or starting. Subclasses decide when to start one and which one gets a job."""
+
+    def __init__(self) -> None:
+        self.num_replaced = 0
+        self.is_closed = False
+        self._workers: list[W] = []
+        self._starting: dict[asyncio.Task[None], W] = {}
+        # multiprocessing waits for non-daemon workers at exit.
+        atexit.register(self.close)
+
+    def _launch(self, worker: W) -> asyncio.Task[None]:
+        """Start a worker in a task of its own, which goes on if the job that needs the worker is cancelled."""
+        task = asyncio.create_task(self._start(worker), name=f"start {worker.process.name}")
+        self._starting[task] = worker
+        task.add_done_callback(self._end_launch)
+        return task
+
+    async def _start(self, worker: W) -> None:
+        try:
+            await worker.start()
+        except WorkerLost as lost:
+            raise self._start_error(lost) from None
+        self._workers.append(worker)
+        self._on_ready(worker)
+
+    def _end_launch(self, task: asyncio.Task[None]) -> None:
+        self._starting.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_start_failed(error)
+
+    def _start_error(self, lost: WorkerLost) -> Exception:
+        """The error for callers that wait for a worker which could not start."""
+        return lost
+
+    def _on_ready(self, worker: W) -> None:
+        """Called when a worker has started."""
+
+    def _on_start_failed(self, error: BaseException) -> None:
+        """Called when a worker could not start."""
+
+    def _remove(self, worker: W) -> None:
+        worker.kill()
+        if worker in self._workers:
+            self._workers.remove(worker)
+
+    def close(self) -> None:
+        """Kill all workers; idempotent."""
+        self.is_closed = True
+        for worker in (*self._workers, *self._starting.values()):
+            worker.kill()
+        for task in self._starting:
+            task.cancel()
+        self._starting.clear()
+        self._workers.clear()
+        atexit.unregister(self.close)
