@@ -1,17 +1,21 @@
-# make demo: train a small model from nothing.  make test: the tests.  Both set up .venv first; see scripts/setup.
+# `make demo` trains a small model from nothing. `make test` runs the tests. Both make .venv first (scripts/setup).
 PY := .venv/bin/python
+# Test processes that run at the same time. The tests are made for two cores.
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all soak lint format setup clean
+.PHONY: help setup demo test test-all soak lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train a small model by asynchronous reinforcement learning, from nothing, on this machine"
-	@echo "make test      the tests that need nothing but this machine"
-	@echo "make test-all  also the slow ones: Ray, Slurm, SGLang, vLLM (skipped with the reason where not installed)"
-	@echo "make soak      also what takes hours or says the same twice"
+	@echo "make demo      train a small model by asynchronous reinforcement learning on this machine"
+	@echo "make test      run the tests that need nothing but this machine, in five minutes on two cores"
+	@echo "make test-all  also the slow tests, and those with Ray, Slurm, SGLang and vLLM where they are installed"
+	@echo "make soak      also the tests that take hours"
 	@echo "make lint      ruff and pyright"
+	@echo "make format    let ruff rewrite the files"
 	@echo "make setup     only make .venv"
+	@echo 'pytest options: make test ARGS="-x tests/engine"'
 
 setup:
 	@scripts/setup
@@ -20,15 +24,15 @@ demo: setup
 	@$(PY) examples/arealite/demo.py
 
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all:
 	@scripts/setup dev,ray
-	@$(PY) -m pytest -m "not gpu and not soak" $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu and not soak" $(ARGS)
 
 soak:
 	@scripts/setup dev,ray
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu" $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright

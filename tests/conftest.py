@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,13 @@ import pytest
 
 from tests import warm_python
 
+# Tests of one cluster or backend run on one worker, one after another (`--dist loadgroup`).
+GROUPS = ("slurm", "ray", "vllm", "sglang")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failed-to", metavar="FILE", help="write ids of failed tests to FILE; `pytest @FILE` runs them")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # With workers, one process forks for all of them. Without, it starts at the first test that needs it.
@@ -31,6 +39,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     warm_python.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for group in GROUPS:
+            if item.get_closest_marker(group):
+                item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    path = config.getoption("--failed-to")
+    if path:
+        stats = terminalreporter.stats
+        # xdist appends "@GROUP" to the ids of grouped tests.
+        ids = {
+            re.sub(rf"@({'|'.join(GROUPS)})$", "", r.nodeid)
+            for r in [*stats.get("failed", ()), *stats.get("error", ())]
+        }
+        Path(path).write_text("".join(f"{name}\n" for name in sorted(ids)))
 
 
 @pytest.fixture(scope="session")

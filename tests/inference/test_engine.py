@@ -307,6 +307,7 @@ def test_a_caller_may_give_up_what_is_about_to_be_refused(make_engine):
     assert len(run(engine, [3], max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
     engine = make_engine(make_model())
 

@@ -27,6 +27,16 @@ VERSIONS = {"sglang": "sglang-0.5.23", "vllm": "vllm-0.32.0"}
 START_TIMEOUT_S = 300
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a test with the marker `backend` for that backend only."""
+
+    def is_kept(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("backend")
+        return marker is None or item.callspec.params["servers"] in marker.args  # type: ignore[attr-defined]
+
+    items[:] = filter(is_kept, items)
+
+
 def make_model(folder: Path, seed: int) -> Path:
     """Random weights; heads of 32, the least that vLLM's CPU attention takes."""
     tokenizer = make_tokenizer()

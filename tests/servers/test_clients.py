@@ -182,10 +182,9 @@ def make_adapter(base: Path, folder: Path, seed: int) -> tuple[Path, torch.nn.Mo
     return folder, adapted
 
 
+@pytest.mark.backend("vllm")
 def test_vllm_by_completions(engine, models, servers):
-    """What a vLLM without its token endpoint is spoken to with; this one has both."""
-    if servers.backend != "vllm":
-        pytest.skip("only vLLM has two endpoints")
+    """The client uses the completions endpoint of a vLLM without the token endpoint. This vLLM has both."""
     for server in engine.router.servers.values():
         server.kind = _BY_COMPLETIONS
     test_logprobs_are_those_of_a_local_forward(engine, models, 0.7)
@@ -229,9 +228,9 @@ def test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, m
             assert bool(response.num_interruptions) == (servers.backend != "embedded")
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine, models, servers, tmp_path):
-    if servers.backend != "embedded":
-        pytest.skip("SGLang and vLLM end their process over a wrong checkpoint")
+# SGLang and vLLM end their process over a wrong checkpoint.
+@pytest.mark.backend("embedded")
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(engine, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(Exception, match="refused version 5"):
         engine.update_weights(WeightUpdateMeta("disk", str(tmp_path), version=5))
