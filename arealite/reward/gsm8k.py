@@ -1,4 +1,4 @@
-"""The reward of GSM8K: the completion's final number equals the one after `####` in the worked answer."""
+"""Reward for GSM8K: the completion's final answer equals the number after `####` in the dataset's worked answer."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def gsm8k_reward(
     expected = str(answer).rsplit("####", 1)[-1].strip()
     if not expected:
         raise DatasetError("gsm8k_reward needs the column `answer`, ending in `#### number`")
-    given = final_answer(completion)
-    return float(given is not None and answers_equal(given, expected))
+    found = final_answer(completion)
+    return float(found is not None and answers_equal(found, expected))

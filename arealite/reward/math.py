@@ -1,136 +1,192 @@
-"""Rewards for answers that are numbers or expressions: find the final answer in a text, compare it with the right one.
+"""Rewards for answers that are numbers or formulas: compare a completion's final answer with the right one.
 
-With `math-verify` installed expressions are compared by algebra; without it, as exact rational numbers and, failing that, as normalised text.
-Nothing here evaluates model output as code.
+Numbers are compared exactly, as fractions. Formulas are compared as text first and then by algebra, with math-verify.
+Its timeouts work in the main thread only and are off. Instead, formulas that could take minutes are compared as text
+only, and the reward pool has a deadline. Nothing here evaluates model output as code.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import logging
 import re
-import threading
 from fractions import Fraction
+from functools import lru_cache
+from math import prod
 from typing import Any
 
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+"
-_NUMBER = re.compile(rf"[-+]?(?:\d+ +\d+ */ *\d+|{_PLAIN})")  # the first is mixed, as 1 1/2
-_FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_DROP = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\[()\[\]]")
+import math_verify
+
+from arealite.reward.extraction import SCALE, SCALES, final_answer, last_boxed
+
+__all__ = ["answers_equal", "final_answer", "last_boxed", "math_reward", "parse_number"]
+
+# math-verify warns at its first call that its timeouts are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_MAX_FORMULA = 400
+# Algebra on these can take minutes: powers of powers, large exponents, factorials and binomials of large numbers.
+_TOO_LARGE = re.compile(
+    r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?\d{5,}|[A-Za-z]\s*\^\s*\{?\s*\d{3,}|\d{4,}\s*!|!\s*!|binom\s*\{\s*\d{4}|\d{200,}"
+)
+_POWER_OF_SUM = re.compile(r"[)\]}]\s*\^\s*\{?\s*(\d{1,4})")
+_MAX_EXPANSION = 8
+_PROSE = re.compile(r"(?<![\\A-Za-z{])(?!sqrt)[A-Za-z]{4,}")
+_PARSE_CONFIG = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+
+# Thousands may be grouped by commas or spaces; 1 1/2 is a mixed number.
+_NUMBER = (
+    r"[-+]?(?:\d+ +\d+ */ *\d+"
+    r"|(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d{1,2}| */ *\d+)?|\.\d+(?:e[-+]?\d{1,2})?)"
+)
+_INTEGER = re.compile(r"[-+]?\d{1,100}")
+_SCALED = re.compile(rf"({_NUMBER})({SCALE})?", re.I)
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([-+]?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_NO_MEANING = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|\\!|\\\$|[$€£¥]|\\?%|\^\{?\\circ\}?|\\circ|°|\\degree|\\[()\[\]]|\\displaystyle"
+)
+_REPLACED = (
+    ("{,}", ","), (",\\!", ","), ("−", "-"), ("–", "-"), ("×", "*"), ("\\times", "*"), ("\\cdot", "*"), ("·", "*"),
+    ("÷", "/"), ("π", "\\pi "), ("∞", "\\infty "), ("≤", "\\le "), ("≥", "\\ge "), (">=", "\\ge "), ("<=", "\\le "),
+    ("²", "^2"), ("³", "^3"), ("**", "^"),
+)  # fmt: skip
 # Words after a number that are its unit (`18 dollars`, `5 km/h`, `12 cm^2`), not a part of its value.
-_UNIT_WORD = r"(?!(?:and|or|to|plus|minus|times|over|half|hundred|thousand|[mb]illion|dozen)\b)(?:[^\W\d_]{2,}|[mgslhLVWNJK]\b)(?: ?\^\{?[23]\}?|[²³])?"
-_WITH_UNIT = re.compile(rf"({_NUMBER.pattern})\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*", re.I)
-# What `=` may follow for the number after it to be the answer: a name, or a sum. After `2x =` it is not.
-_LEFT = re.compile(r"[^\d,;<>!]*|[^A-Za-z;<>!]*")
-# Two numbers with something between them: none of the two is the answer.
-_SUM = re.compile(rf"(?:{_NUMBER.pattern})[\sA-Za-z()]*?(?:[-+*/^×÷–]|\bor\b|\bto\b)[\s({{]*\d")
-_HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
+_UNIT_WORD = (
+    rf"(?!(?:and|or|to|plus|minus|times|over|half|{'|'.join(SCALES)})\b)"
+    r"(?:[^\W\d_]{2,}|[mgslhLVWNJKCF]\b)(?: ?\^ ?\{?[23]\}?)?"
+)
+_WITH_UNIT = re.compile(
+    rf"({_NUMBER}(?:{SCALE})?)(?:(?<=\d)(?:[ckm]?m|[km]?g|ml|l|in|ft|lbs?|oz|mph|hrs?|h|mins?|s|st|nd|rd|th|am|pm|[CF])\b(?:\^[23])?"
+    rf"|\s+{_UNIT_WORD}(?:[\s/-]+{_UNIT_WORD})*)",
+    re.I,
+)
+# What may stand left of `=` for the answer to be right of it: a name (`x`, `f(x)`, `\angle A`), or numbers (`5 + 3`).
+_NAME_OR_SUM = re.compile(r"[^\d,;<>!+*/^-]*(?:\(\w+\)|\d+|_\{?\w+\}?)?|[^A-Za-z;<>!]*")
+_SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:text|le|ge)")
 
 
 def math_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
 ) -> float:
     """1.0 if the completion's final answer equals `answer`, else 0.0."""
-    given = final_answer(completion)
-    return float(given is not None and answers_equal(given, str(answer)))
-
-
-def final_answer(text: str) -> str | None:
-    """The last `\\boxed{…}`, else what follows the last `####` or `answer is`, else the last number."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    for marker in ("####", "answer is", "Answer:"):
-        if marker in text:
-            rest = text.rsplit(marker, 1)[1].strip().lstrip(":").strip()
-            if rest:
-                return _stated(rest.splitlines()[0])
-    numbers = _NUMBER.findall(text.replace("{,}", ","))
-    return numbers[-1] if numbers else None
-
-
-def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{…}`, braces counted; None if there is none or it is not closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 1, start + len("\\boxed{")
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[begin:i].strip()
-    return None
-
-
-def _stated(line: str) -> str:
-    """The answer that a line begins with: its first number, or what a sum comes to; the line itself where there is none."""
-    cleaned = _clean(line)
-    number = _NUMBER.search(cleaned)
-    if number and _SUM.match(cleaned, number.start()):
-        _, equals, result = cleaned.rpartition("=")
-        number = _NUMBER.search(result) if equals else None
-    elif number and "\\" in cleaned[: number.end()] + cleaned[number.end() :].lstrip()[:1]:
-        number = None  # \sqrt{2} or 3\pi
-    return number.group() if number else line.rstrip(".")
+    found = final_answer(completion)
+    return float(found is not None and answers_equal(found, str(answer)))
 
 
 def answers_equal(given: str, expected: str) -> bool:
-    """Equal as numbers, as text, or (with math-verify) as expressions. Nothing equals an empty answer."""
-    same_text = normalise(given) == normalise(expected) != ""
-    a, b = bare_number(given), bare_number(expected)
+    """Whether two answers are equal as numbers, as text, or by algebra. Nothing equals an empty answer."""
+    sides = given, expected
+    given, expected = _clean(given), _clean(expected)
+    if not given or not expected:
+        return False
+    a, b = _value(given), _value(expected)
+    is_same_text = _letters(given) == _letters(expected)
     if a is not None and b is not None:
-        # A name or a unit is let go where the other side has none; 5 cm is not 5 m.
-        is_plain = parse_number(given) is not None or parse_number(expected) is not None
-        return a == b if is_plain else same_text
-    if a is None and b is None and same_text:
+        # A name or a unit on one side only is ignored; 5 cm is not 5 m.
+        is_plain = _plain_number(given) is not None or _plain_number(expected) is not None
+        return _numbers_equal(a, b, given + expected) if is_plain else is_same_text
+    if is_same_text:
         return True
-    is_unsolved = (a is None) != (b is None) and "=" in given + expected
-    return _HAS_MATH_VERIFY and not is_unsolved and _verify(given, expected)
+    left = _tidy(sides[0]) if a is None else _as_latex(a)
+    right = _tidy(sides[1]) if b is None else _as_latex(b)
+    if ("=" in left) != ("=" in right):
+        left, right = _without_name(left), _without_name(right)
+    return left is not None and right is not None and _equal_by_algebra(left, right)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """`1,234.50`, `-3/4`, `1\\frac{1}{2}`, `$7`, `50%` as an exact number (signs of currency and percent dropped)."""
-    cleaned = re.sub(r"^([-+]) +", r"\1", _clean(text).rstrip(". "))
-    cleaned = re.sub(r"(?<=\d) (?=\d{3}(?!\d| */))", ",", cleaned)  # 70 000
-    if not _NUMBER.fullmatch(cleaned) or len(cleaned) > 100:
+    r"""Read `1,234.50`, `-3/4`, `1\frac{1}{2}`, `$7`, `50%` (as 50) or `5 thousand`; None for other text."""
+    return _plain_number(_clean(text))
+
+
+def _plain_number(cleaned: str) -> Fraction | None:
+    if _INTEGER.fullmatch(cleaned):
+        return Fraction(int(cleaned))
+    match = _SCALED.fullmatch(re.sub(r"^([-+]) +", r"\1", cleaned)) if len(cleaned) <= 100 else None
+    if match is None:
         return None
-    whole, space, part = re.sub(r" */ *", "/", cleaned.replace(",", "")).rpartition(" ")
+    number = re.sub(r"(?<=\d) (?=\d{3}(?!\d| *\/))|,", "", match[1])
+    whole, space, part = re.sub(r" */ *", "/", number).rpartition(" ")
     try:
-        if not space:
-            return Fraction(part)
-        return Fraction(whole) + Fraction(part) * (-1 if whole.startswith("-") else 1)
+        value = Fraction(part)
+        if space:
+            value = Fraction(whole) + value * (-1 if whole.startswith("-") else 1)
     except (ValueError, ZeroDivisionError):
-        return None  # a decimal over something, or a zero below
-
-
-def bare_number(text: str) -> Fraction | None:
-    """The number in `x = 18`, `5 + 3 = 8` or `18 dollars`; None for an equation to be solved, or several numbers."""
-    left, _, right = _clean(text).rstrip(". ").rpartition("=")
-    if not all(_LEFT.fullmatch(part) for part in left.split("=")):
         return None
-    with_unit = _WITH_UNIT.fullmatch(right.strip())
-    return parse_number(with_unit.group(1) if with_unit else right)
+    for scale in (match[2] or "").lower().split():
+        value *= SCALES[scale]
+    return value
 
 
-def normalise(text: str) -> str:
-    """Expression text without what does not change its meaning."""
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", _clean(text)).rstrip(".").lower()
+def _value(cleaned: str) -> Fraction | None:
+    """The number in `x = 18`, `5 + 3 = 8` or `18 dollars`; None for an equation to solve, or several numbers."""
+    number = _plain_number(cleaned)
+    if number is not None:
+        return number
+    right = _without_name(cleaned)
+    if right is None:
+        return None
+    with_unit = _WITH_UNIT.fullmatch(right)
+    return _plain_number(with_unit[1] if with_unit else right)
+
+
+def _without_name(cleaned: str) -> str | None:
+    """The right side of `x = …` or `5 + 3 = …`; None if the left side is neither a name nor a sum of numbers."""
+    *left, right = cleaned.split("=")
+    if left and (not _NAME_OR_SUM.fullmatch(left[0].strip()) or any(_SEVERAL.search(part) for part in left)):
+        return None
+    return right.strip()
+
+
+def _numbers_equal(a: Fraction, b: Fraction, texts: str) -> bool:
+    """Exactly equal; where a decimal is involved, equal after rounding to six places, so that 0.333333 is 1/3."""
+    return a == b or ("." in texts and round(a, 6) == round(b, 6) != 0)
+
+
+def _tidy(text: str) -> str:
+    """`text` with one spelling for each sign, and without signs that have no meaning here."""
+    text = text.strip("* \t\r\n")
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    text = re.sub(r"\\[,;: ]|\s+|~", " ", _NO_MEANING.sub("", text)).strip().rstrip(".,;: ")
+    return re.sub(r"^(?:\\approx|approximately|about)\s*", "", text)
 
 
 def _clean(text: str) -> str:
-    """Without typesetting: `\\text{X}` is X, `\\frac{1}{2}` is 1/2, `{,}` a comma."""
-    for sign, plain in (("{,}", ","), ("−", "-"), ("\\times", "*"), ("\\cdot", "*")):
-        text = text.replace(sign, plain)
-    text = _WRAPPED.sub(r" \1 ", re.sub(r"\\[dt]frac", r"\\frac", text))
-    text = _FRACTION.sub(r" \1\2/\3\4 ", _DROP.sub("", text))
-    return re.sub(r"\\[,;: ]|\s+|~", " ", text).strip()
+    r"""`_tidy(text)` without typesetting: `\text{X}` is X, `\frac{1}{2}` is 1/2, `{,}` is a comma."""
+    if _INTEGER.fullmatch(text):
+        return text
+    text = _FRACTION.sub(r" \1\2/\3\4 ", _TEXT.sub(r" \1 ", _tidy(text)))
+    text = re.sub(r"\s+", " ", text).strip()
+    single = re.fullmatch(r"\(([A-Za-z])\)", text)
+    return single[1] if single else text
 
 
-def _verify(given: str, expected: str) -> bool:
-    verifier = importlib.import_module("math_verify")
-    # Its deadline is a signal, which only the main thread can have; elsewhere the caller's holds.
-    limit = 5 if threading.current_thread() is threading.main_thread() else None
-    sides = (f"\\boxed{{{side}}}" for side in (expected, given))
-    gold, answer = (verifier.parse(side, parsing_timeout=limit) for side in sides)
-    return bool(verifier.verify(gold, answer, timeout_seconds=limit))
+def _letters(cleaned: str) -> str:
+    """`cleaned` in lower case without spaces, except those between digits."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", cleaned).lower()
+
+
+def _as_latex(number: Fraction) -> str:
+    return str(number.numerator) if number.denominator == 1 else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def _equal_by_algebra(given: str, expected: str) -> bool:
+    if max(len(given), len(expected)) > _MAX_FORMULA or _PROSE.search(given) or _is_too_large(given):
+        return False
+    return bool(math_verify.verify(_parse(expected), _parse(given), timeout_seconds=0))
+
+
+def _is_too_large(formula: str) -> bool:
+    """Whether algebra on a formula could take minutes. The expected answer is trusted."""
+    if _TOO_LARGE.search(formula):
+        return True
+    has_variables = re.search(r"(?<![\\A-Za-z])[A-Za-z]", formula)
+    return bool(has_variables) and prod(map(int, _POWER_OF_SUM.findall(formula))) > _MAX_EXPANSION
+
+
+@lru_cache(maxsize=1024)
+def _parse(formula: str) -> list[Any]:
+    formula = re.sub(r"sqrt\s*\(([^()]*)\)|√\s*(\d+|\([^()]*\))", r"\\sqrt{\1\2}", formula)
+    formula = re.sub(r",?\s+(?:and|or)\s+|,?\s*\\text\s*\{\s*(?:and|or)\s*\}", ", ", formula)
+    return math_verify.parse(f"\\boxed{{{formula}}}", _PARSE_CONFIG, parsing_timeout=0)

@@ -1,4 +1,4 @@
-"""Finding and comparing final answers."""
+"""Extraction and comparison of final answers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -134,8 +134,86 @@ def test_wrong_answers_stay_wrong(completion, answer):
     assert reward(completion, answer) == 0.0
 
 
+@pytest.mark.parametrize(
+    "completion, answer, wrong",
+    [
+        ("$\\frac{2}{3}$", "2/3", "3"),
+        ("2^{10}", "1024", "10"),
+        ("#### 70 000", "70000", "70"),
+        ("−5°C", "-5", "5"),
+        ("25 cm^2", "25", "2"),
+        ("The answer is 8. 3+5=8, so the answer is correct.", "8", "5"),
+        ("Final answer: 5 (out of 12)", "5", "12"),
+        ("12-17", "-5", "-17"),
+        ("5 thousand", "5000", "5"),
+        ("The answer is 5 thousand.", "5,000", "5"),
+        ("so it is $\\sqrt2$", "\\sqrt{2}", "2"),
+        ("so it is \\frac7{12}.", "7/12", "12"),
+        ("so it is $10^3$.", "1000", "3"),
+        ("so it is $1\\times10^3$", "1000", "1"),
+    ],
+)
+def test_extraction_reads_the_whole_answer(completion, answer, wrong):
+    assert reward(completion, answer) == 1.0
+    assert reward(completion, wrong) == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion, answer",
+    [
+        ("The answer is (1, 2) as shown.", "(1,2)"),
+        ("So we get (7, 6).", "(7,6)"),
+        ("so 8n^2 + 4n + 1", "8n^2+4n+1"),
+        ("The answer is (B).", "\\text{B}"),
+        ("Answer: C) 12", "12"),
+        ("The answer is Friday.", "\\text{Friday}"),
+        ("x = 10^3", "1000"),
+        ("$A = \\pi r^2 = 25\\pi$", "25\\pi"),
+        ("\\[ 3x = 18 \\implies x = 6 \\]", "6"),
+        ("\\[\\begin{aligned} x &= 3+5 \\\\ &= 8 \\end{aligned}\\]", "8"),
+        ("$\\boxed{1}$ and $\\boxed{2}$", "1, 2"),
+        ("The answers are $1$ and $2$.", "1,2"),
+        ("\\boxed{7, -2, -5}", "7, -2, \\text{ and } -5"),
+        ("#### Step 4: add\nSo 7", "7"),
+        ("**Final Answer**\n\nThe total is 5.", "5"),
+        ("The answer to the question is 5.", "5"),
+        ("<answer>5</answer> as asked", "5"),
+        ("The answer is 8!", "8"),
+        ("She has $5 and the side is $x$.", "x"),
+        ("It cost $5 and the rest was $6.", "6"),
+        ("The answer is -$5", "-5"),
+        ("The answer is: $$\n5\n$$", "5"),
+        ("Answer: 0.333333", "1/3"),
+        ("The answer is \\frac{3}{4} of a cup", "3/4"),
+        ("The answer is $5$ million", "5,000,000"),
+        ("\\boxed{5\\text{ dozen}}", "60"),
+        ("The answer is 2*sqrt(3)", "2\\sqrt{3}"),
+        ("The answer is 2√3.", "2\\sqrt3"),
+        ("Thus $x \\ge 3$.", "x >= 3"),
+        ("The answer is 5. It is not 12: the answer is not 12.", "5"),
+        ("The ratio is 3:1", "3:1"),
+        ("The answer is 5km.", "5"),
+        ("- 5 apples", "5"),
+    ],
+)
+def test_answers_as_models_write_them(completion, answer):
+    assert reward(completion, answer) == 1.0
+
+
+def test_formulas_that_would_take_minutes_are_not_evaluated():
+    for formula in ("9^{9^{9^9}}", "99999999!", "(x+y+z+w)^{99}", "\\binom{1000000}{500000}", "2^{99999999}"):
+        assert reward(f"\\boxed{{{formula}}}", "5") == 0.0
+        assert reward(f"\\boxed{{{formula}}}", formula) == 1.0
+
+
+@pytest.mark.parametrize(
+    "part", ["$", "\\[", "{", "\\boxed{", "answer is ", "(", "1,", "####", "\\", "-", "= ", "1-", "\\text{"]
+)
+def test_degenerate_text_is_read_in_bounded_time(part):
+    reward(part * 20_000, "5")
+
+
 def test_expressions_are_compared_by_algebra_in_any_thread():
-    pytest.importorskip("math_verify")
     with ThreadPoolExecutor(1) as threads:
         for run in (reward, lambda *args: threads.submit(reward, *args).result(60)):
             assert run("\\boxed{(x+1)^2}", "x^2+2x+1") == 1.0

@@ -1,0 +1,238 @@
+r"""Find the final answer in a completion.
+
+`final_answer` tries, in this order: the last `\boxed{…}`; the last statement behind a marker (`####`, `the answer is`,
+`Final answer:`, `<answer>`); the last formula or number of the text. It returns text, which `reward.math` compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# Without a marker the answer is searched in the last characters only; in more of them if there is none.
+_TAILS = (500, 5_000)
+# Limits that bound the work on degenerate text: characters of an answer, and how many markers or boxes are tried.
+_MAX_ANSWER = 1_000
+_MAX_TRIES = 20
+_SIGNS = str.maketrans({"−": "-", "–": "-", "×": "*", "÷": "/", "·": "*", "\u00a0": " ", "\u2009": " ", "\u202f": " "})
+
+SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+SCALE = rf"(?:\s*\b(?:{'|'.join(SCALES)})\b)+"
+_SCALE = re.compile(SCALE, re.I)
+
+_COMMAND = (
+    r"\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname|begin|end)\s*\{[^{}]*\}"
+    r"|\\[A-Za-z]+\s*\{[A-Za-z]{1,4}\}|\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*[A-Za-z](?![A-Za-z])|\\(?!boxed)[A-Za-z]+"
+)
+# A formula inside `$…$`. A word of four letters or more means that the `$` are currency signs.
+_INLINE = rf"(?:{_COMMAND}|\\.|[^\\$A-Za-z\n]|[A-Za-z]{{1,3}}(?![A-Za-z])){{1,600}}?"
+_DELIMITED = (
+    r"\$\$(?P<dollars>.{1,1000}?)\$\$|\\\[(?P<brackets>.{1,1000}?)\\\]|\\\((?P<parentheses>.{1,1000}?)\\\)"
+    rf"|(?<![\\$])\$(?P<inline>(?!\s){_INLINE}(?<!\s)|(?=\s){_INLINE}(?<=\s))\$(?!\d)"
+)
+# A letter is a variable, and not a word or a label, if it touches a digit, a bracket or an operator.
+_VARIABLE = (
+    r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
+    r"(?:(?=[\d^_(])|(?=\s*[-+*/=<>])|(?<=[\d)}\](\{^_*/+=-].)|(?<=[-+*/=]\s.)|(?<=\{.))"
+)
+# A formula outside `$…$`: a run of numbers, operators, brackets, commands and variables, without words.
+_RUN = (
+    rf"(?<![\w^\\.{{])(?:{_COMMAND}|\\[^A-Za-z\s$()\[\]]|\\?\$(?=\d)|[€£¥]|\bsqrt(?=\()|(?<=\d):(?=\d)|{_VARIABLE}"
+    r"|[\d^_+\-*/(){}\[\]|!=<>&,.%√π∞²³ \t])+"
+)
+_FORMULA = re.compile(rf"{_DELIMITED}|(?P<run>{_RUN})", re.S)
+_HAS_VALUE = re.compile(r"\d|\\[A-Za-z]|[√π∞]")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})")
+_ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:align|gather|equation|split)\w*\*?\}")
+_IMPLIES = re.compile(r"\\(?:implies|[Rr]ightarrow|Longrightarrow|therefore|q?quad)(?![A-Za-z])")
+# Before a formula: a bullet, an equals sign, the label of a choice.
+_PREFIX = re.compile(r"^(?:[-+*=,.:]\s+|[=,:*]\s*|\(?[A-Ea-e]\)\s+(?=\S))+")
+_SUFFIX = " \t,.;:=+-*/^_([{<>!&\\"
+
+# Words that every marker contains. Searching them first is faster than a search for the whole patterns.
+_MARKER_WORDS = ("####", "nswer", "NSWER")
+_MARKER = re.compile(
+    r"(?P<hashes>(?<!\#)\#\#\#\#(?!\#))|(?<=<a)nswer>"
+    r"|(?:(?<=[Ff]inal [Aa])nswer|NSWER)\W*\n"
+    r"|(?:nswer|NSWER)s?\b\W*(?:(?:to|of|for|in)\b[^.:=\n]{1,80}?)?(?:\b(?:is|are|IS|equals|becomes)\b|[:=])"
+)
+_HEADING = re.compile(r"\s*(?:step\b|\d+[.):]\s+\S)", re.I)
+_STATEMENT_END = re.compile(r"[.;](?=\W*(?:\s|$))|\n|</|\bI hope\b")
+_WORD = re.compile(rf"(?:{_COMMAND})|\bsqrt\b|(?P<word>(?<![^\W_])[^\W\d_]{{2,}})")
+# What follows the marker is no answer: "the answer is correct", "the answer is not 12", "the answer is found by …".
+_NO_ANSWER = re.compile(
+    r"\W*(?:(?:also|indeed|therefore|thus|then|still|now|so|clearly)\s+)*(?:not|in|correct|incorrect|right|wrong|found"
+    r"|obtained|calculated|computed|given|derived|verified|confirmed|reasonable|clear|unique|the\s+same|as\s+follows|your)\b",
+    re.I,
+)
+_JOINT = re.compile(r"\s*(?:,\s*(?:and|or)?|and|or)\s*", re.I)
+_ALTERNATIVE = re.compile(r"\s*(?:or|to)\s+[-+]?\$?\d[\d.,]*", re.I)
+# Words and an operator behind a number: a calculation such as `5 apples + 3 apples = 8 apples`.
+_CALCULATION = re.compile(
+    r"(?:\s+(?!when|if|where|for|because|since|with|at)[A-Za-z]{2,}){0,4}\s*(?:=|[-+*/]\s*[($]*\d)"
+)
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last `\boxed{…}`, else the last statement behind a marker, else the last formula or number, else None."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    # A box that is not closed, or empty, is no marker.
+    text = text.translate(_SIGNS).replace("\\boxed{", " ")
+    for statement in _marked_statements(text):
+        answer = _read_statement(statement)
+        if answer:
+            return answer
+    for size in _TAILS:
+        found = list(_formulas(text[-size:]))
+        if found:
+            match, formula = found[-1]
+            return _with_scale(formula, text[-size:], match.end())
+    return None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last closed, non-empty `\boxed{…}`. Boxes joined by `and`, `or` or a comma are one answer."""
+    boxes: list[str] = []
+    end = start = text.rfind("\\boxed")
+    for _ in range(_MAX_TRIES):
+        if start < 0:
+            break
+        content, after = _box_content(text, start)
+        if content:
+            between = text[after:end].replace("$", "")
+            if boxes and not (len(between) < 20 and _JOINT.fullmatch(between)):
+                break
+            boxes.insert(0, content)
+            end = start
+        start = text.rfind("\\boxed", 0, start)
+    return ", ".join(boxes) or None
+
+
+def _box_content(text: str, start: int) -> tuple[str, int]:
+    """The content of the box at `start`, and where the box ends; an empty content if the box is not closed."""
+    begin = start + len("\\boxed")
+    if text[begin : begin + 1] != "{":
+        bare = re.compile(r"\s*([^\s{}$]+)").match(text, begin)
+        return (bare[1], bare.end()) if bare else ("", begin)
+    depth = 0
+    for brace in re.compile(r"(?<!\\)[{}]").finditer(text, begin, begin + _MAX_ANSWER):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[begin + 1 : brace.start()].strip(), brace.end()
+    return "", begin
+
+
+def _marked_statements(text: str) -> Iterator[str]:
+    """What follows each marker, from the last marker to the first."""
+    position = len(text)
+    for _ in range(_MAX_TRIES):
+        position = max(text.rfind(word, 0, position) for word in _MARKER_WORDS)
+        if position < 0:
+            return
+        marker = _MARKER.match(text, position)
+        if marker is None:
+            continue
+        statement = text[marker.end() : marker.end() + _MAX_ANSWER]
+        if not (marker["hashes"] and _HEADING.match(statement)):
+            yield statement
+
+
+def _formulas(text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """All formulas and numbers of a text, each with the match that it was found in."""
+    for match in _FORMULA.finditer(text):
+        if match["run"] is None:
+            formula = _delimited_formula(match)
+            if formula:
+                yield match, formula
+            continue
+        for part in _split_list(_THOUSANDS.sub(",", match["run"][-_MAX_ANSWER:]).replace("\\$", "").replace("$", "")):
+            formula = _trim(part)
+            if formula and _HAS_VALUE.search(formula):
+                yield match, formula
+
+
+def _delimited_formula(match: re.Match[str]) -> str:
+    r"""The formula between `$`, `\(` or `\[`; the last step where there are several."""
+    groups = (match[name] for name in ("dollars", "brackets", "parentheses", "inline"))
+    formula = next(group for group in groups if group is not None)
+    if _ALIGNED.search(formula):
+        formula = _ALIGNED.sub("", formula).replace("&", "").rstrip("\\ \n").split("\\\\")[-1]
+    return _IMPLIES.split(formula)[-1].strip().rstrip(".,;:").strip()
+
+
+def _split_list(run: str) -> Iterator[str]:
+    """The parts of a run that a space after `,` `.` or `:` separates, outside brackets. Aligned lines are one part."""
+    if _ALIGNED.search(run):
+        run = _ALIGNED.sub("", run).replace("&", "").rstrip("\\ \n").split("\\\\")[-1]
+    depth = begin = 0
+    for i, character in enumerate(run):
+        depth += (character in "([{") - (character in ")]}")
+        if depth <= 0 and character in ",.:" and run[i + 1 : i + 2].isspace():
+            yield run[begin:i]
+            begin = i + 1
+    yield run[begin:]
+
+
+def _trim(part: str) -> str:
+    """`part` without a label before it, and without operators and unmatched brackets around it."""
+    for _ in range(_MAX_TRIES):
+        part = _PREFIX.sub("", part.strip().rstrip(_SUFFIX))
+        # Counted together, as the brackets of an interval such as [0, 1) differ.
+        opened, closed = (sum(part.count(bracket) for bracket in brackets) for brackets in ("([{", ")]}"))
+        if closed > opened and part[-1:] in ")]}":
+            part = part[:-1]
+        elif opened > closed and part[:1] in "([{":
+            part = part[1:]
+        else:
+            break
+    return part
+
+
+def _with_scale(formula: str, text: str, end: int) -> str:
+    """The formula with the word behind it that multiplies it: `5 thousand`."""
+    scale = _SCALE.match(text, end)
+    return f"{formula} {scale.group().strip()}" if scale else formula
+
+
+def _read_statement(text: str) -> str | None:
+    """The answer in the text behind a marker, or None if the text states none."""
+    text = text.lstrip("*_:`>= \t\r\n")
+    end = _STATEMENT_END.search(text)
+    stop = end.start() if end else len(text)
+    found = next(_formulas(text), None)
+    match, formula = found if found and found[0].start() <= stop else (None, "")
+    if _NO_ANSWER.match(text[: match.start() if match else stop]):
+        return None
+    if match and match["run"] is None:
+        return _join_formulas(text, match, formula)
+    sentence = text[:stop].strip("*_`\"'! \t\r")
+    if not any(word["word"] for word in _WORD.finditer(sentence)):
+        return _PREFIX.sub("", sentence.replace("\\$", "").replace("$", ""))
+    if match is None:
+        return sentence if len(sentence.split()) <= 6 else None
+    return _read_sentence(text[:stop], match, formula)
+
+
+def _join_formulas(text: str, match: re.Match[str], formula: str) -> str:
+    """The formula, with those that a comma, `and` or `or` joins to it."""
+    answers = [formula]
+    while joint := _JOINT.match(text, match.end()):
+        following = _FORMULA.match(text, joint.end())
+        if following is None or following["run"] is not None:
+            break
+        match = following
+        answers.append(_delimited_formula(match))
+    return _with_scale(", ".join(answers), text, match.end())
+
+
+def _read_sentence(sentence: str, match: re.Match[str], formula: str) -> str:
+    """The answer in a sentence with words whose first formula is given: the result, if the sentence calculates it."""
+    end = match.start() + len(match.group().rstrip(" ,.(="))
+    if alternative := _ALTERNATIVE.match(sentence, end):
+        return f"{formula}{alternative.group()}"
+    if _CALCULATION.match(sentence, end) and "=" in sentence[end:]:
+        results = [result for _, result in _formulas(sentence[sentence.rindex("=") + 1 :])]
+        return results[0] if results else sentence
+    return _with_scale(formula, sentence, end)
