@@ -80,7 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = raw if keep else None
             # Free the logits before the next chunk is computed.
             del raw
-        logp, log_total, entropy = finish_softmax(*sums, settings.with_entropy)
+        logp, log_total, entropy = finish_softmax(*sums, with_entropy=settings.with_entropy)
         ctx.save_for_backward(states, weight, bias, labels, sums[0], log_total, entropy, kept)
         ctx.settings, ctx.chunk = settings, chunk
         # An entropy that is only reported gets no gradient; None skips its part of the backward pass.

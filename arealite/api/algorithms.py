@@ -7,6 +7,7 @@ switch which would have no effect, is refused with what to change. `algorithm=cu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from arealite.api.config_field import require
 from arealite.api.errors import ConfigError
@@ -108,7 +109,7 @@ def _told(norm: NormConfig) -> str:
     return f"mean {norm.mean_level}, std {norm.std_level}{extra}"
 
 
-def _pick(config: PPOActorConfig, key: str, allowed: tuple, known: tuple):
+def _pick(config: PPOActorConfig, key: str, allowed: tuple[Any, ...], known: tuple[Any, ...]) -> Any:
     value = getattr(config, key)
     if value is None:
         return allowed[0]

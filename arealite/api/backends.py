@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import ServerConfig
@@ -182,7 +182,7 @@ def _flags(values: dict[str, Any]) -> list[str]:
             continue
         flags.append("--" + key.replace("_", "-"))
         if isinstance(value, list):
-            flags += map(str, value)
+            flags += map(str, cast(list[Any], value))
         elif isinstance(value, dict):
             flags.append(json.dumps(value))
         elif value is not True:
