@@ -46,7 +46,7 @@ TYPE_CYCLES = {"arealite.engine.fsdp.checkpoint"}
 
 # Optional dependencies are imported in the function of the one adapter that needs them.
 OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
-OPTIONAL |= {"vllm", "mpmath", "uvloop"}
+OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib"}
 # This module needs Triton, which CPU builds of torch do not have.
 OPTIONAL |= {"arealite.inference.cuda.runner"}
 

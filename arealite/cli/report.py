@@ -16,7 +16,7 @@ from rich.table import Table
 from arealite.api.errors import ConfigError
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
-from arealite.utils.console import COLUMNS, clock
+from arealite.utils.console import COLUMNS, Column, clock
 from arealite.utils.rundir import RunDir
 
 _MAX_TEXT = 400
@@ -48,7 +48,9 @@ def main(argv: list[str]) -> None:
 def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
     """At most `num_rows` steps, evenly spaced, always with the first and the last."""
     table = Table(title=f"{len(steps)} steps")
-    shown = [column for column in COLUMNS if any(column.key in step for step in steps)]
+    evaluations = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
+    columns = [*COLUMNS, *(Column(key, key) for key in evaluations)]
+    shown = [column for column in columns if any(column.key in step for step in steps)]
     for title in ("step", *(column.title for column in shown)):
         table.add_column(title, justify="right")
     count = max(2, min(num_rows, len(steps)))
@@ -88,12 +90,13 @@ def episodes_table(database: sqlite3.Connection) -> Table:
 def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) -> None:
     """The newest rollouts, one per prompt. Text of a model is printed as it is, never as markup."""
     query = (
-        "SELECT step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
+        "SELECT source, step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
         "GROUP BY source, episode ORDER BY step DESC, episode DESC LIMIT ?"
     )
-    for step, reward, oldest, newest, tokens, *texts in database.execute(query, (count,)):
+    for source, step, reward, oldest, newest, tokens, *texts in database.execute(query, (count,)):
         versions = f"versions {oldest}–{newest}"
-        console.rule(f"step {step + 1}, reward {reward:g}, {tokens} tokens, {versions}")
+        where = f"evaluation of version {step}" if source == "direct" else f"step {step + 1}"
+        console.rule(f"{where}, reward {reward:g}, {tokens} tokens, {versions}")
         for text, style in zip(texts, ("dim", None), strict=True):
             console.print(_cut(text), markup=False, highlight=False, style=style)
 

@@ -1,4 +1,4 @@
-"""A number per step as a picture. A file of its own: drawing takes a second to import, and only the demo draws."""
+"""Draws one number per step as a PNG. Needs matplotlib, which is optional: only the demo draws."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Matplotlib would keep its font list in the user's home; a run writes nothing there.
-os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "arealite-matplotlib"))
-
-from matplotlib.figure import Figure
+from arealite.utils.console import show_message
 
 
-def save_curve(path: Path, values: Sequence[float], ylabel: str = "reward", window: int = 5) -> Path:
-    """Draw one number per step, and its running mean, as a PNG."""
+def save_curve(path: Path, values: Sequence[float], ylabel: str = "reward", window: int = 5) -> Path | None:
+    """Draw the values and their running mean; without matplotlib, print a message and return None."""
+    # matplotlib keeps a font list in the user's home by default; a run writes nothing there.
+    os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "arealite-matplotlib"))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        show_message(f"{path.name} is not drawn: matplotlib is missing (pip install 'arealite[plot]')")
+        return None
     steps = range(1, len(values) + 1)
     means = [sum(values[max(0, i - window) : i]) / min(i, window) for i in steps]
     figure = Figure(figsize=(7, 4), dpi=120, layout="tight")

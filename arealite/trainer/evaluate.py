@@ -1,7 +1,7 @@
-"""Evaluation without training: run a dataset through the servers once and report rewards.
+"""Evaluation without training: generates answers to a dataset once and reports rewards.
 
-`python -m arealite.cli.main trainer.type=null valid_dataset.path=…` starts it; `evaluate` is also what training loops call for
-their validation set.
+`python -m arealite.cli.main trainer.type=null valid_dataset.path=…` starts it. Training loops call `evaluate` for their validation
+set. All answers go to the ledger of the run directory (`rollout.dump_rollouts`); `python -m arealite.cli.report` shows them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def evaluate(rollout: InferenceEngine, rows: list[dict[str, Any]], workflow: RolloutWorkflow) -> dict[str, float]:
-    """Mean reward, share of prompts solved at least once, and mean length over `rows`."""
+    """Return mean reward, mean of the best reward per prompt, and mean answer length over `rows`."""
     batch = rollout.rollout_batch(rows, workflow)
     rewards = batch["rewards"].float()
     _, group = torch.unique(batch["group_ids"], return_inverse=True)
@@ -43,21 +43,23 @@ def evaluate(rollout: InferenceEngine, rows: list[dict[str, Any]], workflow: Rol
 
 
 def main(argv: list[str]) -> None:
-    """What `arealite.cli.main` starts when `trainer.type=null`."""
+    """Evaluate on every rank; `arealite.cli.main` starts it when `trainer.type=null`."""
     config = load_config(argv, EvalConfig)
     assert config.valid_dataset is not None
-    init_process_group("cpu")  # no model is held here: ranks only share out the samples
+    # On CPU: the ranks hold no model, they only share the samples.
+    init_process_group("cpu")
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.valid_dataset)
     rows = task.rl_rows(config.valid_dataset, tokenizer)
-    rollout = make_engine(remote_engine_class(config.allocation_mode), config.rollout, config.seed)
+    client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)
+    rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=len(rows))
     try:
         stats = evaluate(rollout, rows, RLVRWorkflow(task.reward, config.gconfig, tokenizer))
     finally:
         rollout.destroy()
         destroy_process_group()
-    StatsLogger(config, RunDir(config)).commit(0, stats)
+    StatsLogger(config, run_dir).commit(0, stats)
     if rank() == 0:
         for name, value in stats.items():
             print(f"{name:24} {value:.4f}")

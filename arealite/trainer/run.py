@@ -1,7 +1,7 @@
-"""The bookkeeping around a training loop: run directory, statistics, live table, trace, checkpoints, resuming.
+"""`Run`: what surrounds a training loop: run directory, statistics, live table, trace, checkpoints and recovery.
 
-Scripts write `with Run(…) as run: for step in run.steps(): … run.commit(step, stats)`. No line of any algorithm lives here; a loop
-without it trains just the same.
+Scripts write `with Run(…) as run: for step in run.steps(): … run.commit(step, stats)`. It contains no part of any algorithm: a loop
+without it trains the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import RunDir
 
 logger = logging.getLogger("arealite.run")
-NO_SIGNAL_STEPS = 10
+# Steps in a row without any signal before a warning.
+NO_SIGNAL_STEPS = 3
 
 _WITHOUT_ROLLOUT = (
     Column("loss", "loss", "{:.4f}"),
@@ -43,7 +44,7 @@ _WITHOUT_ROLLOUT = (
 
 
 class Run:
-    """Everything a loop writes and shows. Leaving the block ends the engines, whatever happened."""
+    """Writes and shows the results of a training loop. Leaving the `with` block destroys the engines."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Run:
     ):
         if evaluate is None and any(vars(config.evaluator).values()):
             raise ConfigError(
-                "evaluator says when to run the validation set, but this script gives its Run no `evaluate`: leave evaluator out, or "
-                "use `python -m arealite.cli.main`, whose loops have one"
+                "evaluator is set, but this script gives its Run no `evaluate`: remove evaluator from the configuration, or use "
+                "`python -m arealite.cli.main`, whose loops evaluate"
             )
         self.config, self.spec, self.rollout = config, spec, rollout
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
-        # The first engine is the policy: it is what is exported and what servers generate with.
+        # The first engine is the policy: it is exported, and servers generate with its weights.
         self.policy = next(iter(self.engines.values()))
         self.dir = RunDir(config)
         if rank() == 0:
@@ -75,8 +76,8 @@ class Run:
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
-        self._server_busy = _Busy(rollout)
-        self._without_signal = 0
+        self._server_idle = _ServerIdleTime(rollout)
+        self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
 
     def __enter__(self) -> Run:
         return self
@@ -93,8 +94,8 @@ class Run:
             engine.destroy()
 
     def steps(self) -> Iterator[int]:
-        """Global steps from 0, or from where the last attempt's checkpoint ends."""
-        first = self._resume()
+        """Yield global steps, starting at 0 or after the last recover checkpoint."""
+        first = self._recover()
         self.table = ProgressTable(
             self.spec.total_train_steps,
             COLUMNS if self.rollout is not None else _WITHOUT_ROLLOUT,
@@ -105,27 +106,28 @@ class Run:
         self.table.__enter__()
         if rank() == 0 and first >= self.spec.total_train_steps:
             show_message(
-                f"nothing to do: all {self.spec.total_train_steps} steps were done before. For more, raise total_train_epochs or "
-                "total_train_steps; to begin anew, give another trial_name"
+                f"nothing to do: all {self.spec.total_train_steps} steps were done before. To train longer, raise "
+                "total_train_epochs or total_train_steps; to start a new run, set another trial_name"
             )
-        asked = self.spec.max_steps or 0
-        if rank() == 0 and asked > self.spec.total_train_steps:
+        max_steps = self.spec.max_steps or 0
+        if rank() == 0 and max_steps > self.spec.total_train_steps:
             show_message(
-                f"total_train_steps={asked}, but total_train_epochs={self.spec.total_train_epochs} of {self.spec.dataset_size} rows "
-                f"are {self.spec.total_train_steps} steps: for more, raise total_train_epochs"
+                f"total_train_steps={max_steps}, but total_train_epochs={self.spec.total_train_epochs} of "
+                f"{self.spec.dataset_size} rows are {self.spec.total_train_steps} steps: to train longer, raise total_train_epochs"
             )
-        self._server_busy.take()
+        self._server_idle.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a part of the step: `time/<name>` in the statistics, a span in trace.json."""
+        """Time a part of the step, as `time/<name>` in the statistics and as a span in trace.json."""
         return self.trace.phase(name)
 
     def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
-        """End a step: evaluation that is due, its statistics (those of several minibatches averaged), then checkpoints that are due.
+        """End a step: evaluate if due, write its statistics (averaged over minibatches), then save checkpoints if due.
 
-        In this order: a step that a checkpoint holds has its line in stats.jsonl, wherever a kill falls. The time of saving is in the next step's.
+        In this order every step of a checkpoint has its line in stats.jsonl, even if the process is killed in between. The time
+        of saving counts towards the next step.
         """
         info = self._info(step)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
@@ -133,19 +135,20 @@ class Run:
             with self.phase("evaluate"):
                 values |= self.evaluate()
         if self.rollout is not None:
-            values |= self.rollout.stats()
+            values = _fill_in(values, self.rollout.stats())
         values |= self._take_engine_stats()
         times = self.trace.take()
         values |= times
-        # The executor knows how long it was waited for, also in a loop that times no phases.
+        # The executor knows how long the trainer waited, also in a loop that times no phases.
         waited_s = max(times.get("time/rollout", 0.0), values.get("wait_s", 0.0))
         values["idle/trainer"] = min(1.0, waited_s / times["time/step"])
-        values |= self._server_busy.take()
+        values |= self._server_idle.take()
+        num_tokens = values.get("num_tokens", values.get("batch_tokens"))
         if "num_seqs" in values:
-            values["tokens_per_s"] = values["num_seqs"] * values["seq_len"] / times["time/step"]
-        elif "num_tokens" in values:
-            values["tokens_per_s"] = values["num_tokens"] / times["time/step"]
-        self._watch_signal(values)
+            num_tokens = values["num_seqs"] * values["seq_len"]
+        if num_tokens is not None:
+            values["tokens_per_s"] = num_tokens / times["time/step"]
+        self._warn_without_signal(values)
         self.stats.commit(step, values)
         if self.table is not None:
             self.table.update(step, values)
@@ -161,18 +164,21 @@ class Run:
             self.trace.span(*span)
         return driver.runtime.take_stats()
 
-    def _watch_signal(self, values: dict[str, float]) -> None:
-        """Say once when step after step every group's rewards are equal: then there is nothing to learn from."""
-        is_flat = values.get("zero_advantage_share") == 1
-        self._without_signal = self._without_signal + 1 if is_flat else 0
-        if self._without_signal == NO_SIGNAL_STEPS and rank() == 0:
+    def _warn_without_signal(self, values: dict[str, float]) -> None:
+        """Print a warning after several steps in a row in which no group had an advantage; each one after twice as many."""
+        self._steps_without_signal = self._steps_without_signal + 1 if values.get("groups_with_signal") == 0 else 0
+        if self._steps_without_signal < self._next_warning:
+            return
+        self._next_warning = 2 * self._steps_without_signal
+        if rank() == 0:
             show_message(
-                f"warning: no signal: in the last {NO_SIGNAL_STEPS} steps all answers to a prompt had the same reward (mean {values['reward']:g}). "
-                f"The task is too hard or too easy for this model, or the reward never matches: see python -m arealite.cli.report {self.dir.path}"
+                f"warning: no signal: in the last {self._steps_without_signal} steps all answers to each prompt had the same "
+                f"reward (mean {values.get('reward', 0.0):g}), so nothing was learned. The task is too hard or too easy for this "
+                f"model, or the reward never matches: see python -m arealite.cli.report {self.dir.path}"
             )
 
     def _save(self, info: StepInfo) -> None:
-        """A checkpoint that cannot be written (a full disk) costs the checkpoint, not the run."""
+        """Save checkpoints that are due. One that cannot be written (a full disk) is skipped with a warning."""
         try:
             is_last = info.global_step + 1 == self.spec.total_train_steps
             path = self.saver.maybe_save(info, is_last)
@@ -184,17 +190,17 @@ class Run:
             if rank() == 0:
                 show_message(f"warning: {error}")
 
-    def _resume(self) -> int:
+    def _recover(self) -> int:
         last = self.recover.load()
         first = 0 if last is None else last.global_step + 1
         if first and rank() == 0:
             show_message(f"resuming after step {first}")
-        # Servers that this run did not start may hold the weights of another one.
+        # Servers that this run did not start may hold the weights of another run.
         others = isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
         if self.rollout is not None and (first or broadcast_json(others)):
             weights = make_weight_meta(self.config, self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
-        # Without a checkpoint this is a new run: what an earlier one of the same name left is not its history.
+        # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first)
         return first
 
@@ -203,33 +209,42 @@ class Run:
         return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
 
 
-class _Busy:
-    """Share of time the servers had nothing to do, from their own counters; empty where they keep none.
+class _ServerIdleTime:
+    """The share of time in which servers were idle, from their own counters; empty if they have none.
 
-    Asked at most once a second: a short step should not wait for an answer each time.
+    Asks at most once a second, so that short steps do not wait for responses.
     """
 
     def __init__(self, rollout: RemoteEngine | None):
         self.rollout = rollout
         self._asked_at = -1.0
         self._busy_s: float | None = None
-        self._shown: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
+        """Return `idle/server` since the last request to the servers."""
         now = time.monotonic()
         if self.rollout is None or now - self._asked_at < 1.0:
-            return self._shown
+            return self._last
         try:
             infos = [info for info in self.rollout.server_info() if "busy_s" in info]
-        except WaitTimeout as error:  # a workflow keeps the event loop busy: no reason to stop
+        # A workflow may block the event loop; that is no reason to stop.
+        except WaitTimeout as error:
             logger.warning("idle/server is not known: %s", error)
             infos = []
         busy_s = sum(info["busy_s"] for info in infos) / len(infos) if infos else None
         if busy_s is not None and self._busy_s is not None:
             idle = 1 - (busy_s - self._busy_s) / (now - self._asked_at)
-            self._shown = {"idle/server": min(1.0, max(0.0, idle))}
+            self._last = {"idle/server": min(1.0, max(0.0, idle))}
         self._asked_at, self._busy_s = now, busy_s
-        return self._shown
+        return self._last
+
+
+def _fill_in(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:
+    """Add the executor's statistics, also as `reward` and `staleness/max` for losses that do not report them."""
+    names = {"reward": "reward_mean", "staleness/max": "lag_max"}
+    known = {name: executor_stats[key] for name, key in names.items() if key in executor_stats}
+    return {**known, **stats, **executor_stats}
 
 
 def _mean(stats: list[dict[str, float]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""What a person sees of a run: one live table with a progress bar, what they must know at once, a summary at the end.
+"""Console output of a run: a live table with a progress bar, messages, and a summary at the end.
 
-On a terminal, `ProgressTable` draws the table and sends all other output of the process to its log meanwhile, except what is said by `tell`; elsewhere it
-prints a plain line for the first step, every few steps, and at least every half minute. Ranks other than 0 show nothing.
+On a terminal `ProgressTable` draws the table and redirects all other output of the process to its log, apart from `show_message`.
+Elsewhere it prints a plain line for the first step, every few steps, and at least every half minute. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -21,26 +21,34 @@ from rich.table import Table
 
 from arealite.utils.distributed import rank
 
-_NUM_ROWS = 8  # steps that the table shows
-_PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0  # between two plain lines: steps, and seconds of slow steps
+# Steps that the table shows.
+_NUM_ROWS = 8
+# Between two plain lines: steps, and seconds if steps are slow.
+_PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0
 
 
 class Column(NamedTuple):
-    """A column: its title, the statistic it shows, and how; an optional one only in runs that have it from the first step on."""
+    """One column of the table: its title and the statistic that it shows.
+
+    An optional column is left out of runs whose first step lacks the statistic. With `total_key` the cell reads "value/total".
+    """
 
     title: str
     key: str
     format: str = "{:.3g}"
     is_optional: bool = False
+    total_key: str | None = None
 
     def cell(self, stats: Mapping[str, float | None]) -> str:
-        value = stats.get(self.key)
-        return "–" if value is None else self.format.format(value)
+        keys = [self.key] if self.total_key is None else [self.key, self.total_key]
+        values = [stats.get(key) for key in keys]
+        return "/".join("–" if value is None else self.format.format(value) for value in values)
 
 
 COLUMNS = (
     Column("reward", "reward", "{:.3f}"),
     Column("loss", "loss", "{:.4f}"),
+    Column("groups with signal", "groups_with_signal", "{:.0f}", is_optional=True, total_key="groups"),
     Column("staleness", "staleness/max", "{:.0f}"),
     Column("tokens/s", "tokens_per_s", "{:,.0f}"),
     Column("trainer idle", "idle/trainer", "{:.0%}"),
@@ -49,7 +57,7 @@ COLUMNS = (
 
 
 class ProgressTable:
-    """Shows the latest steps and the time left. Use it in a `with` block; `update` once a step."""
+    """Shows the latest steps and the time left. Use it in a `with` block and call `update` once a step."""
 
     def __init__(
         self,
@@ -65,7 +73,8 @@ class ProgressTable:
         self._rows: deque[tuple[int, list[str]]] = deque(maxlen=_NUM_ROWS)
         self._started = time.monotonic()
         self._first_step = first_step
-        self._printed_at = -_PLAIN_EVERY_S  # the first step is worth a line
+        # The first step gets a line.
+        self._printed_at = -_PLAIN_EVERY_S
         self._log_path = os.environ.get("AREALITE_LOG_FILE") or log_path
         self._screen: _Screen | None = None
 
@@ -84,28 +93,28 @@ class ProgressTable:
             self._screen = None
 
     def update(self, step: int, stats: Mapping[str, float]) -> None:
-        """Show step `step` (from 0) of the run."""
+        """Show a step, counted from 0."""
         if not self.enabled:
             return
         parts = [(k.removeprefix("eval/"), v) for k, v in stats.items() if k.startswith("eval/")]
         if parts:
-            found = "  ".join(f"{name} {value:.4g}" for name, value in parts)
-            show_message(f"evaluation after step {step + 1}:  {found}")
+            text = "  ".join(f"{name} {value:.4g}" for name, value in parts)
+            show_message(f"evaluation after step {step + 1}:  {text}")
         if not self._rows:
             self.columns = [c for c in self.columns if c.key in stats or not c.is_optional]
         cells = [column.cell(stats) for column in self.columns]
         self._rows.append((step + 1, cells))
         if self._screen is not None:
             self._screen.live.update(self._render(step + 1))
-        elif self._is_worth_a_line(step + 1):
+        elif self._is_line_due(step + 1):
             self._printed_at = time.monotonic() - self._started
             pairs = "  ".join(f"{c.title} {v}" for c, v in zip(self.columns, cells, strict=True))
             left = clock(self._left_s(step + 1))
             print(f"step {step + 1}/{self.total_steps}  {pairs}  left {left}", flush=True)
 
-    def _is_worth_a_line(self, done: int) -> bool:
-        is_quiet = time.monotonic() - self._started - self._printed_at >= _PLAIN_EVERY_S
-        return is_quiet or done % _PLAIN_EVERY == 0 or done == self.total_steps
+    def _is_line_due(self, done: int) -> bool:
+        is_overdue = time.monotonic() - self._started - self._printed_at >= _PLAIN_EVERY_S
+        return is_overdue or done % _PLAIN_EVERY == 0 or done == self.total_steps
 
     def _left_s(self, done: int) -> float:
         per_step_s = (time.monotonic() - self._started) / max(1, done - self._first_step)
@@ -125,13 +134,13 @@ class ProgressTable:
 
 
 class _Screen:
-    """A live display on the terminal; standard output and error of the whole process go to the log meanwhile."""
+    """A live display on the terminal. Standard output and error of the process go to the log while it is open."""
 
     def __init__(self, descriptor: int, log_path: str | Path | None):
         width = os.get_terminal_size(descriptor).columns or 80
         self._file = os.fdopen(os.dup(descriptor), "w")
         console = Console(file=self._file, force_terminal=True, width=width)
-        # The whole process's output is redirected below, by descriptor: rich need not do it again.
+        # The output of the whole process is redirected below, by descriptor.
         self.live = Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -155,33 +164,34 @@ _shown: list[_Screen] = []
 
 
 def show_message(text: str) -> None:
-    """Say something on the console, above the live table if there is one (then it is in the log too)."""
+    """Print a message, above the live table if there is one; then it is in the log too."""
     print(text, flush=True)
     for screen in _shown:
         screen.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_summary(rows: Mapping[str, str], title: str = "summary") -> None:
-    """A small two-column table."""
+    """Print a small table with two columns."""
     table = Table(title=title, show_header=False)
     for name, value in rows.items():
         table.add_row(name, value, style=None)
-    # Paths and commands are there to be copied: never cut.
+    # Paths and commands are copied from here: never cut them.
     Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def clock(seconds: float) -> str:
-    """1:05 for 65 seconds, 2:03:00 for hours."""
+    """Format a duration: 1:05 for 65 seconds, 2:03:00 for hours."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def _terminal() -> int | None:
-    """The terminal to draw on: the launcher's, if it passed it on, else our own standard output."""
+    """Return the terminal to draw on: the launcher's if it passed one, else standard output if it is a terminal."""
     if "AREALITE_TTY_FD" in os.environ:
         return int(os.environ["AREALITE_TTY_FD"])
     try:
         return sys.stdout.fileno() if sys.stdout.isatty() else None
-    except (OSError, ValueError):  # standard output was replaced by something without a descriptor
+    # Standard output may have been replaced by an object without a descriptor.
+    except (OSError, ValueError):
         return None

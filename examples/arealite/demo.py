@@ -78,11 +78,11 @@ def report(folders: RunDir) -> int:
     first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
     seconds = sum(step["time/step"] for step in steps)
     staleness = max(step["staleness/max"] for step in steps)
-    save_curve(folders.curve_path, rewards)
+    curve = save_curve(folders.curve_path, rewards)
     print_summary(
         {
             "reward": f"{first:.2f} -> {last:.2f} in {len(steps)} steps, {seconds:.0f} s",
-            "reward curve": str(folders.curve_path),
+            "reward curve": str(curve or "not drawn: matplotlib is missing"),
             "look closer": f"{Path(sys.executable)} -m arealite.cli.report {folders.path}",
         }
     )

@@ -187,3 +187,31 @@ def test_the_executor_books_every_episode(tmp_path, executors):
     reason = db.execute("SELECT reason FROM episodes WHERE state = 'failed'").fetchone()[0]
     assert reason == "KeyError: 'k'"
     db.close()
+
+
+def test_direct_episodes_are_kept_with_their_text_beside_those_of_training(tmp_path, executors):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    executor = executors(batch_size=4, ledger=ledger)
+    rows = [{"x": i} for i in range(12)]
+    rows[1]["reject"] = True
+    rows[2]["raises"] = KeyError("k")
+    executor.rollout_batch(rows, Echo())
+    executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
+    executor.stop()
+    assert read_counts(ledger.path)["trained"] == executor.staleness.counts.trained == 4
+    with sqlite3.connect(ledger.path) as db:
+        states = dict(db.execute("SELECT state, COUNT(*) FROM episodes WHERE source = 'direct' GROUP BY state"))
+        (num_texts,) = db.execute("SELECT COUNT(*) FROM rollouts WHERE source = 'direct'").fetchone()
+    assert states == {"evaluated": 10, "rejected": 1, "failed": 1} and num_texts == 20
+
+
+def test_a_second_evaluation_replaces_the_first_and_leaves_the_history_of_training(tmp_path, executors):
+    for num_rows in (8, 4):
+        executor = executors(batch_size=4, ledger=Ledger(tmp_path / "run.sqlite"))
+        if num_rows == 8:
+            executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
+        executor.rollout_batch([{"x": i} for i in range(num_rows)], Echo())
+        executor.stop()
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        counts = dict(db.execute("SELECT source, COUNT(*) FROM episodes GROUP BY source"))
+    assert counts["direct"] == 4 and counts["stream"] >= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.main import MainConfig, flatten
+from arealite.cli.report import main as report
 from arealite.utils.config import load_config
 from tests import warm_python
 
@@ -27,7 +29,9 @@ def cli(folder: Path, *arguments: str) -> str:
     ("layout", "sampling"),
     [("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]), ("embedded.d1+d2", ["n_samples=1", "temperature=0"])],
 )
-def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_path, tmp_path, layout, sampling):
+def test_evaluation_without_training_reports_the_mean_reward_and_keeps_all_answers(
+    model_path, gsm8k_path, tmp_path, layout, sampling, capsys
+):
     printed = cli(
         tmp_path,
         *("trainer.type=null", f"valid_dataset.path={gsm8k_path}", f"allocation_mode={layout}"),
@@ -39,6 +43,14 @@ def test_evaluation_without_training_reports_the_mean_reward(model_path, gsm8k_p
     (line,) = (tmp_path / "arealite" / "eval" / "stats.jsonl").read_text().splitlines()
     stats = json.loads(line)
     assert stats["eval/num_prompts"] == 32 and 0 <= stats["eval/reward"] <= 1
+    with sqlite3.connect(tmp_path / "arealite" / "eval" / "run.sqlite") as database:
+        answers = database.execute("SELECT reward, prompt, completion FROM rollouts").fetchall()
+    assert len(answers) == 32 * int(sampling[0].removeprefix("n_samples="))
+    assert abs(sum(reward for reward, *_ in answers) / len(answers) - stats["eval/reward"]) < 1e-6
+    report([str(tmp_path / "arealite" / "eval"), "--rollouts", "32"])
+    printed = capsys.readouterr().out
+    assert "evaluated" in printed and printed.count("evaluation of version 0") == 32
+    assert "31pensandgets32.Howmany?" in "".join(printed.split())
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rw"])

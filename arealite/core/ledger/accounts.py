@@ -24,7 +24,8 @@ class EpisodeAccounts:
         self.ledger = ledger
         self.dump_rollouts = dump_rollouts
         self.audit = Audit()
-        self.last_batch = {"lag_mean": 0.0, "lag_max": 0, "wait_s": 0.0, "reward_mean": 0.0}
+        # Statistics of the last batch; empty before the first.
+        self.last_batch: dict[str, float] = {}
 
     def clear(self, *sources: Source) -> None:
         """Drop what an earlier run of the same name left in the ledger."""
@@ -54,6 +55,7 @@ class EpisodeAccounts:
             "lag_max": max(lags),
             "wait_s": waited_s,
             "reward_mean": sum(r.mean_reward for r in results) / len(results),
+            "batch_tokens": sum(r.num_tokens for r in results),
         }
         for episode in episodes:
             self.close(episode, "trained", step=version)

@@ -1,0 +1,132 @@
+"""`Run`: what a training loop writes and shows at the end of each step."""
+
+import json
+
+import pytest
+
+from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
+from arealite.api.errors import WaitTimeout
+from arealite.api.io_struct import FinetuneSpec
+from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.trainer.run import NO_SIGNAL_STEPS, Run, _ServerIdleTime
+from tests.core.conftest import Echo, StubEngine
+from tests.engine.engine_testing import engine_config, random_batch
+
+SPEC = FinetuneSpec(1, 100, 1)
+
+
+@pytest.fixture
+def actor(model_path):
+    actor = FSDPPPOActor(engine_config(str(model_path), PPOActorConfig))
+    actor.initialize(SPEC)
+    return actor
+
+
+@pytest.fixture
+def config(actor, tmp_path):
+    config = GRPOConfig(experiment_name="e", trial_name="t", actor=actor.config)
+    config.cluster.fileroot = str(tmp_path)
+    return config
+
+
+def read_stats(run):
+    return [json.loads(line) for line in run.stats.path.read_text().splitlines()]
+
+
+def update(actor, rewards=None):
+    batch = random_batch([6, 7, 8, 9])
+    batch["prox_logp"] = batch["logprobs"].clone()
+    if rewards is not None:
+        batch["rewards"][:] = rewards
+    actor.compute_advantages(batch)
+    return actor.ppo_update(batch)
+
+
+def test_statistics_are_on_disk_before_the_checkpoint_of_a_step(actor, config):
+    with Run(config, SPEC, actor) as run:
+        num_lines = []
+        run.recover.maybe_save = lambda info: num_lines.append(run.stats.path.read_text().count("\n"))
+        for step, _ in zip(run.steps(), range(3), strict=False):
+            run.commit(step, {"loss": 1.0, "wait_s": 1e9 * step})
+    assert num_lines == [1, 2, 3]
+    # The time that the executor reports counts as idle, though no phase was timed.
+    assert [line["idle/trainer"] for line in read_stats(run)] == [0, 1, 1]
+
+
+class Rollout:
+    """A real executor behind the methods of an engine that `Run` calls."""
+
+    def __init__(self):
+        self.executor = WorkflowExecutor(InferenceEngineConfig(), StubEngine(), batch_size=4)
+        self.executor.start()
+        self.stats, self.destroy = self.executor.stats, self.executor.stop
+
+    def server_info(self):
+        return []
+
+
+def own_loss(out, batch):
+    mask = batch["loss_mask"].bool()
+    return -(out["logp"] * batch["advantages"])[mask].sum(), {}
+
+
+def test_a_loss_of_ones_own_shows_the_reward_and_staleness_that_the_executor_knows(actor, config, capfd):
+    rollout = Rollout()
+    with Run(config, SPEC, actor, rollout) as run:
+        step = next(run.steps())
+        collected = rollout.executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
+        batch = random_batch([6, 7, 8, 9])
+        batch["advantages"] = batch["logprobs"].clone()
+        run.commit(step, actor.train_batch(batch, own_loss, lambda batch: batch["loss_mask"].sum()))
+    (stats,) = read_stats(run)
+    assert stats["reward"] == collected["rewards"].mean() == 1
+    assert stats["staleness/max"] == 0 and stats["tokens_per_s"] > 0
+    assert "reward 1.000" in capfd.readouterr().out
+
+
+def test_the_statistics_of_the_loss_take_precedence_over_those_of_the_executor(actor, config):
+    with Run(config, SPEC, actor, Rollout()) as run:
+        run.commit(next(run.steps()), {"reward": 0.25, "staleness/max": 3.0})
+    (stats,) = read_stats(run)
+    assert (stats["reward"], stats["staleness/max"]) == (0.25, 3.0)
+
+
+def test_the_table_shows_how_many_groups_carry_a_signal(actor, config, capfd):
+    with Run(config, SPEC, actor, Rollout()) as run:
+        steps = run.steps()
+        run.commit(next(steps), update(actor, rewards=1.0))
+    (stats,) = read_stats(run)
+    groups = f"{stats['groups']:.0f}"
+    assert "loss" not in stats and stats["groups_with_signal"] == 0
+    assert f"loss –  groups with signal 0/{groups}" in capfd.readouterr().out
+
+
+def test_steps_without_signal_print_one_warning(actor, config, capfd):
+    def count_warnings(steps, rewards):
+        for step in steps:
+            run.commit(step, update(actor, rewards))
+        return "".join(capfd.readouterr()).count("no signal")
+
+    with Run(config, SPEC, actor) as run:
+        steps = run.steps()
+        almost = [next(steps) for _ in range(NO_SIGNAL_STEPS - 1)]
+        assert count_warnings(almost, 1.0) == 0
+        # A step with signal starts the count again.
+        assert count_warnings([next(steps)], None) == 0
+        assert count_warnings([next(steps) for _ in almost], 1.0) == 0
+        assert count_warnings([next(steps)], 0.0) == 1
+        assert count_warnings([next(steps) for _ in range(NO_SIGNAL_STEPS - 1)], 0.0) == 0
+        # The next warning comes after twice as many steps.
+        assert count_warnings([next(steps)], 0.0) == 1
+
+
+def test_servers_that_do_not_respond_in_time_do_not_stop_the_run(caplog):
+    """A workflow may block the event loop for longer than the request may take."""
+
+    class Blocked:
+        def server_info(self):
+            raise WaitTimeout("server_info has waited 7 s")
+
+    assert _ServerIdleTime(Blocked()).take() == {}  # pyright: ignore
+    assert "idle/server is not known" in caplog.text
