@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
+import yaml
+
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
@@ -41,6 +43,11 @@ class ServerSettings(Protocol):
     model_path: str
     weight_update: str
     lora_rank: int
+
+    @property
+    def private_file(self) -> Path:
+        """Where the launcher writes flags that must not appear on a command line."""
+        ...
 
 
 class Spread(NamedTuple):
@@ -70,6 +77,25 @@ class Backend(abc.ABC):
     def env(self, config: ServerSettings) -> dict[str, str]:
         """Return the environment variables of one server, besides devices and threads."""
 
+    def private_flags(self, config: ServerSettings) -> dict[str, Any] | None:
+        """Return the flags that the server reads from `config.private_file`; None if it needs no such file."""
+        return None
+
+    def check(self, config: ServerSettings) -> None:
+        """Raise `ConfigError` if the configuration asks for something that this kind of server does not have."""
+        strategy = _strategy(config)
+        if strategy.context > 1 or strategy.expert > 1:
+            raise ConfigError(
+                f"allocation_mode={config.allocation_mode}: servers have data (d), pipeline (p) and tensor (t) "
+                "parallelism: leave out c and e on the generating side (SGLang and vLLM have flags of their own, such as "
+                "sglang.ep_size)"
+            )
+        if "api_key" in self.options(config):
+            raise ConfigError(
+                f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed privately "
+                "to every kind of server"
+            )
+
     def options(self, config: ServerSettings) -> dict[str, Any]:
         """Return the backend's own section of the configuration."""
         return getattr(config, self.name, {})
@@ -82,17 +108,11 @@ class Embedded(Backend):
     client = "arealite.engine.sglang_remote:RemoteSGLangEngine"
 
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
-        strategy = _strategy(config)
-        if strategy.pipeline > 1:
-            raise ConfigError(
-                f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write "
-                f"t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
-            )
         server = dataclasses.replace(
             config.server,
             model_path=config.model_path,
             port=port,
-            tensor_parallel=strategy.tensor,
+            tensor_parallel=_strategy(config).tensor,
             seed=config.server.seed + index * _SEED_STRIDE,
         )
         default = vars(ServerConfig())
@@ -105,6 +125,15 @@ class Embedded(Backend):
     def env(self, config: ServerSettings) -> dict[str, str]:
         return {API_KEY_ENV: config.server.api_key} if config.server.api_key else {}
 
+    def check(self, config: ServerSettings) -> None:
+        super().check(config)
+        strategy = _strategy(config)
+        if strategy.pipeline > 1:
+            raise ConfigError(
+                f"allocation_mode={config.allocation_mode}: the embedded server has no pipeline stages; write "
+                f"t{strategy.instance_size} for p{strategy.pipeline}t{strategy.tensor}"
+            )
+
 
 class SGLang(Backend):
     """SGLang's own server."""
@@ -115,20 +144,33 @@ class SGLang(Backend):
 
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
         strategy = _strategy(config)
-        base = config.sglang.get("command", f"{shlex.quote(sys.executable)} -m sglang.launch_server")
+        base = config.sglang.get("command") or f"{shlex.quote(sys.executable)} -m sglang.launch_server"
         flags: dict[str, Any] = {"model_path": config.model_path, "host": config.server.host, "port": port}
         flags |= {"tp_size": strategy.tensor, "pp_size": strategy.pipeline}
-        flags |= {"api_key": config.server.api_key}
         if spread:
             flags |= {"nnodes": spread[0], "node_rank": spread[1], "dist_init_addr": spread[2]}
         if _publishes_adapters(config):
             # Two adapters: the one in use and the next one.
             flags |= {"enable_lora": True, "max_loaded_loras": 2, "max_loras_per_batch": 2}
             flags |= {"max_lora_rank": config.lora_rank, "lora_target_modules": "all"}
-        return [*shlex.split(base), *_flags(flags | config.sglang)]
+        flags |= config.sglang
+        if config.server.api_key:
+            flags["config"] = str(config.private_file)
+        return [*shlex.split(base), *_flags(flags)]
 
     def env(self, config: ServerSettings) -> dict[str, str]:
         return _as_text(config.sglang.get("env"))
+
+    def private_flags(self, config: ServerSettings) -> dict[str, Any] | None:
+        """Return the API key, which SGLang does not read from the environment, with the flags of the user's file."""
+        if not config.server.api_key:
+            return None
+        given = config.sglang.get("config")
+        try:
+            flags = yaml.safe_load(Path(given).read_text()) if given else {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read sglang.config={given}: {error}") from error
+        return {**(flags or {}), "api-key": config.server.api_key}
 
 
 class VLLM(Backend):
@@ -140,7 +182,7 @@ class VLLM(Backend):
 
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
         strategy = _strategy(config)
-        base = config.vllm.get("command", f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve")
+        base = config.vllm.get("command") or f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve"
         flags: dict[str, Any] = {"host": config.server.host, "port": port}
         flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
         flags |= {

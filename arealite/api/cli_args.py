@@ -1,12 +1,13 @@
-"""The configuration tree: dataclasses with one line of help per field. No logic beyond `check()`.
+"""The configuration tree: dataclasses with one line of help per field, and `check()` methods.
 
-Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`; YAML first, then
-`key=value` overrides. A config is read at the edge and never changed after loading. A backend's own flags are not
-repeated here: they pass through the dicts `sglang` and `vllm`. What is trained is configured in `train_args`.
+Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`: YAML files first, then
+`key=value` overrides. A configuration does not change after loading. Flags of inference servers are not repeated here:
+they pass through the dicts `sglang` and `vllm`. `train_args` configures training engines.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +27,26 @@ from arealite.api.train_args import (
     TrainEngineConfig,
 )
 
-__all__ = [  # the parts that live in other files of this room are imported from here too
-    "FrozenEngineConfig", "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "TrainEngineConfig",
+# Re-exported, so that scripts import all configuration classes from here.
+__all__ = [
+    "FrozenEngineConfig", "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig",
+    "TrainEngineConfig",
 ]  # fmt: skip
 
 
 @dataclass
 class GenerationHyperparameters(Section):
-    """How one prompt is continued."""
+    """Sampling parameters of one request."""
 
     n_samples: int = _help("Samples per prompt (the group size of GRPO).", 1, AT_LEAST_1)
-    max_new_tokens: int = _help("Longest continuation in tokens.", 512, AT_LEAST_1)
+    max_new_tokens: int = _help("Longest continuation, in tokens.", 512, AT_LEAST_1)
     min_new_tokens: int = _help("No stop token is sampled before this many tokens.", 0)
     temperature: float = _help("Sampling temperature; 0 is greedy.", 1.0, NOT_NEGATIVE)
-    top_p: float = _help("Keep the smallest set with this probability.", 1.0, Range(0, 1, True))
-    top_k: int = _help("Keep the k most likely tokens; 0 keeps all.", 0, NOT_NEGATIVE)
-    min_p: float = _help("Drop what is less likely than this share of the likeliest.", 0.0, SHARE)
+    top_p: float = _help("Sample from the smallest set of tokens with this probability.", 1.0, Range(0, 1, True))
+    top_k: int = _help("Sample from the k most likely tokens; 0: from all.", 0, NOT_NEGATIVE)
+    min_p: float = _help("Drop tokens less likely than this share of the likeliest.", 0.0, SHARE)
     stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list)
-    stop: list[str] = _help("Strings that end a continuation.", list)
+    stop: list[str] = _help("Strings that end a continuation.", list, any_text=True)
     ignore_eos: bool = _help("Go on after the end-of-text token.", False)
     frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0)
     presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0)
@@ -52,32 +55,43 @@ class GenerationHyperparameters(Section):
 
 @dataclass
 class InferenceEngineConfig(Section):
-    """The client side of generation: how many episodes run, how old their data may be."""
+    """Asynchronous rollout: the client of the inference servers."""
 
     max_concurrent_rollouts: int | None = _help(
-        "Episodes in flight at most; null: one batch per allowed version.", None, AT_LEAST_1
+        "Most episodes in flight; null: one batch per allowed version.", None, AT_LEAST_1
     )
     max_head_offpolicyness: int = _help(
-        "Largest version lag of a trained sample (eta); 0 is synchronous.", 0, NOT_NEGATIVE
+        "Largest staleness of a trained sample, in versions (eta); 0 is synchronous.", 0, NOT_NEGATIVE
     )
-    adaptive_lead: bool = _help("Run ahead only as far as keeps the trainer busy.", True)
-    num_workers: int = _help("Processes that run episodes; 0: in the trainer's, for light ones.", 0)
+    adaptive_lead: bool = _help("Limit the lead to what keeps the trainer busy.", True)
+    num_workers: int = _help("Rollout workers (processes that run episodes); 0: run them in the trainer's process.", 0)
     pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
+    server_addrs: list[str] = _help("Servers that already run, as [host:port, ...]; then launchers start none.", list)
     weight_update: str = _choice(
-        "How weights reach the servers; auto: shm where it works for all, else disk.",
+        "How weights reach the servers; auto: shm if all servers can read it, else disk.",
         *("auto", "disk", "shm", "broadcast"),
     )
-    setup_timeout_s: float = _help("Deadline for servers to become healthy.", 300.0)
+    setup_timeout_s: float = _help("Deadline for servers to pass their health check.", 300.0)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
     request_retries: int = _help("Attempts at one request before its episode fails.", 3)
-    health_timeout_s: float = _help("A server silent for so long is given up; its requests go on elsewhere.", 30.0)
-    segment_tokens: int = _help(
-        "Tokens asked of a server at a time: what a killed one can lose of a long answer.", 4096
+    health_timeout_s: float = _help(
+        "A server without an answer for so long is evicted; its requests continue elsewhere.", 30.0
     )
-    episode_timeout_s: float = _help("Deadline of one episode; past it, it has failed.", 7200.0)
+    segment_tokens: int = _help("Tokens requested at a time: a killed server loses at most so many of an answer.", 4096)
+    episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0)
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
+
+    def check(self) -> None:
+        super().check()
+        for address in self.server_addrs:
+            _require(
+                re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", address),
+                f"server_addrs has {address!r}: write host:port, without http://",
+            )
+        repeated = {a for a in self.server_addrs if self.server_addrs.count(a) > 1}
+        _require(not repeated, f"server_addrs has {', '.join(sorted(repeated))} more than once")
 
 
 @dataclass
@@ -85,22 +99,22 @@ class ServerConfig(Section):
     """The embedded inference server."""
 
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
-    dtype: str = _help("float32, bfloat16, float16; auto: bfloat16 on cuda, else float32.", "auto")
-    device: str = _help("cpu, cuda, or auto (cuda where there is one).", "auto")
+    dtype: str = _help("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
+    device: str = _help("cpu, cuda, or auto (cuda if there is one).", "auto")
     tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0, Range(0, 65535))
-    api_key: str | None = _help("Token that requests must carry as a bearer token.", None)
+    api_key: str | None = _help("Bearer token that requests must carry.", None)
     max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
     max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
-    context_length: int | None = _help("Of prompt and continuation; null: the model's.", None)
+    context_length: int | None = _help("Longest prompt plus continuation, in tokens; null: the model's.", None)
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     mem_fraction: float = _help(
-        "Share of free memory for the KV cache; half of it where a trainer shares the GPU.", 0.8, Range(0, 1, True)
+        "Share of free memory for the KV cache; halved if a trainer shares the GPU.", 0.8, Range(0, 1, True)
     )
-    deterministic: bool = _help("Same seed, same tokens, whatever the batch (slower).", False)
-    seed: int = _help("Seed of requests that bring none.", 0)
+    deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
+    seed: int = _help("Seed of requests that have none.", 0)
     join: str = _help("Run directory of a running job that this server joins.", "")
 
     def check(self) -> None:
@@ -116,28 +130,28 @@ class DatasetConfig(Section):
     """A dataset and how it is batched."""
 
     path: str = _help("Local .jsonl/.json/.csv/.parquet file or folder, or a hub name.")
-    name: str | None = _help("Configuration of a hub dataset, such as gsm8k's `main`.", None)
+    name: str | None = _help("Configuration of a hub dataset, such as `main` of gsm8k.", None)
     split: str | None = _help("Split of a hub dataset or of a local folder.", None)
     batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)
-    shuffle: bool = _help("Shuffle anew each epoch, from the seed.", True)
-    max_length: int | None = _help("Longer rows (in tokens) are left out.", None)
+    shuffle: bool = _help("Shuffle in each epoch, by the seed.", True)
+    max_length: int | None = _help("Leave out rows with more tokens.", None)
 
 
 @dataclass
 class FreqConfig(Section):
-    """When something recurs. All null: never, except where its user says otherwise."""
+    """How often something happens; all null: never, unless the field that uses it says otherwise."""
 
-    freq_epochs: int | None = _help("Every so many epochs.", None)
-    freq_steps: int | None = _help("Every so many steps.", None)
-    freq_secs: int | None = _help("Every so many seconds.", None)
+    freq_epochs: int | None = _help("Every n epochs.", None)
+    freq_steps: int | None = _help("Every n steps.", None)
+    freq_secs: int | None = _help("Every n seconds.", None)
 
 
 @dataclass
 class RecoverConfig(FreqConfig):
-    """Resuming after a failure."""
+    """Recovery after a failure."""
 
     mode: str = _choice(
-        "auto: resume if there is a checkpoint; resume: there must be one.",
+        "auto: recover if there is a checkpoint; resume: require one.",
         "disabled", "auto", "resume",
     )  # fmt: skip
     retries: int = _help("Restarts by the launcher after a failure.", 0)
@@ -152,21 +166,23 @@ class RecoverConfig(FreqConfig):
 
 @dataclass
 class StatsLoggerConfig(Section):
-    """Where statistics go besides stats.jsonl."""
+    """Outputs of statistics besides stats.jsonl."""
 
     tensorboard: bool = _help("Also write TensorBoard files.", False)
-    console: bool = _help("Show the live table.", True)
+    console: bool = _help("Show the live table on the console.", True)
 
 
 @dataclass
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int | None = _help("Machines; null: one; on Ray and Slurm what allocation_mode needs.", None, AT_LEAST_1)
-    min_nodes: int | None = _help(
-        "torchrun only: machines may come and go, down to this many; null: all must stay.", None
+    n_nodes: int | None = _help(
+        "Machines; null: one, and on Ray and Slurm as many as allocation_mode needs.", None, AT_LEAST_1
     )
-    n_gpus_per_node: int = _help("Accelerators (on CPU, processes) of each.", 8, AT_LEAST_1)
+    min_nodes: int | None = _help(
+        "torchrun only: machines may leave and join, down to this many; null: all must stay.", None
+    )
+    n_gpus_per_node: int = _help("GPUs (on CPU, processes) of each machine.", 8, AT_LEAST_1)
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
     def check(self) -> None:
@@ -180,16 +196,16 @@ class ClusterConfig(Section):
 
 @dataclass
 class LauncherConfig(Section):
-    """How processes are started."""
+    """How launchers start and end processes."""
 
-    threads_per_process: int | None = _help("Null: OMP_NUM_THREADS, or cores shared equally.", None)
-    trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
-    stop_timeout_s: float = _help("Grace between asking processes to end and killing them.", 10.0)
-    server_restarts: int = _help("Times that dead servers start again before the run fails.", 2)
-    max_servers: int | None = _help(
-        "Ray only: while requests wait, servers are added up to this many; idle ones end.", None
+    threads_per_process: int | None = _help(
+        "Threads of each process; null: OMP_NUM_THREADS, or an equal share of the cores.", None
     )
-    slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` stands before the command.", dict)
+    trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
+    stop_timeout_s: float = _help("Grace period between SIGTERM and SIGKILL.", 10.0)
+    server_restarts: int = _help("How often dead servers are restarted before the run fails.", 2)
+    max_servers: int | None = _help("Ray only: add servers up to this many while requests wait; idle ones end.", None)
+    slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` is put before the command.", dict)
 
 
 # ------------------------------------------------------------------------------------------- experiments
@@ -197,24 +213,24 @@ class LauncherConfig(Section):
 
 @dataclass
 class BaseExperimentConfig(Section):
-    """What every run has."""
+    """Settings of every run."""
 
     experiment_name: str = _help("First part of the run directory's name.")
     trial_name: str = _help("Second part of the run directory's name.")
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
-    controller: bool = _help("Ray only: one driver runs the script, each engine has devices.", False)
+    controller: bool = _help("Ray only: one driver runs the script, engines run in actors.", False)
     seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1)
-    total_train_epochs: int = _help("Passes over the training set.", 1, AT_LEAST_1)
-    total_train_steps: int | None = _help("Stop after so many steps, if earlier.", None)
+    total_train_epochs: int = _help("Passes over the training data.", 1, AT_LEAST_1)
+    total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
     valid_dataset: DatasetConfig | None = _help("Validation data.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
-    saver: FreqConfig = _help("When models are written, besides the last.", FreqConfig)
+    saver: FreqConfig = _help("When models are saved, besides the last.", FreqConfig)
     evaluator: FreqConfig = _help("When the validation set is run.", FreqConfig)
-    recover: RecoverConfig = _help("Whether and when recover checkpoints are.", RecoverConfig)
-    stats_logger: StatsLoggerConfig = _help("Where statistics go.", StatsLoggerConfig)
+    recover: RecoverConfig = _help("Whether and when recover checkpoints are written.", RecoverConfig)
+    stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
     def check(self) -> None:
         super().check()
@@ -224,8 +240,8 @@ class BaseExperimentConfig(Section):
         )
         _require(
             self.valid_dataset is not None or not any(vars(self.evaluator).values()),
-            "evaluator says when to run the validation set, but there is none: set valid_dataset.path "
-            "(any word where the script makes its own rows)",
+            "evaluator is set, but there is no validation set: set valid_dataset.path "
+            "(any word if the script makes its own rows)",
         )
         size, num_shares = self.train_dataset.batch_size, self.num_shares
         _require(
@@ -240,7 +256,7 @@ class BaseExperimentConfig(Section):
 
     @property
     def num_shares(self) -> int:
-        """Into how many parts a training batch is cut: the data-parallel ranks."""
+        """Number of data-parallel ranks, which share a training batch."""
         train = AllocationMode.from_str(self.allocation_mode).train
         return train.data * train.pipeline if train else 1
 
@@ -254,14 +270,14 @@ class SFTConfig(BaseExperimentConfig):
 
 @dataclass
 class RWConfig(BaseExperimentConfig):
-    """A reward model from chosen and rejected answers."""
+    """Reward model training from chosen and rejected answers."""
 
     model: TrainEngineConfig = _help("The trained model.", TrainEngineConfig)
 
 
 @dataclass
 class DPOConfig(BaseExperimentConfig):
-    """Preference learning without a reward model: DPO and its relatives."""
+    """Preference learning without a reward model (DPO family)."""
 
     model: PreferenceConfig = _help("The trained model.", PreferenceConfig)
     ref: FrozenEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
@@ -287,7 +303,7 @@ class GRPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig = _help("The trained policy.", PPOActorConfig)
     critic: PPOCriticConfig | None = _help("The value function of algorithm=ppo.", None)
     ref: FrozenEngineConfig | None = _help("The reference policy; null without KL.", None)
-    teacher: FrozenEngineConfig | None = _help("The policy to distil from; null without.", None)
+    teacher: FrozenEngineConfig | None = _help("The policy to distil from; null without distillation.", None)
     dynamic_sampling: bool = _help("Reject groups whose rewards are all equal (DAPO).", False)
     server: ServerConfig = _help("The embedded server.", ServerConfig)
     sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict)
@@ -310,7 +326,8 @@ class GRPOConfig(BaseExperimentConfig):
             objective.needs_critic == (self.critic is not None),
             "actor.algorithm=ppo needs critic.path"
             if objective.needs_critic
-            else f"critic is set, but actor.algorithm={actor.algorithm} has none: leave critic out, or set algorithm=ppo",
+            else f"critic is set, but actor.algorithm={actor.algorithm} has none: "
+            "leave critic out, or set algorithm=ppo",
         )
         _require(
             self.gconfig.n_samples > 1 or objective.norm.mean_level != "group",
@@ -326,7 +343,7 @@ class GRPOConfig(BaseExperimentConfig):
         _require(
             self.gconfig.temperature == 0 or actor.temperature == self.gconfig.temperature,
             f"actor.temperature={actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
-            "log-probs of the two sides would not be of the same distribution",
+            "log-probs of the two sides would belong to different distributions",
         )
 
     def _check_room(self) -> None:
@@ -343,15 +360,15 @@ class GRPOConfig(BaseExperimentConfig):
         for name, part in (("actor", self.actor), ("critic", self.critic)):
             _require(
                 part is None or part.ppo_n_minibatches <= sequences,
-                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} sequences of a rank and "
-                f"step (train_dataset.batch_size={prompts} times gconfig.n_samples={self.gconfig.n_samples} over {ranks} data-parallel ranks): "
-                "lower it",
+                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} sequences "
+                f"of a rank and step (train_dataset.batch_size={prompts} times gconfig.n_samples={self.gconfig.n_samples} "
+                f"over {ranks} data-parallel ranks): lower it",
             )
 
 
 @dataclass
 class EvalConfig(GRPOConfig):
-    """Evaluation without training: the same tree, without what only training demands (greedy, one sample, any temperature)."""
+    """Evaluation without training: the same keys, without the conditions that only training has."""
 
     def check(self) -> None:
         Section.check(self)

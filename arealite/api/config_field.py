@@ -1,4 +1,4 @@
-"""How a configuration is declared: a field with its line of help and its limits, and the `check` of a section.
+"""Declares configuration fields (help text, limits) and checks sections.
 
 Used by the config dataclasses only. A condition on several fields is a `require` in the section's own `check`.
 """
@@ -6,6 +6,7 @@ Used by the config dataclasses only. A condition on several fields is a `require
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
@@ -17,7 +18,7 @@ from arealite.api.errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """Where a number must lie; `above` leaves `low` itself out."""
+    """The range in which a number must lie; `above` excludes `low` itself."""
 
     low: float
     high: float = inf
@@ -38,20 +39,24 @@ class Range:
 NOT_NEGATIVE, POSITIVE, AT_LEAST_1, SHARE = Range(0), Range(0, above=True), Range(1), Range(0, 1)
 
 
-def help_field(text: str, default: Any = MISSING, limits: Range | None = None) -> Any:
-    """A dataclass field with its line of help and its range; mutable defaults are given as a factory (a class or lambda)."""
-    metadata = {"help": text, "limits": limits}
+def help_field(text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False) -> Any:
+    """Make a dataclass field with a line of help and a range. A callable default is a factory (a class or lambda).
+
+    `any_text` allows control characters, for text that never reaches a command line or file name.
+    """
+    metadata = {"help": text, "limits": limits, "any_text": any_text}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def choice_field(text: str, *words: str) -> Any:
-    """A field that is one of these words, the first by default."""
+    """Make a field that is one of these words, by default the first."""
     return field(default=words[0], metadata={"help": text, "words": words})
 
 
 def require(condition: Any, message: str) -> None:
+    """Raise `ConfigError` unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -60,7 +65,7 @@ class Section:
     """Base of config dataclasses. A subclass with conditions of its own extends `check`."""
 
     def check(self) -> None:
-        """Raise a ConfigError for the first value outside its limits, here or in a section inside."""
+        """Raise a ConfigError for the first invalid value, here or in a nested section."""
         for each in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
             name, value = each.name, getattr(self, each.name)
             words, limits = each.metadata.get("words"), each.metadata.get("limits")
@@ -70,14 +75,33 @@ class Section:
                 require(value in words, f"{name} is {value!r}; use one of {words}")
             elif limits is not None and value is not None:
                 require(value in limits, f"{name} must be {limits}, got {value}")
+            elif "help" in each.metadata and not each.metadata.get("any_text"):
+                check_text(name, value)
 
 
 def check_section(name: str, section: Any) -> None:
-    """Check a section; what is wrong is told with the section's name."""
+    """Check a section; its error messages get the section's name in front."""
     try:
         section.check()
     except ConfigError as error:
-        told = str(error)
-        is_key = re.split(r"\W", told, maxsplit=1)[0] in vars(section)
-        prefix = "" if told.startswith(f"{name}.") else f"{name}." if is_key else f"{name}: "
-        raise ConfigError(prefix + told) from error
+        message = str(error)
+        is_key = re.split(r"\W", message, maxsplit=1)[0] in vars(section)
+        prefix = "" if message.startswith(f"{name}.") else f"{name}." if is_key else f"{name}: "
+        raise ConfigError(prefix + message) from error
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise for a control character or line break in a text, or in the texts of a list or dict.
+
+    Configuration becomes command lines, file names and lines of batch scripts, where such a character has a meaning.
+    """
+    if isinstance(value, str):
+        found = next((c for c in value if unicodedata.category(c) in ("Cc", "Zl", "Zp")), None)
+        require(found is None, f"{name} must not contain the control character {found!r}, got {value!r}")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            check_text(name, str(key))
+            check_text(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_text(name, inner)

@@ -1,6 +1,7 @@
-"""What a configuration would start, and where: `python -m arealite.cli.plan script.py --config file.yaml key=value…`.
+"""Print what a configuration would start, and where: `python -m arealite.cli.plan SCRIPT.py key=value…`.
 
-Starts nothing and needs no cluster: devices are those that `cluster.n_nodes` and `cluster.n_gpus_per_node` name.
+Starts nothing and needs no cluster: `cluster.n_nodes` and `cluster.n_gpus_per_node` name the devices. Runs the same checks
+as a launcher's `--dry-run`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
+from arealite.launcher.local import show_plan
 from arealite.launcher.placement import cluster_slots
 from arealite.utils.config import run_main
 
@@ -20,8 +22,7 @@ def main(argv: list[str]) -> int:
     if argv[0].startswith("-") or "=" in argv[0]:
         raise ConfigError("name the script first: python -m arealite.cli.plan SCRIPT.py key=value…")
     config = read_launch_config(argv[0], argv[1:], has_controller_mode=True)
-    print(Job(config, argv[0], argv[1:], *cluster_slots(config)).describe())
-    return 0
+    return show_plan(Job(config, argv[0], argv[1:], *cluster_slots(config)), servers_run_here=False)
 
 
 if __name__ == "__main__":

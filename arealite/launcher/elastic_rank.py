@@ -1,8 +1,8 @@
-"""What torchrun starts for each rank of an elastic job: becomes the script, told how many ranks there are this time.
+"""Runs a script as one rank of an elastic torchrun job, with the number of ranks that the job has now.
 
     python -m arealite.launcher.elastic_rank MODE SCRIPT.py ARGUMENTS...
 
-The data-parallel size in MODE gives way to what WORLD_SIZE allows; everything else stays, and the script checks the result as it would any other.
+Replaces the data-parallel size in MODE (the `allocation_mode`) by the one that WORLD_SIZE allows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from arealite.api.errors import AllocationError
 from arealite.utils.config import run_main
 
 
-def fitted(mode: str, world_size: int) -> str:
-    """`mode` with as many data-parallel ranks as `world_size` has room for."""
-    whole = AllocationMode.from_str(mode)
-    assert whole.train is not None
-    replicas, rest = divmod(world_size, whole.train.instance_size)
+def fit_mode(mode: str, world_size: int) -> str:
+    """Return `mode` with as many data-parallel ranks as `world_size` allows."""
+    parsed = AllocationMode.from_str(mode)
+    assert parsed.train is not None
+    replicas, rest = divmod(world_size, parsed.train.instance_size)
     if rest:
         raise AllocationError(
-            f"{world_size} ranks are left, and a replica of {whole.train} takes {whole.train.instance_size}: give each machine a multiple of it"
+            f"{world_size} ranks are left, and a replica of {parsed.train} takes {parsed.train.instance_size}: "
+            "give each machine a multiple of it"
         )
-    return str(replace(whole, train=replace(whole.train, data=replicas)))
+    return str(replace(parsed, train=replace(parsed.train, data=replicas)))
 
 
 def main(argv: list[str]) -> None:
     mode, *command = argv
-    now = fitted(mode, int(os.environ["WORLD_SIZE"]))
-    os.execv(sys.executable, [sys.executable, *command, f"allocation_mode={now}"])
+    fitted = fit_mode(mode, int(os.environ["WORLD_SIZE"]))
+    os.execv(sys.executable, [sys.executable, *command, f"allocation_mode={fitted}"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A job: one script, its configuration and the nodes it runs on, as every launcher hands it to every node.
+"""A job: one script, its configuration and its nodes, in the form that launchers pass to every node.
 
-Written as job.json into the run directory (readable by its owner alone: it may hold the servers' key). Each node makes the same plan from it.
+Saved as job.json in the run directory, readable only by its owner because it may hold the servers' API key. Each node
+computes the same placement from it.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
 from arealite.launcher.servers import server_command
-from arealite.utils.rundir import RunDir, run_path
+from arealite.utils.rundir import RunDir, run_path, write_file
 
+# How long processes of a killed run may take to end, besides their grace period.
 _ENDING_S = 5.0
 
 
-class Follower:
-    """Copies what is appended to a log on the shared folder to the console."""
+class LogFollower:
+    """Copies what is appended to a log file to the console."""
 
     def __init__(self, path: Path):
         self.path = path
         self.position = path.stat().st_size if path.exists() else 0
 
     def copy(self) -> None:
+        """Print what was appended since the last call."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -45,28 +49,31 @@ class Follower:
             sys.stdout.flush()
 
 
-class Stop(threading.Event):
-    """Set by SIGINT and SIGTERM within its `with` block, instead of raising out of the middle of somebody else's code, where it may be lost."""
+class StopEvent(threading.Event):
+    """Is set by SIGINT and SIGTERM inside its `with` block.
+
+    An exception raised by a signal handler could be lost in the code of a library (Ray).
+    """
 
     number = 0
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopEvent:
         numbers = (signal.SIGINT, signal.SIGTERM)
-        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self.number = self.number or number
         self.set()
 
 
 @dataclass
 class Job:
-    """What to run and on what. `devices` lists each node's devices (places for processes where there are none)."""
+    """What to run and where. `devices` lists the devices of each node (slots for processes if there are no GPUs)."""
 
     config: LaunchConfig
     script: str
@@ -79,7 +86,7 @@ class Job:
 
     @classmethod
     def on_cluster(cls, config: LaunchConfig, script: str | Path, argv: list[str]) -> Job:
-        """A job on machines that know neither this folder nor each other."""
+        """Make a job for other machines, which need the script's absolute path."""
         path = str(Path(script).absolute()) if str(script).endswith(".py") else str(script)
         return cls(config, path, argv, *cluster_slots(config))
 
@@ -88,8 +95,8 @@ class Job:
         root = (Path(self.cwd) / Path(cluster.fileroot).expanduser()).absolute()
         self.config.cluster = dataclasses.replace(cluster, fileroot=str(root))
         server = self.config.server
-        if len(self.devices) > 1 and server.host == "127.0.0.1":
-            # Other machines must reach the servers; then they ask for a key.
+        if len(self.devices) > 1 and server.host == "127.0.0.1" and not self.config.server_addrs:
+            # Other machines must reach the servers, so the servers require a key.
             key = server.api_key or secrets.token_hex(16)
             self.config.server = dataclasses.replace(server, host="0.0.0.0", api_key=key)
 
@@ -104,45 +111,50 @@ class Job:
 
     @property
     def names_folder(self) -> Path:
-        """Of this attempt alone: what an earlier one left there means nothing."""
+        """Folder of this attempt's names; each attempt starts with an empty one."""
         return self.run_dir.names / f"{self.id}-{self.attempt}"
 
     def placement(self) -> Placement:
         return make_placement(self.config, self.devices, self.on_gpu)
 
     def command(self) -> list[str]:
-        """The script's command line."""
+        """Return the script's command line. An API key among its arguments is replaced by a reference to its variable."""
         target = [self.script] if self.script.endswith(".py") else ["-m", self.script]
-        return [sys.executable, *target, *self.argv]
+        hidden = f"server.api_key=${{oc.env:{API_KEY_ENV}}}"
+        argv = [hidden if a.startswith("server.api_key=") and self.config.server.api_key else a for a in self.argv]
+        return [sys.executable, *target, *argv]
 
     def describe(self) -> str:
-        """What would be started, and where."""
+        """List what would be started, and where."""
         placement = self.placement()
         lines = [f"run directory {self.run_dir.path}", placement.describe()]
-        if placement.mode.gen_backend is not None:
+        if placement.servers and placement.mode.gen_backend:
             command = server_command(self.config, placement.mode.gen_backend, self.config.server.port)
             lines.append(f"each server: {shlex.join(command)}")
-        who = "the driver: " if placement.engines else "each rank:   "
-        lines.append(f"{who}{shlex.join(self.command())}")
+        process = "the driver: " if placement.engines else "each rank:   "
+        lines.append(f"{process}{shlex.join(self.command())}")
         lines.append(f"threads per process: {placement.threads}")
         return "\n".join(lines)
 
+    def announce(self) -> None:
+        """Print the run directory, and a note if the job runs differently from how it is written."""
+        note = self.placement().note
+        print(f"run directory: {self.run_dir.path}" + (f"\nnote: {note}" if note else ""), flush=True)
+
     def save(self) -> Path:
-        """Write config.yaml and job.json; returns the latter."""
-        with self.held():
+        """Write config.yaml and job.json; returns the path of job.json."""
+        with self.lock():
             try:
-                self.run_dir.config_path.write_text(self.config.resolved_yaml)
-                self.path.unlink(missing_ok=True)
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump(dataclasses.asdict(self), file, indent=1)
+                has_key = self.config.server.api_key is not None
+                write_file(self.run_dir.config_path, self.config.resolved_yaml, private=has_key)
+                write_file(self.path, json.dumps(dataclasses.asdict(self), indent=1), private=True)
             except OSError as error:
                 raise self.run_dir.unwritable(error) from error
         return self.path
 
-    def held(self) -> AbstractContextManager[int]:
-        """The run directory for this job alone; what a killed one left there has its time to end."""
-        return self.run_dir.held(self.config.launcher.stop_timeout_s + _ENDING_S)
+    def lock(self) -> AbstractContextManager[int]:
+        """Lock the run directory. Waits for processes of a killed run that are still ending."""
+        return self.run_dir.lock(self.config.launcher.stop_timeout_s + _ENDING_S)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

@@ -19,9 +19,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from arealite.api import cli_args
-from arealite.api.config_field import check_section
+from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
 from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
+from arealite.utils.rundir import run_path
 
 _CHECK_TIMEOUT_S = 300.0
 # Sections of a configuration that become engines.
@@ -48,6 +49,7 @@ class LaunchConfig:
     train_device: str = "auto"
     setup_timeout_s: float = 300.0
     weight_update: str = "auto"
+    server_addrs: list[str] = field(default_factory=list)
     lora_rank: int = 0
     # Names of the sections that become engines, and the path of each model, by key.
     models: list[str] = field(default_factory=list)
@@ -56,6 +58,11 @@ class LaunchConfig:
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
     resolved_yaml: str = ""
+
+    @property
+    def private_file(self) -> Path:
+        """File of the run directory with server flags that must not appear on a command line."""
+        return run_path(self.cluster.fileroot, self.experiment_name, self.trial_name) / "server_flags.yaml"
 
 
 def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:
@@ -152,7 +159,10 @@ def _pick_keys(values: Any, text: str) -> LaunchConfig:
     rollout = values.get("rollout") or {}
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")
+    config.server_addrs = list(rollout.get("server_addrs") or [])
     config.resolved_yaml = text or OmegaConf.to_yaml(values)
-    check_section("recover", config.recover)
-    check_section("cluster", config.cluster)
+    for name in ("recover", "cluster", "launcher"):
+        check_section(name, getattr(config, name))
+    for name in ("experiment_name", "trial_name", "sglang", "vllm"):
+        check_text(name, getattr(config, name))
     return config

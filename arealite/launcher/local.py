@@ -1,7 +1,8 @@
-"""Everything on this machine: `python -m arealite.launcher.local script.py --config file.yaml key=value… [--dry-run]`.
+"""Runs a job on this machine: `python -m arealite.launcher.local SCRIPT.py --config FILE.yaml key=value… [--dry-run]`.
 
-Starts the inference servers that `allocation_mode` asks for, waits until they are healthy, starts the trainer ranks and watches. The first
-failure ends everything (or, with `recover.retries`, starts it again from the recover checkpoint); nothing outlives the launcher.
+Starts the inference servers that `allocation_mode` names, waits until they are healthy, then starts and watches the
+trainer ranks. The first failure ends everything; with `recover.retries` the job starts again from the recover
+checkpoint. No process outlives the launcher.
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from arealite.api.errors import ConfigError
+from arealite.launcher.checks import check_job
 from arealite.launcher.job import Job
-from arealite.launcher.launch_config import LaunchConfig, read_launch_config
+from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import run_node
 from arealite.launcher.placement import local_slots
-from arealite.launcher.servers import require_installed
 from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.config import REFUSED, run_main
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
-    """Run `script` (a file, or a module's dotted name) with what its configuration asks for; returns the exit code."""
+    """Run `script` (a file, or the dotted name of a module) with its servers; returns the exit code."""
     config = read_launch_config(str(script), argv)
     if (config.cluster.n_nodes or 1) > 1:
         raise ConfigError(
@@ -33,31 +32,21 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
         )
     job = Job(config, str(script), argv, *local_slots(config))
     if dry_run:
-        print(job.describe())
-        return 0
-    placement = job.placement()  # refused here, before anything is written
-    _require_paths(config)
-    require_installed(config, placement.mode.gen_backend)
-    print(f"run directory: {job.run_dir.path}", flush=True)
+        return show_plan(job, servers_run_here=True)
+    check_job(job, servers_run_here=True)
+    job.announce()
     return run_attempts(job, lambda attempt: run_node(attempt, node=0))
 
 
-def _require_paths(config: LaunchConfig) -> None:
-    """A path that is not there is named at once, not after a server took a minute to start."""
-    here, model_path = ("/", ".", "~"), config.model_path
-    if model_path.startswith(here) and not Path(model_path).is_dir():
-        raise ConfigError(
-            f"there is no model folder {model_path} (actor.path, model.path or server.model_path): give one with "
-            "config.json and weights, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
-        )
-    for key in ("train_dataset.path", "valid_dataset.path"):
-        path = str(OmegaConf.select(OmegaConf.create(config.resolved_yaml), key) or "")
-        if path.startswith(here) and not Path(path).expanduser().exists():
-            raise ConfigError(f"there is no dataset at {path} ({key}): give a file or a folder")
+def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
+    """Print what a job would start, then run the same checks as a real start."""
+    print(job.describe() + more, flush=True)
+    check_job(job, servers_run_here)
+    return 0
 
 
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
-    """Run a job, and again after a failure that may pass, as often as `recover.retries` says. Used by all launchers that restart by themselves."""
+    """Run a job; after a failure that may pass, run it again up to `recover.retries` times. Returns the exit code."""
     retries = job.config.recover.retries
     for number in range(retries + 1):
         attempt = replace(job, attempt=number)
@@ -68,18 +57,17 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
             shutil.rmtree(attempt.names_folder, ignore_errors=True)
         if code in (0, REFUSED, *INTERRUPTED) or number == retries:
             return code
-        which = f"restart {number + 1} of {retries}"
-        print(f"starting again from the recover checkpoint ({which})", flush=True)
+        print(f"starting again from the recover checkpoint (restart {number + 1} of {retries})", flush=True)
     raise AssertionError("unreachable")
 
 
-def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Callable[..., int]:
-    """The `main` of a launcher's module: SCRIPT, its arguments, and --dry-run."""
+def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Callable[[list[str]], int]:
+    """Make the `main` of a launcher's module, which reads SCRIPT, its arguments and --dry-run."""
 
     def main(argv: list[str]) -> int:
         if not argv or argv[0] in ("-h", "--help"):
-            usage = f"usage: python -m arealite.launcher.{name} SCRIPT.py [--config FILE.yaml]... [key=value]... [--dry-run]"
-            print(f"{usage}\n\n{doc}")
+            arguments = "SCRIPT.py [--config FILE.yaml]... [key=value]... [--dry-run]"
+            print(f"usage: python -m arealite.launcher.{name} {arguments}\n\n{doc}")
             return 0 if argv else 2
         arguments = [argument for argument in argv[1:] if argument != "--dry-run"]
         return launch(argv[0], arguments, dry_run="--dry-run" in argv)
@@ -87,5 +75,7 @@ def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Call
     return main
 
 
+main = command_line("local", launch, __doc__)
+
 if __name__ == "__main__":
-    run_main(command_line("local", launch, __doc__))
+    run_main(main)

@@ -1,8 +1,9 @@
-"""One node's part of a job: its servers, its trainer ranks, and the watch over both. Every launcher runs this on every node.
+"""Runs one node's part of a job: starts its servers and trainer ranks and watches both. Every launcher uses it.
 
-Nodes find each other through the name service: servers publish their addresses when they are healthy, the node of rank 0 the rendezvous; ranks
-start when all is there. A server that dies is started again under a new address; any other failure ends the node with a code that is not 0.
-Also a command: `python -m arealite.launcher.node JOB.json [NODE]`, NODE from SLURM_NODEID by default.
+Nodes find each other through the name service: a node publishes the addresses of its servers when they are healthy, and
+the node of rank 0 publishes the rendezvous address. Ranks start when all names are there. A server that dies is started
+again at a new address; any other failure ends the node with a non-zero code.
+Also a command: `python -m arealite.launcher.node JOB.json [NODE]`; NODE is SLURM_NODEID by default.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from arealite.api.backends import API_KEY_ENV, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import Job
 from arealite.launcher.placement import ServerPlacement, visible_gpus
-from arealite.launcher.servers import is_healthy, server_command, server_env, server_port, sharing_gpus
+from arealite.launcher.servers import (
+    halve_gpu_memory,
+    health_problem,
+    is_healthy,
+    server_command,
+    server_env,
+    server_port,
+    write_private_flags,
+)
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
 from arealite.utils.controller_mode import CONTROLLER_ENV
@@ -30,8 +40,8 @@ from arealite.utils.network import free_port, host_address, is_free
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 
 
-class Failed(AReaLiteError):
-    """A rank of this node or another node failed; this one ends with `code`."""
+class NodeFailure(AReaLiteError):
+    """A rank of this node or another node failed; this node ends with `code`."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -39,13 +49,14 @@ class Failed(AReaLiteError):
 
 
 def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = None) -> int:
-    """Run this node's part to its end; returns the exit code. Leaves no process behind."""
+    """Run this node's part until it ends; returns the exit code. Leaves no process behind."""
     names = FileNames(job.names_folder)
     with (
-        job.held() if node == 0 else nullcontext() as lock,
+        job.lock() if node == 0 else nullcontext() as lock,
         Supervisor(job.config.launcher.stop_timeout_s, lock) as supervisor,
     ):
-        if node >= 0:  # a server of a pool leaves while the job goes on
+        # Negative nodes are servers of a pool. They leave while the job goes on, and its shared memory stays.
+        if node >= 0:
             supervisor.remove_at_end(job.run_dir.shared_weights)
         part = (make_part or NodePart)(job, node, names, supervisor)
         code = 0
@@ -56,28 +67,32 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
             code = 128 + interrupt.number
         except AReaLiteError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            code = error.code if isinstance(error, Failed) else 1
+            code = error.code if isinstance(error, NodeFailure) else 1
         part.elastic.close()
-        try:  # the other nodes learn of it, and end too
+        # The other nodes read this and end too.
+        try:
             names.publish(f"ended/{node}", str(code))
         except OSError as error:
-            print(f"warning: other nodes cannot be told: {error}", file=sys.stderr, flush=True)
+            print(f"warning: cannot notify the other nodes: {error}", file=sys.stderr, flush=True)
     return code
 
 
 class NodePart:
-    """State of one node: which servers start, which run, which ranks are left."""
+    """State of one node: its starting and running servers, and its ranks."""
 
     def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
         self.job, self.node, self.names, self.supervisor = job, node, names, supervisor
         self.config, self.placement, self.logs = job.config, job.placement(), job.run_dir.logs
         self.host = "127.0.0.1" if len(job.devices) == 1 else host_address()
         self.gpus = visible_gpus() if job.on_gpu else []
+        # Servers that are not healthy yet: (child, address, deadline) by index.
         self.starting: dict[int, tuple[Child, str, float]] = {}
         self.servers: dict[int, Child] = {}
         self.addresses: list[str] = []
-        self.followers: list[Child] = []
+        # Processes of servers that span nodes and have their address on another node.
+        self.spanning: list[Child] = []
         self.ranks: list[Child] = []
+        # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
         self.is_up = False
@@ -85,35 +100,35 @@ class NodePart:
         self.mps: Child | None = None
         self.mps_env: dict[str, str] = {}
         if self.placement.shares_gpus:
-            self.config = sharing_gpus(self.config)
+            self.config = halve_gpu_memory(self.config)
 
     def run(self) -> None:
-        began = time.monotonic()
+        """Start servers, then ranks, and return when the ranks of the job have ended."""
+        start = time.monotonic()
         if self.placement.shares_gpus:
             self.start_mps()
         for server in self.placement.servers_on(self.node):
             self.start_server(server)
         while self.starting:
-            self.turn()
+            self.step()
         self.is_up = True
         if self.servers:
-            took_s = time.monotonic() - began
-            what = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s)"
-            print(f"{what} ready in {took_s:.1f} s: {', '.join(self.addresses)}", flush=True)
+            num_servers = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s)"
+            print(f"{num_servers} ready in {time.monotonic() - start:.1f} s: {', '.join(self.addresses)}", flush=True)
         if not self.placement.ranks_on(self.node):
             return self.serve_until_ranks_end()
         self.start_ranks()
         while self.ranks:
-            self.turn()
+            self.step()
 
     def serve_until_ranks_end(self) -> None:
-        """A node without ranks goes on as long as any node with ranks does."""
+        """Keep the servers of a node without ranks running until all nodes with ranks have ended."""
         self.wait_for(["master"])
         while not self.ended.keys() >= {rank.node for rank in self.placement.ranks}:
-            self.turn()
+            self.step()
 
-    def turn(self, wait_s: float = _RUNNING_WAKE_S) -> None:
-        """Sleep until something happens, and see to it. What ends this node is raised: a signal, a failure here or elsewhere."""
+    def step(self, wait_s: float = _RUNNING_WAKE_S) -> None:
+        """Wait for an event and handle it. Raises if this node must end: a signal, or a failure here or elsewhere."""
         self.names.renew()
         self.elastic.renew()
         self.publish_healthy()
@@ -122,39 +137,41 @@ class NodePart:
                 self.ranks.remove(child)
                 if child.code:
                     code = child.code if child.code > 0 else 128 - child.code
-                    # Nobody asked the launcher to end: a failure as any other.
-                    raise Failed(child.describe_end(), 1 if code in INTERRUPTED else code)
+                    # The launcher got no signal, so codes of an interrupt are an ordinary failure.
+                    raise NodeFailure(child.describe_end(), 1 if code in INTERRUPTED else code)
             elif child is self.mps:
-                print(f"warning: {child.describe_end()}; GPUs are used in turns", flush=True)
+                print(f"warning: {child.describe_end()}; processes share the GPUs by time slices", flush=True)
             else:
-                self.server_ended(child)
-        self.check_others()
+                self.handle_server_end(child)
+        self.check_other_nodes()
 
-    def check_others(self) -> None:
-        """Note who has ended, for names lapse, and end with whoever failed."""
+    def check_other_nodes(self) -> None:
+        """Record which nodes have ended; raises if a required one failed."""
         for name, code in self.names.list("ended/").items():
             self.ended[int(name.removeprefix("ended/"))] = int(code)
         for node, code in self.ended.items():
-            if code and self.needs(node):
-                raise Failed(f"node {node} failed; see its log", code)
+            if code and self.is_required(node):
+                raise NodeFailure(f"node {node} failed; see its log", code)
 
-    def needs(self, node: int) -> bool:
-        """Whether the job cannot go on without it; servers of a pool, below 0, are extra."""
+    def is_required(self, node: int) -> bool:
+        """Whether the job cannot go on without this node. Servers of a pool (negative nodes) are extra."""
         return node >= 0
 
     def wait_for(self, wanted: list[str]) -> dict[str, str]:
-        """What other nodes publish under these names; meanwhile this one is watched as ever."""
-        timeout_s, who = self.config.setup_timeout_s, f"node {self.node}"
-        return wait_for_names(self.names, wanted, timeout_s, who, self.turn)
+        """Wait until other nodes have published these names, while this node is watched as usual."""
+        timeout_s, waiter = self.config.setup_timeout_s, f"node {self.node}"
+        return wait_for_names(self.names, wanted, timeout_s, waiter, self.step)
 
     # -------------------------------------------------------------------------------------------- servers
 
     def start_mps(self) -> None:
-        """NVIDIA's MPS, where it is installed: kernels of processes that share a GPU then run at the same time instead of in turns."""
+        """Start NVIDIA's MPS daemon if it is installed, so that kernels of processes on one GPU run concurrently."""
         command = shutil.which("nvidia-cuda-mps-control")
-        if command is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # or it runs already
+        is_running = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+        if command is None or is_running:
             return
-        folder = tempfile.mkdtemp(prefix="arealite-mps-")  # a run directory's path may be too long for a socket
+        # The path of a run directory may be too long for a socket.
+        folder = tempfile.mkdtemp(prefix="arealite-mps-")
         self.supervisor.remove_at_end(Path(folder))
         self.mps_env = {f"CUDA_MPS_{kind}_DIRECTORY": folder for kind in ("PIPE", "LOG")}
         spec = ChildSpec("mps", [command, "-f"], self.logs / "mps.log", self.mps_env)
@@ -170,45 +187,48 @@ class NodePart:
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
-        spread = self.rendezvous(server, place) if len(server.places) > 1 else None
+        spread = self.meet_spread(server, place) if len(server.places) > 1 else None
+        write_private_flags(self.config, backend)
         command = server_command(self.config, backend, port, spread, server.index)
         name = f"server{server.index}" + (f".{place}" if place else "")
         spec = ChildSpec(name, command, self.logs / f"{name}.log", env, cwd=Path(self.job.cwd))
-        child = self.supervisor.start(spec)
+        child = self.supervisor.start(replace(spec, secret=self.config.server.api_key))
         if place:
-            self.followers.append(child)
+            self.spanning.append(child)
         else:
             listens_on = self.config.server.host
             host = self.host if listens_on in ("0.0.0.0", "::") else listens_on
             deadline = time.monotonic() + self.config.setup_timeout_s
             self.starting[server.index] = (child, f"{host}:{port}", deadline)
 
-    def rendezvous(self, server: ServerPlacement, place: int) -> tuple[int, int, str]:
-        """(number of nodes, which of them, address of the first) for a server that spans nodes."""
+    def meet_spread(self, server: ServerPlacement, place: int) -> Spread:
+        """Agree with the other nodes of a server on the address of its first node."""
         name = f"server-rendezvous/{server.index}"
         if place == 0:
             self.names.publish(name, f"{self.host}:{free_port(self.host)}")
-        return len(server.places), place, self.wait_for([name])[name]
+        return Spread(len(server.places), place, self.wait_for([name])[name])
 
     def publish_healthy(self) -> None:
-        """Servers that have come up get their name; one that is late is an error."""
+        """Publish servers that have become healthy; raises if one has passed its deadline."""
         for index, (child, address, deadline) in list(self.starting.items()):
             if is_healthy(address, self.config.server.api_key):
                 del self.starting[index]
                 self.servers[index] = child
                 self.addresses.append(address)
                 self.names.publish(f"servers/{index}", address)
-                if self.is_up:  # the running job learns of it by its lease
+                # A server that joins a running job is found by its lease.
+                if self.is_up:
                     self.elastic.publish(ELASTIC_PREFIX + address, address)
             elif time.monotonic() > deadline:
                 raise ServerError(
-                    f"node {self.node} waited {self.config.setup_timeout_s:.0f} s (rollout.setup_timeout_s) for {child.name} to answer "
-                    f"http://{address}/health; the last lines of {child.spec.log_path}:\n{child.last_lines()}"
+                    f"node {self.node} waited {self.config.setup_timeout_s:.0f} s (rollout.setup_timeout_s) for "
+                    f"{child.name} to answer http://{address}/health; the last lines of {child.spec.log_path}:\n"
+                    f"{child.last_lines()}"
                 )
 
-    def server_ended(self, child: Child) -> None:
-        """Start a server that died again, at a new address: at the old one clients would take it for what it was."""
-        if child in self.followers or not self.is_up:
+    def handle_server_end(self, child: Child) -> None:
+        """Start a dead server again, at a new address: at the old one clients would expect its former weights."""
+        if child in self.spanning or not self.is_up:
             raise ServerError(f"a server died while it was starting: {child.describe_end()}")
         running = {i: c for i, (c, _, _) in self.starting.items()} | self.servers
         index = next(i for i, c in running.items() if c is child)
@@ -226,10 +246,33 @@ class NodePart:
         print(f"warning: {child.describe_end()}\nstarting server {index} again", flush=True)
         self.start_server(self.placement.servers[index])
 
+    def wait_for_external_servers(self) -> list[str]:
+        """Wait until all servers of `rollout.server_addrs` pass their health check; returns their addresses."""
+        addresses, timeout_s = self.placement.external_servers, self.config.setup_timeout_s
+        deadline, is_first = time.monotonic() + timeout_s, True
+        while True:
+            problems = {a: health_problem(a, self.config.server.api_key) for a in addresses}
+            failing = ", ".join(f"{address} ({why})" for address, why in problems.items() if why)
+            if not failing:
+                return list(addresses)
+            if any(why in ("status 401", "status 403") for why in problems.values()):
+                raise ServerError(
+                    f"a server of rollout.server_addrs rejects the API key: {failing}; set server.api_key"
+                )
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"waited {timeout_s:.0f} s (rollout.setup_timeout_s) for the running servers of "
+                    f"rollout.server_addrs to answer /health: {failing}; start them, or correct the addresses"
+                )
+            if is_first:
+                print(f"waiting for running servers: {failing}", flush=True)
+            is_first = False
+            self.step()
+
     # ---------------------------------------------------------------------------------------------- ranks
 
     def start_ranks(self) -> None:
-        """When every server of the job has a name, and rank 0's node has said where the ranks meet."""
+        """Start this node's ranks when the addresses of all servers and of the rendezvous are known."""
         servers, master = self.meet_servers()
         mine = self.placement.ranks_on(self.node)
         for rank in mine:
@@ -238,11 +281,15 @@ class NodePart:
             self.ranks.append(self.supervisor.start(self.rank_spec(rank.rank, env)))
 
     def meet_servers(self) -> tuple[list[str], str]:
-        """(addresses of all servers, where the ranks meet), once they are known."""
-        if self.placement.ranks_on(self.node)[0].rank == 0:
+        """Wait for and return (addresses of all servers, rendezvous address of the ranks)."""
+        has_rank_0 = self.placement.ranks_on(self.node)[0].rank == 0
+        addresses = list(self.placement.external_servers)
+        if addresses and has_rank_0:
+            self.wait_for_external_servers()
+        if has_rank_0:
             self.names.publish("master", f"{self.host}:{self.trainer_port()}")
-        servers = self.wait_for([f"servers/{server.index}" for server in self.placement.servers])
-        return list(servers.values()), self.wait_for(["master"])["master"]
+        published = self.wait_for([f"servers/{server.index}" for server in self.placement.servers])
+        return addresses or list(published.values()), self.wait_for(["master"])["master"]
 
     def trainer_port(self) -> int:
         port = self.config.launcher.trainer_port or free_port(self.host)
@@ -265,7 +312,7 @@ class NodePart:
             **self.mps_env,
         }
         if self.config.server.api_key:
-            env["AREALITE_API_KEY"] = self.config.server.api_key
+            env[API_KEY_ENV] = self.config.server.api_key
         if self.placement.engines:
             env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
         ranks = self.placement.ranks_on(self.node)
@@ -286,7 +333,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("usage: python -m arealite.launcher.node JOB.json [NODE]")
     node = argv[1] if len(argv) > 1 else os.environ.get("SLURM_NODEID", "0")
     job = Job.load(argv[0])
-    # A requeued Slurm job runs the same command again: a later attempt.
+    # A requeued Slurm job runs the same command again: that is a later attempt.
     attempt = job.attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return run_node(replace(job, attempt=attempt), int(node))
 

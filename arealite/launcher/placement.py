@@ -49,6 +49,8 @@ class Placement:
     threads: int
     on_gpu: bool
     engines: tuple[str, ...] = ()
+    # Addresses of servers that already run (`rollout.server_addrs`); then `servers` is empty.
+    external_servers: tuple[str, ...] = ()
 
     def servers_on(self, node: int) -> list[ServerPlacement]:
         return [s for s in self.servers if any(n == node for n, _ in s.places)]
@@ -76,8 +78,10 @@ class Placement:
         unit = "gpu" if self.on_gpu else "slot"
         size = self.mode.train_world_size
         count = size * len(self.engines) or len(self.ranks)
-        lines = [f"{self.mode}: {len(self.servers)} servers, {count} trainer ranks"]
+        num_servers = f"{len(self.external_servers)} running" if self.external_servers else str(len(self.servers))
+        lines = [f"{self.mode}: {num_servers} servers, {count} trainer ranks"]
         lines += [f"  note: {self.note}"] if self.note else []
+        lines += [f"  running server: {address}" for address in self.external_servers]
         for server in self.servers:
             places = [f"node {n} {unit} {','.join(map(str, d)) or '-'}" for n, d in server.places]
             lines.append(f"  server {server.index}: {'; '.join(places)}")
@@ -119,14 +123,14 @@ def local_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     gen, train = _count_devices(config, mode, gpus > 0)
     if gen + train > gpus >= max(gen, train) > 0:
         return [[*range(gen), *range(train)]], True
-    return [list(range(gpus or mode.world_size))], gpus > 0
+    return [list(range(gpus or gen + train))], gpus > 0
 
 
 def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     """Return (devices of every node as configured, whether they are GPUs)."""
     cluster = config.cluster
     mode = AllocationMode.from_str(config.allocation_mode)
-    gen_on_cpu = mode.gen is None or config.server.device == "cpu"
+    gen_on_cpu = mode.gen is None or bool(config.server_addrs) or config.server.device == "cpu"
     train_on_cpu = mode.train is None or config.train_device == "cpu"
     on_gpu = not (gen_on_cpu and train_on_cpu)
     nodes = cluster.n_nodes or -(-sum(_count_devices(config, mode, False)) // cluster.n_gpus_per_node)
@@ -134,8 +138,10 @@ def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
 
 
 def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> tuple[int, int]:
-    """Count the devices of (servers, trainers). A side that is configured for the CPU takes no GPU."""
+    """Count the devices of (servers, trainers). A side that is configured for the CPU takes no GPU, and running servers
+    take none."""
     gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
+    gen_free = gen_free or bool(config.server_addrs)
     train_free = on_gpu and config.train_device == "cpu"
     copies = max(1, len(config.models)) if config.controller else 1
     gen = 0 if gen_free else mode.gen_world_size
@@ -148,7 +154,8 @@ def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> 
 def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Placement:
     """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices (on CPU: slots) of each node."""
     mode = AllocationMode.from_str(config.allocation_mode)
-    if mode.gen_backend is not None and not config.model_path:
+    num_servers = 0 if config.server_addrs else mode.num_servers
+    if num_servers and not config.model_path:
         raise ConfigError(
             f"allocation_mode={config.allocation_mode} starts servers, but no model is named: "
             "set actor.path or server.model_path"
@@ -159,13 +166,13 @@ def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -
         raise AllocationError(_explain_shortage(config, mode, num_gen, num_train, nodes))
     engines = tuple(config.models) if config.controller else ()
     gen_slots = slots if num_gen else None
-    servers = tuple(_place_server(i, mode, gen_slots, len(nodes)) for i in range(mode.num_servers))
+    servers = tuple(_place_server(i, mode, gen_slots, len(nodes)) for i in range(num_servers))
     _check_spread(config, mode, servers, nodes)
     rank_slots = slots[num_gen:] if num_train and not engines else None
     ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
     num_processes = len(servers) + len(ranks) + mode.train_world_size * len(engines)
     threads = config.launcher.threads_per_process or _threads_per_process(-(-num_processes // len(nodes)))
-    return Placement(mode, servers, tuple(ranks), threads, on_gpu, engines)
+    return Placement(mode, servers, tuple(ranks), threads, on_gpu, engines, tuple(config.server_addrs))
 
 
 def _threads_per_process(num_processes: int) -> int:

@@ -1,8 +1,9 @@
-"""On a Ray cluster: `python -m arealite.launcher.ray script.py --config file.yaml cluster.n_nodes=4 … [--dry-run]`.
+"""Runs a job on a Ray cluster: `python -m arealite.launcher.ray SCRIPT.py --config FILE.yaml cluster.n_nodes=4 …`.
 
-Reserves the nodes in one placement group (all or nothing, one bundle per machine) and runs `arealite.launcher.node` in an actor on each. A lost node
-with servers alone is replaced while training goes on; a lost trainer node ends the attempt, and `recover.retries` starts the next. Uses the
-cluster of RAY_ADDRESS or of this machine; without one it starts Ray here.
+Reserves the nodes in one placement group (one bundle per machine) and runs `arealite.launcher.node` in an actor on each.
+A lost node that had only servers is replaced while training goes on; a lost trainer node ends the attempt, and
+`recover.retries` starts the next one. Uses the cluster of RAY_ADDRESS or of this machine; if there is none, it starts
+Ray here. `--dry-run` prints what would be started, and needs no cluster.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import AllocationError, AReaLiteError, ConfigError
-from arealite.launcher.job import Follower, Job, Stop
+from arealite.launcher.checks import check_job
+from arealite.launcher.job import Job, LogFollower, StopEvent
 from arealite.launcher.launch_config import read_launch_config
-from arealite.launcher.local import command_line, run_attempts
+from arealite.launcher.local import command_line, run_attempts, show_plan
 from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import Interrupted
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
 
-_LOOK_INTERVAL_S = 0.5
+_WATCH_INTERVAL_S = 0.5
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
@@ -31,19 +33,19 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     config = read_launch_config(str(script), argv, has_controller_mode=True)
     job = Job.on_cluster(config, script, argv)
     if dry_run:
-        print(job.describe())
-        return 0
+        return show_plan(job, servers_run_here=False)
+    check_job(job, servers_run_here=False)
     placement = job.placement()
     num_ranks = len(placement.engines) * placement.mode.train_world_size
     num_cpus = len(_bundles(job, placement)) + (num_ranks + 1 if placement.engines else 0)
     ray = connect(num_cpus)
     _check_nodes(ray, job, num_cpus)
-    print(f"run directory: {job.run_dir.path}", flush=True)
+    job.announce()
     return run_attempts(job, lambda attempt: _Attempt(ray, attempt).run())
 
 
 def connect(num_cpus: int | None = None) -> Any:
-    """The `ray` module, connected to a cluster; one that is started here for want of another has room for `num_cpus` processes."""
+    """Return the `ray` module, connected to a cluster. A cluster started here has at least `num_cpus` CPUs."""
     try:
         import ray
     except ImportError as error:
@@ -62,7 +64,10 @@ def connect(num_cpus: int | None = None) -> Any:
 
 
 def _bundles(job: Job, placement: Placement) -> list[dict[str, float]]:
-    """What Ray reserves on each node: all its devices, or in controller mode those of its servers, for engines reserve their own."""
+    """Return what Ray reserves on each node: all its devices; in controller mode those of its servers only.
+
+    In controller mode engines have placement groups of their own.
+    """
     counts = [len(devices) for devices in job.devices]
     if placement.engines:
         places = [place for server in placement.servers for place in server.places]
@@ -72,30 +77,30 @@ def _bundles(job: Job, placement: Placement) -> list[dict[str, float]]:
 
 
 def _check_nodes(ray: Any, job: Job, num_cpus: int) -> None:
-    """Refuse a plan that the machines of the cluster cannot hold, with the arithmetic."""
+    """Raise with the arithmetic if the cluster is too small for the job."""
     kind, count = ("GPU", len(job.devices[0])) if job.on_gpu else ("CPU", 1)
     nodes = sorted(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
     fitting = sum(have >= count for have in nodes)
     has = ", ".join(f"{have:g}" for have in nodes)
     if fitting < len(job.devices):
         raise AllocationError(
-            f"the job needs {len(job.devices)} nodes with {count} {kind} each (cluster.n_nodes, cluster.n_gpus_per_node); the Ray "
-            f"cluster has {len(nodes)} nodes with {has} {kind}: {fitting} of them fit"
+            f"the job needs {len(job.devices)} nodes with {count} {kind} each (cluster.n_nodes, "
+            f"cluster.n_gpus_per_node); the Ray cluster has {len(nodes)} nodes with {has} {kind}: {fitting} of them fit"
         )
     if not job.on_gpu and sum(nodes) < num_cpus:
         raise AllocationError(
-            f"the job needs {num_cpus} CPU, one for each node with servers, for rollout and for each rank of {', '.join(job.config.models)}; "
-            f"the Ray cluster has {len(nodes)} nodes with {has} CPU"
+            f"the job needs {num_cpus} CPU: one for each node with servers, one for rollout and one for each rank of "
+            f"{', '.join(job.config.models)}; the Ray cluster has {len(nodes)} nodes with {has} CPU"
         )
 
 
 class _Attempt:
-    """One placement group, one actor per node, and the watch over them."""
+    """One attempt at a job: a placement group with one actor per node, which it watches."""
 
     def __init__(self, ray: Any, job: Job):
         self.ray, self.job, self.placement = ray, job, job.placement()
         self.num_replaced = 0
-        self.stop = Stop()
+        self.stop = StopEvent()
         self.running: dict[Any, int] = {}
         self.actors: dict[int, Any] = {}
         self.pool: ServerPool | None = None
@@ -106,14 +111,14 @@ class _Attempt:
         self.bundles = _bundles(self.job, self.placement)
         strategy = "STRICT_SPREAD" if len(self.bundles) > 1 else "PACK"
         self.group = placement_group(self.bundles, strategy=strategy)
-        shown = Follower(self.job.run_dir.logs / "rank0.log")
+        output = LogFollower(self.job.run_dir.logs / "rank0.log")
         try:
             with self.stop:
                 self.wait_for_devices()
                 for node in range(len(self.bundles)):
                     self.start(node)
                 self.pool = ServerPool(self.ray, self.job)
-                return self.watch(shown)
+                return self.watch(output)
         except Interrupted as interrupt:
             print(f"{interrupt}: stopping {len(self.actors)} nodes", file=sys.stderr, flush=True)
             return 128 + interrupt.number
@@ -123,7 +128,7 @@ class _Attempt:
             if self.pool is not None:
                 self.pool.close()
             remove_placement_group(self.group)
-            shown.copy()
+            output.copy()
 
     def wait_for_devices(self) -> None:
         timeout_s = self.job.config.setup_timeout_s
@@ -150,14 +155,14 @@ class _Attempt:
         self.actors[node] = actor
         self.running[actor.run.remote(str(self.job.path), self.job.attempt, node)] = node
 
-    def watch(self, shown: Follower) -> int:
-        """Until all nodes have ended well (0), or one has not (its code)."""
+    def watch(self, output: LogFollower) -> int:
+        """Wait until all nodes have ended (returns 0) or one has failed (returns its code)."""
         while self.running:
-            ended, _ = self.ray.wait(list(self.running), timeout=_LOOK_INTERVAL_S)
-            shown.copy()
+            ended, _ = self.ray.wait(list(self.running), timeout=_WATCH_INTERVAL_S)
+            output.copy()
             self.raise_if_interrupted()
             assert self.pool is not None
-            self.pool.look()
+            self.pool.update()
             for ref in ended:
                 node = self.running.pop(ref)
                 try:
@@ -168,12 +173,13 @@ class _Attempt:
                     continue
                 if code:
                     log = log_path(self.job, node)
-                    print(f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}", file=sys.stderr, flush=True)  # fmt: skip
+                    message = f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}"
+                    print(message, file=sys.stderr, flush=True)
                     return code
         return 0
 
     def replace(self, node: int, error: Exception) -> bool:
-        """Start a lost node's servers again where Ray finds room; a lost trainer cannot be replaced within an attempt."""
+        """Start the servers of a lost node again where Ray finds room; False if the attempt must end."""
         reason = str(error).strip().splitlines()[0]
         print(f"warning: node {node} was lost: {reason}", file=sys.stderr, flush=True)
         self.num_replaced += 1
@@ -183,5 +189,7 @@ class _Attempt:
         return True
 
 
+main = command_line("ray", launch, __doc__)
+
 if __name__ == "__main__":
-    run_main(command_line("ray", launch, __doc__))
+    run_main(main)

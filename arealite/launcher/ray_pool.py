@@ -1,7 +1,8 @@
-"""A pool of further servers on a Ray cluster: added while requests wait at all servers, ended when one has been idle for a while.
+"""A pool of extra servers on a Ray cluster that grows while requests wait at all servers and shrinks when servers idle.
 
-Used by the Ray launcher when `launcher.max_servers` is set. Each server of the pool lives in an actor that Ray places where there is room; it joins the running
-job by its lease and gets the current weights before its first request. Its requests go on elsewhere when it leaves.
+Used by the Ray launcher if `launcher.max_servers` is set. Each server of the pool runs in an actor that Ray places; it
+joins the running job by its lease and loads the current weights before its first request. When it leaves, its requests
+continue on other servers.
 """
 
 from __future__ import annotations
@@ -22,32 +23,33 @@ from arealite.launcher.supervisor import Child
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.process import raise_file_limit
 
-LOOK_EVERY_S = 2.0
-# So many looks in a row before acting: a queue or a lull of a moment means nothing.
-BUSY_LOOKS, IDLE_LOOKS = 2, 15
+CHECK_INTERVAL_S = 2.0
+# Checks in a row with the same result before the pool changes: short queues and pauses do not count.
+BUSY_CHECKS, IDLE_CHECKS = 2, 15
 
 
 class PoolPart(NodePart):
-    """One server beyond the plan; ends when the job does, and with an error if the server does."""
+    """One server of the pool. Ends with the job, or with an error if the server dies."""
 
     def run(self) -> None:
         assert self.placement.mode.gen is not None
-        self.is_up = True  # so that it joins by lease
+        # Makes the server join by its lease.
+        self.is_up = True
         devices = tuple(range(self.placement.mode.gen.instance_size)) if self.job.on_gpu else ()
         self.start_server(ServerPlacement(pool_index(self.node), ((self.node, devices),)))
         self.serve_until_ranks_end()
 
-    def server_ended(self, child: Child) -> None:
+    def handle_server_end(self, child: Child) -> None:
         raise ServerError(f"a server of the pool died: {child.describe_end()}")
 
 
 def pool_index(node: int) -> int:
-    """Servers of the pool are nodes −1, −2, …; their numbers start where no plan reaches."""
+    """Return the server index of a pool node (−1, −2, …), above any index of a placement."""
     return 100_000 - node
 
 
 class NodeActor:
-    """Lives on one machine of the cluster and runs a node's part of the job, or one server of the pool."""
+    """Ray actor that runs one node's part of the job, or one server of the pool."""
 
     def run(self, job_path: str, attempt: int, node: int) -> int:
         import ray
@@ -56,7 +58,7 @@ class NodeActor:
         job = Job.load(job_path)
         job.attempt = attempt
         os.chdir(job.cwd)
-        # for a driver that it starts
+        # For a driver that this node starts.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         log = log_path(job, node).open("a")
         with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -71,11 +73,11 @@ def log_path(job: Job, node: int) -> Path:
 class _Member:
     actor: Any
     ref: Any
-    idle_looks: int = 0
+    num_idle_checks: int = 0
 
 
 class ServerPool:
-    """Grows and shrinks with the load. `look` is called often and acts now and then."""
+    """Grows and shrinks with the load of the servers."""
 
     def __init__(self, ray: Any, job: Job):
         self.ray, self.job, self.placement = ray, job, job.placement()
@@ -84,29 +86,29 @@ class ServerPool:
         self.members: dict[int, _Member] = {}
         self.names = FileNames(job.names_folder)
         self.elastic = elastic_names(job.run_dir)
-        self.busy_looks = 0
+        self.num_busy_checks = 0
         self.num_started = 0
-        self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._next_check = time.monotonic() + CHECK_INTERVAL_S
 
-    def look(self) -> None:
-        """Compare load and size; start or end at most one server."""
-        if not self.max_members or time.monotonic() < self._next_look:
+    def update(self) -> None:
+        """Start or end at most one server if the load asks for it. Cheap, to be called often."""
+        if not self.max_members or time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._next_check = time.monotonic() + CHECK_INTERVAL_S
         key = self.job.config.server.api_key
         addresses = self.names.list("servers/")
         loads = {name: server_load(address, key) for name, address in addresses.items()}
         known = [load for load in loads.values() if load is not None]
-        self.forget_ended()
+        self.remove_ended()
         is_busy = bool(known) and all(waiting > 0 for _, waiting in known)
-        self.busy_looks = self.busy_looks + 1 if is_busy else 0
-        if self.busy_looks >= BUSY_LOOKS and len(self.members) < self.max_members:
-            self.busy_looks = 0
+        self.num_busy_checks = self.num_busy_checks + 1 if is_busy else 0
+        if self.num_busy_checks >= BUSY_CHECKS and len(self.members) < self.max_members:
+            self.num_busy_checks = 0
             self.grow()
         for node, member in list(self.members.items()):
             load = loads.get(f"servers/{pool_index(node)}")
-            member.idle_looks = member.idle_looks + 1 if load == (0, 0) else 0
-            if member.idle_looks >= IDLE_LOOKS:
+            member.num_idle_checks = member.num_idle_checks + 1 if load == (0, 0) else 0
+            if member.num_idle_checks >= IDLE_CHECKS:
                 self.end(node)
 
     def grow(self) -> None:
@@ -117,19 +119,19 @@ class ServerPool:
         actor = self.ray.remote(NodeActor).options(num_cpus=1, num_gpus=gpus).remote()
         started = actor.run.remote(str(self.job.path), self.job.attempt, node)
         self.members[node] = _Member(actor, started)
-        print(f"requests wait: adding server {pool_index(node)} of the pool", flush=True)
+        print(f"requests are waiting: adding server {pool_index(node)} of the pool", flush=True)
 
     def end(self, node: int) -> None:
-        """Withdraw its names first, so that nobody is sent there, then end it."""
+        """End a server. Its names are withdrawn first, so that it gets no more requests."""
         name = f"servers/{pool_index(node)}"
         address = self.names.get(name)
         self.elastic.withdraw(f"{ELASTIC_PREFIX}{address}")
         self.names.withdraw(name)
         self.ray.kill(self.members.pop(node).actor)
-        print(f"idle: ended server {pool_index(node)} of the pool", flush=True)
+        print(f"ended idle server {pool_index(node)} of the pool", flush=True)
 
-    def forget_ended(self) -> None:
-        """A server of the pool that failed costs nothing but itself."""
+    def remove_ended(self) -> None:
+        """Remove servers that have ended or failed; the job goes on without them."""
         for node, member in list(self.members.items()):
             ended, _ = self.ray.wait([member.ref], timeout=0)
             if ended:

@@ -1,7 +1,8 @@
-"""Children of a launcher: started with logs, watched, and ended with all their descendants, whatever happens.
+"""Starts, watches and ends the child processes of a launcher.
 
-Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all families (SIGTERM, grace, SIGKILL); a watchdog
-process does the same when the launcher itself is killed. Nothing polls: ends, output and signals all wake one `select`.
+Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all children with their descendants
+(SIGTERM, grace period, SIGKILL); a watchdog process does the same if the launcher itself is killed. Nothing polls: child
+exits, output and signals all wake one `select`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from arealite.api.errors import AReaLiteError
 from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Exit codes of a launcher that was asked to end; nothing is started again after them.
+# Exit codes of a launcher that was ended by a signal; the job is not started again after them.
 INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
 
 class Interrupted(AReaLiteError):
-    """The launcher was asked to end by a signal."""
+    """The launcher got a signal that ends it."""
 
     def __init__(self, number: int):
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -36,7 +37,11 @@ class Interrupted(AReaLiteError):
 
 @dataclass
 class ChildSpec:
-    """What to start: `env` is added to the launcher's own; `echo` copies its output to the console too; `terminal` lets it draw there."""
+    """A process to start.
+
+    `env` is added to the launcher's environment. `echo` copies its output to the console; `terminal` lets it draw there.
+    The log of a process that gets a `secret` is readable only by its owner, and error messages leave the secret out.
+    """
 
     name: str
     command: list[str]
@@ -45,11 +50,12 @@ class ChildSpec:
     echo: bool = False
     cwd: Path | None = None
     terminal: bool = False
+    secret: str | None = None
 
 
 @dataclass
 class Child:
-    """A started child. `code` is None while it runs, negative if a signal ended it."""
+    """A started process. `code` is None while it runs, negative if a signal ended it."""
 
     spec: ChildSpec
     process: subprocess.Popen
@@ -63,7 +69,7 @@ class Child:
         return self.spec.name
 
     def describe_end(self) -> str:
-        """How it ended, and the last lines of its log."""
+        """Say how it ended, with the last lines of its log."""
         assert self.code is not None
         how = f"exited with code {self.code}"
         if self.code < 0:
@@ -75,15 +81,17 @@ class Child:
         return f"{how}; the last lines of {where}:\n{self.last_lines()}"
 
     def last_lines(self) -> str:
-        lines = tail(self.spec.log_path, since=self.log_start).splitlines()
-        return "\n".join(f"  | {line}" for line in lines)
+        text = tail(self.spec.log_path, since=self.log_start)
+        if self.spec.secret:
+            text = text.replace(self.spec.secret, "***")
+        return "\n".join(f"  | {line}" for line in text.splitlines())
 
 
 class Supervisor:
-    """Starts, watches and ends children. Use it in a `with` block, from one thread."""
+    """Starts, watches and ends child processes. Use it in a `with` block, from one thread."""
 
     def __init__(self, stop_timeout_s: float = 10.0, lock: int | None = None):
-        """`lock`: a descriptor that stays open until the last child is gone, also when this process is killed."""
+        """`lock` is a file descriptor that stays open until the last child is gone, also if this process is killed."""
         self.stop_timeout_s = stop_timeout_s
         self._lock = lock
         self.children: list[Child] = []
@@ -93,7 +101,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._old_handlers: dict[int, object] = {}
         self._watchdog: subprocess.Popen | None = None
-        self._log_is_lost = False
+        self._has_lost_log = False
 
     def __enter__(self) -> Supervisor:
         self._watchdog = subprocess.Popen(
@@ -125,21 +133,21 @@ class Supervisor:
             os.close(self._wake_write)
 
     def remove_at_end(self, path: Path) -> None:
-        """Have a file removed after the last child is gone, however that comes about."""
+        """Have a file or folder removed after the last child is gone, also if this process is killed."""
         self._notify_watchdog(f"={path}")
 
     def start(self, spec: ChildSpec) -> Child:
-        """Start one child in a session of its own; its output goes to the log (appended)."""
+        """Start a process in its own session; its output is appended to its log."""
         outer = os.environ.get(MARK_ENV)
         env = {**os.environ, **spec.env, MARK_ENV: f"{outer};{self._mark}" if outer else self._mark}
-        # A copy: the child's own standard output is a pipe, which takes the number that the terminal has here.
+        # Pass a copy: in the child, the number of our standard output belongs to its own output pipe.
         terminal = [os.dup(sys.stdout.fileno())] if spec.terminal else []
         if terminal:
             env["AREALITE_TTY_FD"] = str(terminal[0])
         parent = os.getpid()
         try:
             spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-            with spec.log_path.open("ab") as log:
+            with open(spec.log_path, "ab", opener=_open_private if spec.secret else None) as log:
                 log_start = log.tell()
                 process = subprocess.Popen(
                     spec.command,
@@ -152,7 +160,8 @@ class Supervisor:
                     preexec_fn=lambda: die_with_parent(parent),
                     pass_fds=terminal,
                 )
-        except OSError as error:  # its log cannot be written, or there is no such program
+        except OSError as error:
+            # The log cannot be written, or the program does not exist.
             raise AReaLiteError(f"cannot start {spec.name}: {error}") from error
         finally:
             for descriptor in terminal:
@@ -167,7 +176,7 @@ class Supervisor:
         return child
 
     def wait(self, timeout_s: float | None = None) -> list[Child]:
-        """Sleep until a child ends (returned), a signal comes (raises `Interrupted`) or the time is over (empty)."""
+        """Wait until children end and return them; empty after the timeout. Raises `Interrupted` after a signal."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if self._signals:
@@ -178,7 +187,7 @@ class Supervisor:
                 return ended
 
     def stop(self, children: list[Child] | None = None) -> None:
-        """End these children (all by default) and their families. A second signal while this runs kills at once."""
+        """End children (by default all) with their descendants. A second signal meanwhile kills them at once."""
         children = list(self.children) if children is None else children
         running = [child for child in children if child in self.children]
         marks = [self._mark] if len(running) == len(self.children) else []
@@ -197,7 +206,8 @@ class Supervisor:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 64)
             elif key.fd == child.pidfd:
-                end_families([child.process.pid], 0.0)  # what it left behind
+                # End the descendants that it left behind.
+                end_families([child.process.pid], 0.0)
                 self._reap(child)
                 ended.append(child)
             elif child in self.children:
@@ -214,7 +224,7 @@ class Supervisor:
         self._notify_watchdog(f"-{child.process.pid}")
 
     def _copy_output(self, child: Child) -> bool:
-        """Copy what an echoed child wrote to its log and the console; False when there is no more for now."""
+        """Copy the output of an echoed child to its log and the console; False if there is none left for now."""
         pipe = child.process.stdout
         if pipe is None or pipe.closed:
             return False
@@ -230,21 +240,21 @@ class Supervisor:
             with child.spec.log_path.open("ab") as log:
                 log.write(data)
         except OSError as error:
-            self._lost_log(child, error)
+            self._warn_lost_log(child, error)
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return True
 
-    def _lost_log(self, child: Child, error: OSError) -> None:
-        """A full disk costs lines of a log, not the run; said once."""
-        if not self._log_is_lost:
+    def _warn_lost_log(self, child: Child, error: OSError) -> None:
+        """Warn once. A full disk loses lines of a log and does not stop the run."""
+        if not self._has_lost_log:
             print(f"warning: cannot write {child.spec.log_path}: {error.strerror}", flush=True)
-        self._log_is_lost = True
+        self._has_lost_log = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)
         if len(self._signals) > 1:
-            # Do not let the user wait out the grace: what ends the families finds them dead.
+            # A second signal skips the grace period.
             for child in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.process.pid, signal.SIGKILL)
@@ -252,7 +262,8 @@ class Supervisor:
 
     def _end_watchdog(self) -> None:
         assert self._watchdog is not None and self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it may itself have been killed
+        # The watchdog may have been killed.
+        with contextlib.suppress(BrokenPipeError):
             self._watchdog.stdin.close()
         assert self._watchdog.stdout is not None
         self._watchdog.stdout.read()
@@ -261,6 +272,13 @@ class Supervisor:
 
     def _notify_watchdog(self, line: str) -> None:
         assert self._watchdog is not None and self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed; the kernel's death signal is left
+        # Without the watchdog, the kernel still ends children with their parent (PR_SET_PDEATHSIG).
+        with contextlib.suppress(BrokenPipeError):
             self._watchdog.stdin.write(line + "\n")
             self._watchdog.stdin.flush()
+
+
+def _open_private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor

@@ -1,7 +1,8 @@
-"""The watchdog outlives its launcher by a moment: when the launcher is gone, however it went, it ends what was started.
+"""The watchdog process: ends everything a launcher started when the launcher itself is gone, also after `kill -9`.
 
-Started by `Supervisor` as a process of its own, fed over standard input (its end is seen by the end of its output): first the mark and the grace, then `+pid` for each child that
-started, `-pid` for each whose family was ended, and `=path` for a file or folder to remove after them. End of input means that the launcher ended, also by `kill -9`.
+`Supervisor` starts it and writes lines to its standard input: first the mark and the grace period, then `+pid` for each
+child that started, `-pid` for each whose process family has ended, and `=path` for a file or folder to remove at the
+end. The end of that input means that the launcher has ended. The end of the watchdog's output means that it is done.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from arealite.utils.process import end_families
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # No child of the launcher any more: whoever kills a process and its children (as Ray does) spares us.
+    # Leave the launcher's process tree: code that kills the launcher with its children (as Ray does) must not kill us.
     if os.fork():
         os._exit(0)
     mark, grace_s = sys.stdin.readline().rsplit(" ", 1)
     pids: set[int] = set()
-    left: list[Path] = []
+    paths: list[Path] = []
     for line in sys.stdin:
-        kind, what = line[0], line[1:].rstrip("\n")
+        kind, value = line[0], line[1:].rstrip("\n")
         if kind == "=":
-            left.append(Path(what))
+            paths.append(Path(value))
         else:
-            (pids.add if kind == "+" else pids.discard)(int(what))
+            (pids.add if kind == "+" else pids.discard)(int(value))
     end_families(pids, float(grace_s), [mark])
-    for path in left:
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

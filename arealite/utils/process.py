@@ -1,7 +1,7 @@
-"""Processes and their descendants: finding and ending whole trees, so that nothing is left behind.
+"""Finds and ends whole process trees, so that nothing is left behind, and sets limits of this process. Linux only.
 
-Launchers start each child in a session of its own, marked in its environment. A descendant is recognised by parent, by session or
-by that mark (a daemon changes the first two, a program that rewrites its title loses the third). Linux only: reads /proc.
+Launchers start each child in its own session, with a mark in its environment. A descendant is found by its parent, its
+session or its mark: a daemon changes the first two, and a program that rewrites its title loses the third.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends. Called in the child, right after it was made."""
+    """Have the kernel kill this process when its parent ends. Call it in the child, right after its start."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have ended before the request was in place.
@@ -47,7 +47,7 @@ def raise_file_limit(wanted: int = 65_536) -> int:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One line of the process table. `started` tells a process from a later one with the same number."""
+    """One entry of the process table. `started` tells a process from a later one with the same pid."""
 
     pid: int
     parent: int
@@ -57,13 +57,13 @@ class ProcessInfo:
 
 
 def process_table() -> dict[int, ProcessInfo]:
-    """All processes that can be seen now."""
+    """Read all visible processes from /proc. psutil takes five times as long, and every end of a child needs a table."""
     infos = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {info.pid: info for info in infos if info is not None}
 
 
-def family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessInfo]:
-    """Living processes that came from `pids`: themselves, their descendants and sessions, and whoever carries a mark."""
+def find_family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessInfo]:
+    """Find living processes that belong to `pids`: themselves, their sessions and descendants, and carriers of a mark."""
     table = process_table()
     members = {p for p, info in table.items() if p in pids or info.session in pids}
     members |= {p for p in table if marks and _has_mark(p, marks)}
@@ -77,25 +77,38 @@ def family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessIn
 
 
 def end_families(pids: Collection[int], grace_s: float, marks: Collection[str] = ()) -> int:
-    """Ask the families of `pids` (and who carries a mark) to end, kill what still lives after the grace. Returns how many."""
-    asked = family(pids, marks)
-    _signal(asked, signal.SIGTERM)
-    _wait_gone(asked, grace_s)
-    # Looked up again: a dying process may have started another one, and those that ignored the request may have lost
-    # the parent by which they were found.
+    """End the families of `pids` and carriers of a mark: SIGTERM, then SIGKILL after the grace period.
+
+    Returns how many processes got SIGTERM.
+    """
+    asked = find_family(pids, marks)
+    _send_signal(asked, signal.SIGTERM)
+    _wait_for_end(asked, grace_s)
+    # Search again: a dying process may have started another one. Keep the known ones: those that ignored SIGTERM may
+    # have lost the parent by which they were found.
     known = asked
     for _ in range(10):
-        found = {info.pid: info for info in [*known, *family(pids, marks)] if _is_same(info)}
+        found = {info.pid: info for info in [*known, *find_family(pids, marks)] if _is_alive(info)}
         known = list(found.values())
         if not known:
             break
-        _signal(known, signal.SIGKILL)
-        _wait_gone(known, 1.0)
+        _send_signal(known, signal.SIGKILL)
+        _wait_for_end(known, 1.0)
     return len(asked)
 
 
+def is_computing(pid: int | None) -> bool:
+    """Whether a process or one of its descendants is runnable now, rather than waiting."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return False
+    return text[text.rindex(")") + 2] == "R" or any(is_computing(int(child)) for child in children)
+
+
 def tail(path: Path, lines: int = 25, since: int = 0) -> str:
-    """The last lines of a log, for an error message; nothing before byte `since`."""
+    """Return the last lines of a log for an error message; nothing before byte `since`."""
     try:
         with path.open("rb") as file:
             file.seek(max(since, path.stat().st_size - 64 * 1024))
@@ -105,29 +118,18 @@ def tail(path: Path, lines: int = 25, since: int = 0) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
 
 
-def is_computing(pid: int | None) -> bool:
-    """Whether a process or one of its descendants runs (or would, on a free core) at this moment, rather than waits."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return False
-    return text[text.rindex(")") + 2] == "R" or any(is_computing(int(child)) for child in children)
-
-
-def _signal(members: list[ProcessInfo], number: signal.Signals) -> None:
-    for info in members:
-        if _is_same(info):
-            try:
+def _send_signal(processes: list[ProcessInfo], number: signal.Signals) -> None:
+    for info in processes:
+        if _is_alive(info):
+            # The process may have ended just now, or run as another user (a setuid program).
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(info.pid, number)
-            except (ProcessLookupError, PermissionError):
-                continue  # gone meanwhile, or (a setuid program) not ours to end
 
 
-def _wait_gone(members: list[ProcessInfo], timeout_s: float) -> None:
-    """Wait for each process's end through its pidfd, until the deadline."""
+def _wait_for_end(processes: list[ProcessInfo], timeout_s: float) -> None:
+    """Wait on the pidfds of all processes until they have ended, or until the deadline."""
     deadline = time.monotonic() + timeout_s
-    for info in members:
+    for info in processes:
         try:
             descriptor = os.pidfd_open(info.pid)
         except ProcessLookupError:
@@ -135,13 +137,13 @@ def _wait_gone(members: list[ProcessInfo], timeout_s: float) -> None:
         try:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            if _is_same(info):
+            if _is_alive(info):
                 poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
         finally:
             os.close(descriptor)
 
 
-def _is_same(info: ProcessInfo) -> bool:
+def _is_alive(info: ProcessInfo) -> bool:
     now = _read_stat(info.pid)
     return now is not None and now.started == info.started and not now.zombie
 
@@ -159,6 +161,6 @@ def _read_stat(pid: int) -> ProcessInfo | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The name in parentheses may hold anything; the fields after its last parenthesis are fixed.
+    # The name in parentheses may hold anything; the fields after the last parenthesis are fixed.
     fields = text[text.rindex(")") + 2 :].split()
     return ProcessInfo(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in "ZX")

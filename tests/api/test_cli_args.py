@@ -54,6 +54,40 @@ def test_impossible_values_are_refused_with_what_to_do(part, expected):
         part.check()
 
 
+@pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\x1b[31m", "a\u2028b", "a\x00"])
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        (lambda text: cli_args.LauncherConfig(slurm={"comment": text}), "slurm.comment"),
+        (lambda text: cli_args.LauncherConfig(slurm={text: 1}), "slurm"),
+        (lambda text: cli_args.TrainEngineConfig(path=text), "path"),
+        (lambda text: cli_args.ClusterConfig(fileroot=text), "fileroot"),
+        (lambda text: cli_args.ServerConfig(api_key=text), "api_key"),
+    ],
+)
+def test_control_characters_are_refused(section, key, text):
+    with pytest.raises(ConfigError, match=f"{key} must not contain the control character"):
+        section(text).check()
+
+
+def test_control_characters_are_allowed_in_stop_strings_and_in_fields_of_a_script():
+    @dataclasses.dataclass
+    class Mine(Section):
+        prompt: str = "first\nsecond"
+
+    cli_args.GenerationHyperparameters(stop=["\n\n"]).check()
+    Mine().check()
+
+
+@pytest.mark.parametrize("address", ["http://a:1", "a", "a:b", "a:1/x", "a b:1"])
+def test_addresses_of_servers_are_host_and_port(address):
+    with pytest.raises(ConfigError, match=r"write host:port, without http://"):
+        cli_args.InferenceEngineConfig(server_addrs=[address]).check()
+    with pytest.raises(ConfigError, match="more than once"):
+        cli_args.InferenceEngineConfig(server_addrs=["a:1", "a:1"]).check()
+    cli_args.InferenceEngineConfig(server_addrs=["a-b.c:1", "10.0.0.1:65535", "[::1]:80"]).check()
+
+
 def grpo(**kwargs) -> cli_args.GRPOConfig:
     return cli_args.GRPOConfig(
         experiment_name="e",
@@ -73,5 +107,5 @@ def test_impossible_combinations_are_refused():
         grpo(actor=cli_args.PPOActorConfig(path="m", kl_ctl=0.1)).check()
     with pytest.raises(ConfigError, match="makes every group advantage zero"):
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=1)).check()
-    with pytest.raises(ConfigError, match="same distribution"):
+    with pytest.raises(ConfigError, match="different distributions"):
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=4, temperature=0.7)).check()

@@ -1,4 +1,4 @@
-"""What `arealite.cli.main` writes before a run starts."""
+"""What `arealite.cli.main` checks and writes before a run starts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ from arealite.api.errors import ConfigError
 from arealite.cli.main import main
 from arealite.utils.rundir import RunDir
 
-ARGV = ["trainer.type=sft", "train_dataset.path=some/gsm8k", "trainer.sft.model.path=some/model"]
+ARGV = ["trainer.type=sft", "trainer.sft.model.path=some/model"]
 
 
-def test_a_second_run_leaves_the_settings_of_the_first_alone(tmp_path):
+@pytest.fixture
+def argv(tmp_path, gsm8k_path) -> list[str]:
+    return [*ARGV, f"train_dataset.path={gsm8k_path}", f"cluster.fileroot={tmp_path}"]
+
+
+def test_a_second_run_leaves_the_settings_of_the_first_alone(argv, tmp_path):
     run_dir = RunDir(tmp_path / "arealite" / "sft")
-    with run_dir.held():
+    with run_dir.lock():
         run_dir.config_path.write_text("of the first")
-        with pytest.raises(ConfigError, match="a run is going on"):
-            main([*ARGV, f"cluster.fileroot={tmp_path}", "seed=7"])
+        with pytest.raises(ConfigError, match="another run uses"):
+            main([*argv, "seed=7"])
         assert run_dir.config_path.read_text() == "of the first"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(argv, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to the run directory .*cluster\.fileroot"):
-        main([*ARGV, f"cluster.fileroot={tmp_path / 'file'}"])
+        main([*argv, f"cluster.fileroot={tmp_path / 'file'}"])
 
 
-def test_data_of_no_known_task_is_refused_before_anything_starts(tmp_path):
-    for which in ("train_dataset", "valid_dataset"):
-        with pytest.raises(ConfigError, match=r"no built-in task for dataset 'mine\.jsonl'"):
-            main([*ARGV, f"{which}.path=mine.jsonl", f"cluster.fileroot={tmp_path}"])
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_data_of_no_known_task_is_refused_before_anything_starts(argv, tmp_path, more):
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    for key in ("train_dataset", "valid_dataset"):
+        with pytest.raises(ConfigError, match=r"no built-in task for dataset '.*mine\.jsonl'"):
+            main([*argv, f"{key}.path={tmp_path / 'mine.jsonl'}", *more])
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]

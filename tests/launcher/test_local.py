@@ -1,7 +1,6 @@
 """The local launcher with real processes: what it starts, what it says, and that it leaves nothing behind."""
 
 import contextlib
-import importlib.util
 import os
 import pty
 import signal
@@ -17,6 +16,8 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import ChildSpec, Supervisor
 from arealite.utils.names import FileNames
+from arealite.utils.network import free_port
+from arealite.utils.process import end_families
 from arealite.utils.rundir import RunDir
 from tests.launcher.conftest import carriers, wait_until_gone
 
@@ -73,7 +74,7 @@ def test_one_gpu_is_shared_through_mps(work, arguments, dies):
     assert flag == "-f" and Path(folder).is_dir()
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert f"devices GPU-8932f937 mps {folder}" in out and ("GPUs are used in turns" in out) is dies
+    assert f"devices GPU-8932f937 mps {folder}" in out and ("share the GPUs by time slices" in out) is dies
     assert f"starts {folder}" in (RUN / "logs" / "server0.log").read_text()
     wait_until_gone(work)  # the watchdog, which clears the folder away
     assert not Path(folder).exists()
@@ -157,7 +158,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_
     config = (RUN / "config.yaml").read_text()
     second = start(arguments("seed=5"))
     out, _ = second.communicate(timeout=60)
-    assert second.returncode == 2 and f"a run is going on in {work / RUN} (process {first.pid} " in out
+    assert second.returncode == 2 and f"another run uses {work / RUN} (process {first.pid} " in out
     assert (RUN / "config.yaml").read_text() == config
     first.kill()
     first.communicate()
@@ -242,10 +243,6 @@ def test_nothing_starts_when_the_configuration_is_wrong(work, arguments):
         launch("absent.py", arguments())
     with pytest.raises(ConfigError, match=r"cluster\.n_nodes=2"):
         launch("script.py", arguments("cluster.n_nodes=2"))
-    with pytest.raises(ConfigError, match="there is no model folder /nowhere"):
-        launch("script.py", arguments("actor.path=/nowhere"))
-    with pytest.raises(ConfigError, match=r"no dataset at /nowhere \(train_dataset.path\)"):
-        launch("script.py", arguments("train_dataset.path=/nowhere"))
     with pytest.raises(ConfigError, match="trial_name='' becomes a folder"):
         launch("script.py", arguments("trial_name="))
     assert not Path("runs").exists()
@@ -258,12 +255,27 @@ def test_dry_run_starts_nothing(work, arguments, capsys):
     assert not Path("runs").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is here")
-def test_a_server_that_is_not_installed_is_named(work, arguments):
-    without = [a for a in arguments() if not a.startswith("sglang.command=")]
-    with pytest.raises(ConfigError, match="sglang is not installed in"):
-        launch("script.py", without)
-    assert not Path("runs").exists()
+def test_servers_that_already_run_are_used(work, arguments, capfdbinary):
+    """No server is started, and the ranks get the addresses."""
+    port = free_port()
+    flags = ["--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "server.py", *flags], stdout=subprocess.DEVNULL) as server:
+        assert launch("script.py", arguments(f"rollout.server_addrs=[127.0.0.1:{port}]", mode="sglang.d4+d1")) == 0
+        end_families([server.pid], 5)
+    out = capfdbinary.readouterr().out.decode()
+    assert f"servers 127.0.0.1:{port} attempt 0" in out and "ready in" not in out
+    assert {path.name for path in (RUN / "logs").iterdir()} == {"rank0.log"}
+
+
+def test_servers_that_do_not_run_are_named(work, arguments, capfd):
+    argv = arguments(
+        f"rollout.server_addrs=[127.0.0.1:{free_port()}]", "rollout.setup_timeout_s=1", mode="sglang.d1+d1"
+    )
+    assert launch("script.py", argv) == 1
+    captured = capfd.readouterr()
+    assert captured.out.count("waiting for running servers: 127.0.0.1:") == 1
+    assert "waited 1 s (rollout.setup_timeout_s) for the running servers of rollout.server_addrs" in captured.err
+    assert "Connection refused" in captured.err and not (RUN / "logs" / "rank0.log").exists()
 
 
 def test_a_taken_port_is_named(work, arguments, capfd):

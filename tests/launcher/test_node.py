@@ -10,7 +10,7 @@ import pytest
 
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
-from arealite.launcher.node import Failed, NodePart, run_node
+from arealite.launcher.node import NodeFailure, NodePart, run_node
 from arealite.launcher.placement import cluster_slots
 from arealite.launcher.supervisor import Supervisor
 from arealite.launcher.torchrun import TorchrunPart
@@ -89,10 +89,10 @@ def test_who_has_ended_is_remembered_when_its_name_has_lapsed(make_job):
         part = NodePart(job, 0, names, supervisor)
         names.publish("ended/1", "0")
         names.publish("ended/-1", "1")  # a server of the pool costs nothing but itself
-        part.check_others()
+        part.check_other_nodes()
         names.withdraw("ended/1")
         names.publish("ended/2", "0")
         part.serve_until_ranks_end()
         names.publish("ended/2", "1")
-        with pytest.raises(Failed, match="node 2 failed"):
-            part.check_others()
+        with pytest.raises(NodeFailure, match="node 2 failed"):
+            part.check_other_nodes()

@@ -1,11 +1,13 @@
 import pytest
+import yaml
 
+from arealite.api.backends import Spread
 from arealite.api.cli_args import ClusterConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
-from arealite.launcher.servers import server_command, server_env, sharing_gpus
+from arealite.launcher.servers import halve_gpu_memory, server_command, server_env, write_private_flags
 
 EIGHT = list(range(8))
 
@@ -114,6 +116,16 @@ def test_sides_share_the_gpus_of_a_machine_that_has_too_few(monkeypatch, mode, g
     assert not make_placement(alone, *local_slots(alone)).shares_gpus
 
 
+def test_running_servers_take_no_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    running = config("sglang.d4t2+d2", server_addrs=["a:1", "b:2"])
+    placement = make_placement(running, *local_slots(running))
+    assert placement.servers == () and [r.device for r in placement.ranks] == [0, 1] and not placement.shares_gpus
+    assert (
+        "2 running servers, 2 trainer ranks" in placement.describe() and "running server: b:2" in placement.describe()
+    )
+
+
 def test_a_side_that_does_not_fit_is_refused_though_gpus_can_be_shared(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     asked = config("embedded.d1+d2")
@@ -122,7 +134,7 @@ def test_a_side_that_does_not_fit_is_refused_though_gpus_can_be_shared(monkeypat
 
 
 def test_servers_leave_memory_to_a_trainer_on_their_gpus():
-    shared = sharing_gpus(config("embedded.d1+d1", sglang={"mem_fraction_static": 0.2}))
+    shared = halve_gpu_memory(config("embedded.d1+d1", sglang={"mem_fraction_static": 0.2}))
     assert "mem_fraction=0.4" in server_command(shared, "embedded", 1)
     assert shared.sglang == {"mem_fraction_static": 0.2}, "what is given stays"
     assert shared.vllm == {"gpu_memory_utilization": 0.4}
@@ -160,8 +172,6 @@ def test_server_commands():
     assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
     wide = server_command(config("embedded.d2t4+d1"), "embedded", 1)
     assert wide[-2:] == ["tensor_parallel=4", "port=1"]
-    with pytest.raises(ConfigError, match="no pipeline stages; write t4 for p2t2"):
-        server_command(config("embedded.d1p2t2+d1"), "embedded", 1)
     sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
     assert server_command(sglang, "sglang", 1) == ["sg", "--now", "--model-path", "m", "--host", "127.0.0.1", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
     vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
@@ -171,6 +181,26 @@ def test_server_commands():
     assert "--worker-extension-cls" in command  # its answers carry fingerprints of what it holds
     env = server_env(vllm, "vllm")
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["A"] == "1" and "PYTHONPATH" in env
+
+
+@pytest.mark.parametrize("backend", ["embedded", "sglang", "vllm"])
+def test_an_api_key_is_never_on_a_command_line(backend, tmp_path):
+    (tmp_path / "mine.yaml").write_text("log-level: warning\n")
+    cluster, server = ClusterConfig(fileroot=str(tmp_path)), ServerConfig(api_key="top-secret")
+    keyed = config(f"{backend}.d1+d1", cluster=cluster, server=server, sglang={"config": str(tmp_path / "mine.yaml")})
+    job = Job(keyed, "a.py", ["server.api_key=top-secret", "seed=1"], [[0, 1]], False)
+    assert "top-secret" not in " ".join([*server_command(job.config, backend, 1), *job.command(), job.describe()])
+    assert job.command()[-2:] == ["server.api_key=${oc.env:AREALITE_API_KEY}", "seed=1"]
+    job.save()
+    write_private_flags(job.config, backend)
+    readable = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert all("top-secret" not in path.read_text() for path in readable)
+    if backend == "sglang":
+        flags = yaml.safe_load(job.config.private_file.read_text())
+        assert flags == {"log-level": "warning", "api-key": "top-secret"}
+        assert server_command(job.config, backend, 1)[-2:] == ["--config", str(job.config.private_file)]
+    else:
+        assert "top-secret" in server_env(job.config, backend).values()
 
 
 def test_servers_are_told_of_adapters_and_broadcasts():
@@ -187,7 +217,7 @@ def test_servers_are_told_of_adapters_and_broadcasts():
 
 
 def test_servers_that_span_nodes():
-    spread = (2, 1, "10.0.0.1:99")
+    spread = Spread(2, 1, "10.0.0.1:99")
     sglang = server_command(config("sglang.d1t16+d1"), "sglang", 1, spread)
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:99" in " ".join(sglang)
     vllm = server_command(config("vllm.d1t16+d1"), "vllm", 1, spread)

@@ -129,7 +129,7 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_clus
 def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, arguments, ray_cluster):
     argv = on_cpu(arguments, "cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "tokenizer_path=until", "launcher.max_servers=2", mode="sglang.d1+d1")  # fmt: skip
     # Looks ten times as often, so that the test takes a tenth of the time.
-    quick = "import sys, runpy, arealite.launcher.ray_pool as pool; pool.LOOK_EVERY_S = 0.2; sys.argv[0] = 'ray'; runpy.run_module('arealite.launcher.ray', run_name='__main__')"
+    quick = "import sys, runpy, arealite.launcher.ray_pool as pool; pool.CHECK_INTERVAL_S = 0.2; sys.argv[0] = 'ray'; runpy.run_module('arealite.launcher.ray', run_name='__main__')"
     process = start(ray_cluster, argv, run=("-c", quick))
     elastic = elastic_names(RunDir(RUN))
     wait_for(lambda: len(elastic.list(ELASTIC_PREFIX)) == 1)
@@ -138,5 +138,5 @@ def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, argument
     (work / "finish").touch()
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out
-    assert "requests wait: adding server" in out and "idle: ended server" in out
+    assert "requests are waiting: adding server" in out and "ended idle server" in out
     wait_until_gone(work, 30)

@@ -91,7 +91,7 @@ def clients(work, monkeypatch):
         (work / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (work / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{work / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "_LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(slurm, "_POLL_INTERVAL_S", 0.01)
     return work
 
 
@@ -113,9 +113,9 @@ def test_a_controller_that_is_away_for_a_while_costs_nothing(clients, arguments,
 
 
 def test_a_controller_that_stays_away_is_an_error(clients, arguments, monkeypatch):
-    monkeypatch.setattr(slurm, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(slurm, "_CONTROLLER_TIMEOUT_S", 0.0)
     (clients / "answers").write_text(AWAY)
-    with pytest.raises(slurm.NoAnswer, match=r"nothing was heard of Slurm job 7 .*Unable to contact"):
+    with pytest.raises(slurm.SlurmError, match=r"the state of Slurm job 7 was unknown .*Unable to contact"):
         launch("script.py", on_cpu(arguments, mode="sglang.d2+d2"))
     assert (clients / "cancelled").exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import AllocationError, ConfigError
-from arealite.launcher.elastic_rank import fitted
+from arealite.launcher.elastic_rank import fit_mode
 from arealite.launcher.torchrun import launch
 from tests.launcher.conftest import carriers, wait_until_gone
 
@@ -83,9 +83,9 @@ def test_dry_run(work, arguments, capsys):
 
 
 def test_an_elastic_layout_fits_the_ranks_that_are_there():
-    assert fitted("embedded.d1+d4t2", 4) == "embedded:d1p1t1+fsdp:d2p1t2"
+    assert fit_mode("embedded.d1+d4t2", 4) == "embedded:d1p1t1+fsdp:d2p1t2"
     with pytest.raises(AllocationError, match="3 ranks are left, and a replica of d4p1t2 takes 2"):
-        fitted("embedded.d1+d4t2", 3)
+        fit_mode("embedded.d1+d4t2", 3)
 
 
 def test_elastic_jobs_that_cannot_work_are_refused(work, arguments):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from arealite.utils.process import MARK_ENV, end_families, family, process_table, raise_file_limit, tail
+from arealite.utils.process import MARK_ENV, end_families, find_family, process_table, raise_file_limit, tail
 
 DAEMON = """
 import subprocess, sys, time
@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
 
 def test_a_family_includes_children_that_made_their_own_session():
     process, daemon = start("stay")
-    assert {info.pid for info in family([process.pid])} == {process.pid, daemon}
+    assert {info.pid for info in find_family([process.pid])} == {process.pid, daemon}
     assert end_families([process.pid], grace_s=0.5) == 2
     assert process.wait() == -signal.SIGTERM and not alive(daemon)
 

@@ -189,10 +189,10 @@ class RemoteEngine(CollectingEngine, Wire):
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         if distributed.rank() != 0:
             return
-        addresses = addrs or [a for a in os.environ.get(ADDRESSES_ENV, "").split(",") if a]
+        addresses = addrs or [a for a in os.environ.get(ADDRESSES_ENV, "").split(",") if a] or self.config.server_addrs
         if not addresses:
             raise ConfigError(
-                f"no inference server is known: start the script with a launcher, set {ADDRESSES_ENV}=host:port,… or pass addrs"
+                "no inference server is known: start the script with a launcher, set rollout.server_addrs, or pass addrs"
             )
         self.start_executor(train_batch_size)
         wait = NamedWait(

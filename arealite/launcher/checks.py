@@ -1,0 +1,73 @@
+"""Checks a job before any process starts: everything that the configuration and this machine's files can tell.
+
+All launchers call `check_job`, also for `--dry-run`, so that a job that passes a dry run does not fail later for one of
+these reasons.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.backends import BACKENDS
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.launcher.job import Job
+from arealite.launcher.launch_config import LaunchConfig
+from arealite.launcher.servers import check_installed
+from arealite.utils.model_config import check_model
+
+_DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".csv", ".parquet")
+
+
+def check_job(job: Job, servers_run_here: bool) -> None:
+    """Raise `ConfigError` for the first problem. `servers_run_here`: servers start in this Python environment."""
+    config = job.config
+    mode = job.placement().mode
+    _check_allocation(config, mode)
+    if mode.gen_backend is not None:
+        BACKENDS[mode.gen_backend].check(config)
+        if servers_run_here and not config.server_addrs:
+            check_installed(config, mode.gen_backend)
+    for key, path in config.model_paths.items():
+        try:
+            check_model(path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    for key, path in config.dataset_paths.items():
+        _check_dataset(config, key, path)
+
+
+def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
+    if mode.train is not None and mode.train.expert > 1:
+        raise AllocationError(
+            f"allocation_mode={config.allocation_mode}: training has data (d), tensor (t) and context (c) parallelism, "
+            f"no expert parallelism: leave out e{mode.train.expert}; t spreads experts over ranks"
+        )
+    if config.server_addrs and mode.gen_backend is None:
+        raise ConfigError(
+            f"rollout.server_addrs names servers, but allocation_mode={config.allocation_mode} does not tell their "
+            f"kind: write for example sglang.d1+{config.allocation_mode}"
+        )
+    if config.server_addrs and config.launcher.max_servers:
+        raise ConfigError(
+            "launcher.max_servers adds servers, but rollout.server_addrs names running ones: set only one"
+        )
+
+
+def _check_dataset(config: LaunchConfig, key: str, path: str) -> None:
+    """Raise if a dataset is not there, or comes from the hub and the package for that is missing."""
+    local = Path(path).expanduser()
+    is_local = path.startswith(("/", ".", "~"))
+    if config.reads_datasets:
+        is_local = is_local or path.endswith(_DATA_FILES)
+    if local.exists():
+        return
+    if is_local:
+        raise ConfigError(f"there is no dataset at {path} ({key}): give a file or a folder")
+    runs_elsewhere = any(k == "wrap" or k.startswith("container") for k in config.launcher.slurm)
+    if config.reads_datasets and not runs_elsewhere and importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            f"{key}={path} is not a local path, and datasets from the hub need the package `datasets`: "
+            "pip install 'arealite[hub]', or give a .jsonl file"
+        )
