@@ -1,4 +1,4 @@
-"""Attention over packed sequences as the GPU's kernel is asked for it; the kernel itself is stood in for by plain arithmetic."""
+"""Arguments of the variable-length attention kernel, which plain arithmetic replaces here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from arealite.engine.fsdp import packed_attention as packed
 
@@ -13,7 +14,7 @@ LENGTHS = [5, 1, 9]
 
 
 def varlen(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size):
-    """What `torch.nn.attention.varlen.varlen_attn` computes, with what it refuses."""
+    """Compute what `torch.nn.attention.varlen.varlen_attn` does, and check what it requires."""
     assert query.shape[-1] % 8 == 0, "head_size must be a multiple of 8"
     assert all(x.is_contiguous() for x in (query, key, value))
     outs = []
@@ -32,9 +33,26 @@ def test_heads_of_any_size_fit_the_kernel(monkeypatch, size, scaling):
     torch.manual_seed(0)
     heads = [torch.randn(1, 4, sum(LENGTHS), size) for _ in range(3)]
     starts = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
-    by_bucket = packed.attention_kwargs(starts, LENGTHS)
-    lens = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 9, "max_length_k": 9}
-    attend = packed.packed_attention
-    expected, _ = attend(torch.nn.Identity(), *heads, None, scaling=scaling, **by_bucket)
-    found, _ = attend(torch.nn.Identity(), *heads, None, scaling=scaling, **lens)
+    layouts = packed.PackedLayout.make(starts, LENGTHS), packed.PackedLayout(packed.Varlen(starts, starts, 9, 9))
+    module = torch.nn.Identity()
+    expected, found = (
+        packed.packed_attention(module, *heads, None, scaling=scaling, packed_layout=layout)[0] for layout in layouts
+    )
     torch.testing.assert_close(found, expected)
+
+
+def test_compiled_layers_are_not_compiled_again_for_other_lengths(monkeypatch):
+    """Lengths travel inside an object: they must stay symbolic."""
+    monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, cq, ck, lq, lk, **_: q * lq + cq.sum() + lk)
+    monkeypatch.setattr(packed, "_GQA", {})
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, dynamic=True)
+    def layer(x, packed_layout):
+        return packed_layout.attend(x, x, x, 0.5, None)
+
+    for lengths in ([5, 9], [7, 3, 4], [11, 30, 2, 6], [8, 8]):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        layout = packed.PackedLayout(packed.Varlen(starts, starts, max(lengths), max(lengths)))
+        layer(torch.randn(sum(lengths), 2, 8), layout)
+    assert counter.frame_count == 1

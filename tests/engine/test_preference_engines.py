@@ -10,7 +10,7 @@ from arealite.api.errors import DatasetError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
-from arealite.engine.fsdp.packed_attention import attention_kwargs
+from arealite.engine.fsdp.packed_attention import PackedLayout
 from arealite.engine.fsdp_engine import _units
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.rw.rw_engine import FSDPRWEngine
@@ -168,7 +168,9 @@ def test_kto_baseline_is_that_of_mismatched_rows(model_dirs):
             ids = torch.tensor(prompt + answer)
             match = [r for r in range(8, 16) if batch["input_ids"][r, : len(ids)].equal(ids) and batch["attention_mask"][r].sum() == len(ids)]  # fmt: skip
             assert len(match) == 1 and batch["pair_ids"][match[0]] == -1
-            logits = engine.model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], **attention_kwargs(torch.tensor([0, len(ids)]), [len(ids)])).logits[0]  # fmt: skip
+            layout = PackedLayout.make(torch.tensor([0, len(ids)]), [len(ids)])
+            positions = torch.arange(len(ids))[None]
+            logits = engine.model(input_ids=ids[None], position_ids=positions, packed_layout=layout).logits[0]
             logp = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][len(prompt) - 1 :]
             reference = batch["ref_logp"][match[0]][len(prompt) : len(ids)]
             deltas.append(float((logp - reference).sum().detach()))

@@ -39,7 +39,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.engine.fsdp.lora import add_adapters
-from arealite.engine.fsdp.packed_attention import ATTENTION, attention_kwargs
+from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
@@ -147,8 +147,8 @@ class PackedModel(nn.Module):
             input_ids=ids[None],
             position_ids=positions,
             use_cache=False,
+            packed_layout=PackedLayout.make(cu_seqlens, lengths, prefixes, self.context_group, self.ring),
             **images,
-            **attention_kwargs(cu_seqlens, lengths, prefixes, self.context_group, self.ring),
         )
         hidden = outputs.last_hidden_state.squeeze(0)
         if self.trains_vision and not images:

@@ -1,126 +1,178 @@
-"""Causal attention over packed sequences, plugged into transformers' attention and mask interfaces.
+"""Causal attention over packed sequences, registered with transformers' attention and mask interfaces.
 
-On CUDA it is torch's own variable-length attention; on CPU (which has none) sequences are gathered into a few buckets of
-similar length, padded on the right, and run through SDPA: pads come after every real token, so the result is exact. What that
-needs is computed once per micro-batch and handed down as forward keyword arguments.
+`PackedLayout` describes the sequences of one micro-batch. It is made once per micro-batch and passed down through the
+model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU builds
+have no such kernel: there, sequences of similar length are gathered into a few padded buckets and run through SDPA.
+Padding follows the real tokens, so causal attention over a bucket is exact.
 
-N packed tokens, U tokens that are computed, b rows of a bucket, s their own tokens, p the shared ones before them.
+N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a row,
+p tokens of the shared prefix before them.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
-from arealite.engine.fsdp.shared_prefix import PrefixPlan, Segment, plan_piece, varlen_kwargs
+from arealite.engine.fsdp.shared_prefix import PrefixPlan, Segment, plan_piece
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a build of torch without it can still train on CPU
+except ImportError:
+    # Builds of torch without it can train on CPU.
     varlen_attn = None
 
 ATTENTION = "arealite_packed"
-# From torch 2.12 on, fewer key than query heads must be announced; before, the argument does not exist.
-_GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # fmt: skip
-
-
-def attention_kwargs(
-    cu_seqlens: torch.Tensor,
-    lengths: list[int],
-    prefixes: PrefixPlan | None = None,
-    context_group: dist.ProcessGroup | None = None,
-    ring: bool = False,
-) -> dict:
-    """Keyword arguments of the model's forward pass that describe the packed batch to `packed_attention`.
-
-    With a context group the tokens of all its ranks are described (they fill equal pieces); in a ring, each rank's own.
-    """
-    context = {} if context_group is None else {"context_group": context_group}
-    if context and ring:
-        size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
-        prefixes, context["ring_hops"] = plan_piece(lengths, size, rank)
-    if cu_seqlens.is_cuda and prefixes is not None:
-        return context | varlen_kwargs(prefixes.to(cu_seqlens.device))
-    if cu_seqlens.is_cuda:
-        longest = max(lengths)
-        lens = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        return context | lens | {"max_length_q": longest, "max_length_k": longest}
-    starts = cu_seqlens.tolist()
-    plain = [Segment(s, n, 0, 0) for s, n in zip(starts, lengths, strict=False) if n]
-    return context | {"buckets": Buckets(plain if prefixes is None else prefixes.segments)}
+# torch 2.12 added the argument that allows fewer key heads than query heads. Earlier versions allow it always.
+_HAS_GQA_ARGUMENT = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+_GQA = {"enable_gqa": True} if _HAS_GQA_ARGUMENT else {}
 
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    buckets: Buckets | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
-    kv_index: torch.Tensor | None = None,
-    context_group: dist.ProcessGroup | None = None,
-    ring_hops: int | None = None,
-    s_aux: torch.Tensor | None = None,
+    packed_layout: PackedLayout | None = None,
+    s_aux: Tensor | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out.
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface: heads `[1, heads, N, D]` in, `[1, N, heads, D]` out.
 
-    With a context group, each rank brings its piece of the tokens and gets it back, and attends with its share of heads
-    to all tokens in between; in a ring, with all heads to its own and the earlier ones of its first sequence.
+    Attention dropout is not applied.
     """
-    if s_aux is not None or (buckets is None and cu_seq_lens_q is None):
-        what = "has sinks" if s_aux is not None else "is not told which sequences are packed"
-        raise ConfigError(f"{type(module).__name__} {what}: it cannot be trained on packed sequences")
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if ring_hops is not None:
-        both = with_earlier_pieces(torch.stack([key, value], dim=1), ring_hops, context_group)
-        key, value = both.unbind(dim=1)
-    elif context_group is not None:
-        query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
-    if kv_index is not None:
-        key, value = key.index_select(0, kv_index), value.index_select(0, kv_index)
-    if buckets is not None:
-        out = buckets.attend(query, key, value, scaling, sliding_window)
-    else:
-        # Flash attention counts the tokens before this one, transformers counts this one too.
-        window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    if s_aux is not None or packed_layout is None:
+        reason = "has sinks" if s_aux is not None else "does not pass packed_layout to its attention"
+        raise ConfigError(f"{type(module).__name__} {reason}: it cannot be trained on packed sequences")
+    heads = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_layout.attend(*heads, scaling, sliding_window).unsqueeze(0), None
+
+
+class _Kernel(Protocol):
+    """Attention over the tokens of one rank: heads `[U, heads, D]` in and out."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor: ...
+
+
+class PackedLayout:
+    """The sequences of a packed micro-batch, and attention over them.
+
+    With a context group each rank passes its piece of the tokens and gets attention for that piece. In between, ranks
+    either trade tokens for heads (all tokens, a share of the heads), or fetch the keys and values of `ring_hops` earlier
+    ranks (own tokens, all heads).
+    """
+
+    def __init__(self, kernel: _Kernel, context_group: dist.ProcessGroup | None = None, ring_hops: int | None = None):
+        self.kernel = kernel
+        self.context_group = context_group
+        self.ring_hops = ring_hops
+
+    @classmethod
+    def make(
+        cls,
+        cu_seqlens: Tensor,
+        lengths: list[int],
+        prefixes: PrefixPlan | None = None,
+        context_group: dist.ProcessGroup | None = None,
+        ring: bool = False,
+    ) -> PackedLayout:
+        """Describe sequences of `lengths`; with a context group, those of all its ranks (they fill equal pieces)."""
+        hops = None
+        if context_group is not None and ring:
+            size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
+            prefixes, hops = plan_piece(lengths, size, rank)
+        if cu_seqlens.is_cuda and prefixes is not None:
+            kernel = Varlen.of_prefixes(prefixes.to(cu_seqlens.device))
+        elif cu_seqlens.is_cuda:
+            kernel = Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+        elif prefixes is not None:
+            kernel = Buckets(prefixes.segments)
+        else:
+            starts = cu_seqlens.tolist()
+            kernel = Buckets([Segment(s, n, 0, 0) for s, n in zip(starts, lengths, strict=False) if n])
+        return cls(kernel, context_group, hops)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """Return causal attention for heads `[U, heads, D]` of this rank's tokens."""
+        group = self.context_group
+        if group is None:
+            return self.kernel.attend(query, key, value, scaling, window)
+        if self.ring_hops is not None:
+            both = with_earlier_pieces(torch.stack([key, value], dim=1), self.ring_hops, group)
+            key, value = both.unbind(dim=1)
+            return self.kernel.attend(query, key, value, scaling, window)
+        query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
+        return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window), group)
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+@dataclass
+class Varlen:
+    """torch's variable-length attention. `kv_index` repeats the keys of shared prefixes for each sequence."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+    kv_index: Tensor | None = None
+
+    @classmethod
+    def of_prefixes(cls, plan: PrefixPlan) -> Varlen:
+        """Queries of each segment attend to the keys of its prefix and its own."""
+        device = plan.unique.device
+        table = torch.tensor(plan.segments)
+        own, prefix = table[:, 1], table[:, 3]
+        zero = torch.zeros(1, dtype=torch.long)
+        return cls(
+            torch.cat([zero, own.cumsum(0)]).int().to(device),
+            torch.cat([zero, (own + prefix).cumsum(0)]).int().to(device),
+            int(own.max()),
+            int((own + prefix).max()),
+            plan.expand,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        if self.kv_index is not None:
+            key, value = key.index_select(0, self.kv_index), value.index_select(0, self.kv_index)
+        # Flash attention counts the tokens before the query; transformers counts the query too.
+        window_size = (-1, 0) if window is None else (window - 1, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        padded = (_pad_heads(x) for x in (query, key, value))
+        assert varlen_attn is not None, "this build of torch has no variable-length attention"
         out = varlen_attn(
-            *padded, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k,
-            scale=scale, window_size=window, **_GQA,
+            _pad_heads(query), _pad_heads(key), _pad_heads(value),
+            self.cu_seqlens_q, self.cu_seqlens_k, self.max_length_q, self.max_length_k,
+            scale=scale, window_size=window_size, **_GQA,
         )  # fmt: skip
-        if out.shape[-1] > value.shape[-1]:
-            out = out[..., : value.shape[-1]]
-    if context_group is not None and ring_hops is None:
-        out = heads_to_tokens(out, context_group)
-    return out.unsqueeze(0), None
+        return out[..., : value.shape[-1]] if out.shape[-1] > value.shape[-1] else out
 
 
-def _pad_heads(x: torch.Tensor) -> torch.Tensor:
-    """Heads of a size that the kernel takes, a multiple of 8: zeros change no product."""
+def _pad_heads(x: Tensor) -> Tensor:
+    """Pad the head size to a multiple of 8, as the kernel requires; zeros change no product."""
     missing = -x.shape[-1] % 8
     return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
 
-# ------------------------------------------------------------------- buckets: without variable-length attention
+# ------------------------------------------------------------------------------------------------ CPU
 
 
 class Buckets:
-    """Segments grouped by size: where each computed token sits among the padded rows of the groups, and attention over these."""
+    """Segments grouped by size into padded buckets, and attention over these."""
 
     def __init__(self, segments: list[Segment]):
         self.buckets = [_Bucket(group) for group in _group_by_size(segments)]
@@ -128,13 +180,14 @@ class Buckets:
         self.keys = torch.cat([bucket.keys.flatten() for bucket in self.buckets])
         real = torch.cat([bucket.real.flatten() for bucket in self.buckets])
         self.pads = ~real
-        self.slots = torch.empty(int(real.sum()), dtype=torch.long)  # of each computed token
+        # Row of the buckets in which each computed token lies.
+        self.slots = torch.empty(int(real.sum()), dtype=torch.long)
         self.slots[self.queries[real]] = real.nonzero().flatten()
         self.in_place = torch.equal(self.queries, torch.arange(len(self.slots)))
         self.has_prefixes = len(self.keys) > len(self.queries)
 
-    def attend(self, query, key, value, scaling, window) -> torch.Tensor:
-        """Heads `[U, heads, D]` in and out. Keys and values may have more rows: those of prefixes computed elsewhere."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """Keys and values may have more rows than queries: those of prefixes that earlier ranks computed."""
         if self.has_prefixes or len(key) > len(query):
             key, value = (x.index_select(0, self.keys) for x in (key, value))
         elif not self.in_place:
@@ -150,7 +203,7 @@ class Buckets:
 
 
 class _Bucket:
-    """Rows of similar size: which tokens are their queries `[b, s]` and keys `[b, p + s]` (any, for padding)."""
+    """Rows of similar size: the tokens of their queries `[b, s]` and keys `[b, p + s]`; padding may be any token."""
 
     def __init__(self, segments: list[Segment]):
         start, length, prefix_start, self.prefix = torch.tensor(segments).T[:, :, None]
@@ -159,9 +212,9 @@ class _Bucket:
         self.queries = torch.where(self.real, start + self.own, 0)
         shared = torch.where(self.shared < self.prefix, prefix_start + self.shared, 0)
         self.keys = torch.cat([shared, self.queries], dim=1)
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, query, key, value, scaling, window) -> torch.Tensor:
+    def attend(self, query, key, value, scaling, window) -> Tensor:
         shapes = (self.queries.shape, self.keys.shape, self.keys.shape)
         rows = zip((query, key, value), shapes, strict=True)
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x, shape in rows)
@@ -170,8 +223,11 @@ class _Bucket:
         out = sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _mask(self, window: int | None) -> torch.Tensor | None:
-        """Which keys a query sees, `[b or 1, 1, s, p + s]`; None where plain causal attention is right: padding comes last there."""
+    def _mask(self, window: int | None) -> Tensor | None:
+        """Return which keys a query sees, `[b or 1, 1, s, p + s]`, or None if plain causal attention is correct.
+
+        It is correct without prefixes and windows: padding comes last and only padding sees it.
+        """
         if not len(self.shared) and (window is None or window >= len(self.own)):
             return None
         if window not in self._masks:
@@ -179,14 +235,15 @@ class _Bucket:
             ages = (prefix + self.own)[:, :, None] - self.shared
             ages = torch.where((self.shared < prefix)[:, None], ages, -1)
             own = (self.own[:, None] - self.own).expand(len(prefix), -1, -1)
-            age = torch.cat([ages, own], dim=2)  # position of the query minus that of the key
+            # Position of the query minus position of the key.
+            age = torch.cat([ages, own], dim=2)
             seen = age >= 0 if window is None else (age >= 0) & (age < window)
             self._masks[window] = seen[:, None]
         return self._masks[window]
 
 
 def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
-    """Similar segments together: a bucket ends where padding would waste a quarter of it."""
+    """Group similar segments; a new bucket begins where padding would waste a quarter of the current one."""
     order = sorted(segments, key=lambda s: (s.prefix_length > 0, -s.length, -s.prefix_length))
     groups: list[list[Segment]] = []
     for segment in order:
@@ -203,10 +260,10 @@ def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
 
 
 class _Move(torch.autograd.Function):
-    """Rows by index, where each real row is used once: the gradient is a gather too, not a scatter.
+    """Select rows by `index`, where each real row is used once: the gradient is a gather too, not a scatter.
 
-    Rows for padding are any other token's: what comes back for them is left out. On the way back from the buckets, `unused` are the
-    rows that no result is taken from.
+    Rows of padding repeat another token, and their gradient is dropped. `unused` marks the input rows that `index` leaves
+    out; their gradient is 0.
     """
 
     @staticmethod
@@ -224,7 +281,7 @@ class _Move(torch.autograd.Function):
 
 
 def _no_mask(*args, **kwargs) -> None:
-    """Packed attention knows the sequences from `attention_kwargs`; transformers need not make a mask."""
+    """Make no mask: packed attention gets the sequences from `packed_layout`."""
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -120,18 +120,3 @@ def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int | None
             if size > 0 and ids[starts[row] : starts[row] + size].tobytes() == prompt:
                 shared[row] = (first, size)
     return shared
-
-
-def varlen_kwargs(plan: PrefixPlan) -> dict:
-    """What torch's variable-length attention needs: queries by segment, keys gathered as prefix and own tokens."""
-    device = plan.unique.device
-    table = torch.tensor(plan.segments)
-    own, prefix = table[:, 1], table[:, 3]
-    zero = torch.zeros(1, dtype=torch.long)
-    return {
-        "cu_seq_lens_q": torch.cat([zero, own.cumsum(0)]).int().to(device),
-        "cu_seq_lens_k": torch.cat([zero, (own + prefix).cumsum(0)]).int().to(device),
-        "max_length_q": int(own.max()),
-        "max_length_k": int((own + prefix).max()),
-        "kv_index": plan.expand,
-    }
