@@ -80,7 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = raw if keep else None
             # Free the logits before the next chunk is computed.
             del raw
-        logp, log_total, entropy = finish_softmax(*sums, with_entropy=settings.with_entropy)
+        logp, log_total, entropy = finish_softmax(*sums.unbind(), with_entropy=settings.with_entropy)
         ctx.save_for_backward(states, weight, bias, labels, sums[0], log_total, entropy, kept)
         ctx.settings, ctx.chunk = settings, chunk
         # An entropy that is only reported gets no gradient; None skips its part of the backward pass.
@@ -160,7 +160,7 @@ def softmax_sums(
 
 
 def finish_softmax(
-    top: Tensor, total: Tensor, dot: Tensor, label: Tensor, with_entropy: bool = True
+    top: Tensor, total: Tensor, dot: Tensor, label: Tensor, *, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob, `log Σ exp(z − top)` and entropy `[M]` from `softmax_sums`.
 

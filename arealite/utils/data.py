@@ -1,8 +1,7 @@
-"""Batches as dictionaries of tensors: joining, selecting, packing, and cutting them by tokens.
+"""Operations on batches, which are dictionaries of tensors: join, select, pack, and split them by tokens.
 
-Engines, the executor and workflows use these; nothing here knows a model or an algorithm. Padded form: `[B, T]`,
-right-padded, with `attention_mask`. Packed form: `[N]` with `cu_seqlens [B + 1]`, `max_seqlen` and `position_ids [N]`;
-what belongs to a whole sequence stays `[B]`. Packing and unpacking are exact inverses on real tokens.
+Used by engines, the executor and workflows. Padded form: `[B, T]`, right-padded, with `attention_mask`. Packed form: `[N]`
+with `cu_seqlens [B + 1]`, `max_seqlen` and `position_ids [N]`; values per sequence stay `[B]`. `unpack` reverses `pack`.
 
 B sequences, T padded length, N packed tokens.
 """
@@ -17,12 +16,12 @@ from torch.nn.functional import pad
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 
-# What a row brings for its images. Dimension 1 counts images or patches, never tokens, whatever its size.
+# Image inputs of a row. Their dimension 1 counts images or patches, never tokens.
 VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images")
 
 
 def seq_lengths(batch: Batch) -> torch.Tensor:
-    """Real tokens of each sequence, `[B]`."""
+    """Return the number of tokens of each sequence without padding, `[B]`."""
     return batch["attention_mask"].sum(dim=1)
 
 
@@ -31,7 +30,7 @@ def num_rows(batch: Batch) -> int:
 
 
 def is_per_token(batch: Batch, key: str) -> bool:
-    """Whether `key` has one entry per token of the padded `batch` (the rest has one per sequence)."""
+    """Return whether `key` has one entry per token of the padded `batch`; other keys have one per sequence."""
     value = batch[key]
     shaped = value.dim() >= 2 and value.shape[:2] == batch["attention_mask"].shape
     return shaped and key not in VISION_KEYS
@@ -45,7 +44,7 @@ def trajectory(
     reward: float,
     truncated: bool = False,
 ) -> Batch:
-    """One sequence as a batch of one row, as a workflow returns it. The lists have one entry per token."""
+    """Make a batch of one row, as a workflow returns it. The lists have one entry per token."""
     lengths = {len(input_ids), len(loss_mask), len(logprobs), len(versions)}
     if len(lengths) != 1:
         raise ValueError(f"the lists of a trajectory have different lengths: {sorted(lengths)}")
@@ -61,18 +60,16 @@ def trajectory(
 
 
 def concat_padded(batches: list[Batch]) -> Batch:
-    """Join padded batches row by row, padding each to the longest `T` on the right (`versions` with -1, all else with 0).
+    """Concatenate padded batches, padding each to the longest `T` on the right (`versions` with -1, the rest with 0).
 
-    All must have the same keys: a key that some lack would silently shift the rows of the others.
+    All must have the same keys: a missing key would shift the rows of that key.
     """
     if not batches:
         raise ValueError("concat_padded needs at least one batch")
     keys = batches[0].keys()
     for other in batches[1:]:
         if other.keys() != keys:
-            raise ValueError(
-                f"batches to join differ in their keys: {sorted(keys ^ other.keys())} are not in all of them"
-            )
+            raise ValueError(f"batches have different keys: {sorted(keys ^ other.keys())} are not in all of them")
     joined = {}
     for key, first in batches[0].items():
         parts = [b[key] for b in batches]
@@ -90,7 +87,7 @@ def concat_padded(batches: list[Batch]) -> Batch:
 
 
 def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
-    """The given sequences of a padded batch, in that order, with padding no longer needed cut off."""
+    """Return the given rows of a padded batch in that order, without padding that they do not need."""
     index = torch.as_tensor(rows, dtype=torch.long)
     mask = batch["attention_mask"][index]
     length = int(mask.sum(dim=1).max()) if len(index) else 0
@@ -102,7 +99,7 @@ def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
 
 
 def pack(batch: Batch) -> Batch:
-    """Padded to packed: padding is dropped, tokens of all sequences follow each other."""
+    """Turn a padded batch into a packed one: drop the padding and concatenate the tokens of all sequences."""
     mask = batch["attention_mask"].bool()
     lengths = mask.sum(dim=1)
     index = mask.flatten().nonzero(as_tuple=True)[0]
@@ -121,24 +118,28 @@ def pack(batch: Batch) -> Batch:
 
 
 def unpack(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Packed `[N, ...]` to padded `[B, T, ...]` with zeros on padding."""
+    """Turn packed `[N, ...]` into padded `[B, T, ...]` with zeros on padding."""
     padded = values.new_zeros(*attention_mask.shape, *values.shape[1:])
     padded[attention_mask.bool()] = values
     return padded
 
 
 def sequence_sums(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Sum of packed `values [N]` over each sequence, `[B]`; differentiable."""
+    """Sum packed `values [N]` over each sequence, `[B]`; differentiable."""
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence_of_token(cu_seqlens), values)
+
+
+def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return the sequence that each packed token belongs to, `[N]`."""
     lengths = cu_seqlens.diff().long()
-    owner = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
-    return values.new_zeros(len(lengths)).index_add(0, owner, values)
+    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
 
 
 def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
-    """First-fit decreasing: rows in as few groups of at most `max_tokens` as that finds, at least `min_count`.
+    """Group rows by first-fit decreasing into at least `min_count` groups of at most `max_tokens`.
 
-    A single sequence longer than the budget gets a group of its own. Groups list rows in ascending order; with
-    fewer rows than `min_count` the last groups are empty.
+    A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`, the
+    last groups are empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -158,12 +159,12 @@ def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1)
 
 
 def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
-    """Rows in exactly `parts` groups with nearly equal tokens: longest first onto the lightest group.
+    """Partition rows into exactly `parts` groups of nearly equal tokens: longest first, onto the lightest group.
 
-    Deterministic, rows ascending in each group. Every group has a row when there are at least `parts` rows.
+    Deterministic; rows ascend within a group. Every group gets a row if there are at least `parts` rows.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    # Ties go to the group with fewer rows, so that rows of length zero do not pile up in one group.
+    # Ties go to the group with fewer rows, so that rows of length zero are spread too.
     heap = [(0, 0, g) for g in range(parts)]
     groups: list[list[int]] = [[] for _ in range(parts)]
     for row in order:
@@ -174,14 +175,14 @@ def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
 
 
 def split_groups(batch: Batch, parts: int) -> list[Batch]:
-    """Cut a batch into `parts` with nearly equal tokens, never through a group."""
+    """Split a batch into `parts` of nearly equal tokens; the rows of a group stay together."""
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(batch["group_ids"].tolist()):
         rows_of.setdefault(group, []).append(row)
     if len(rows_of) < parts:
         raise ConfigError(
-            f"a batch of {len(rows_of)} groups cannot be shared by {parts} ranks: each needs one. Raise train_dataset.batch_size (for an "
-            f"evaluation, the rows of valid_dataset) to at least {parts}"
+            f"a batch of {len(rows_of)} groups cannot be split over {parts} ranks: each needs one. Raise train_dataset.batch_size "
+            f"(for an evaluation, the rows of valid_dataset) to at least {parts}"
         )
     lengths = seq_lengths(batch).tolist()
     groups = list(rows_of.values())

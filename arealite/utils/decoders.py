@@ -1,8 +1,8 @@
-"""What the engines here ask of a decoder, to serve it and to train it alike.
+"""Loads Hugging Face decoders and rejects those that the engines cannot compute; used by trainer and server alike.
 
-A token may see all earlier ones, or a window of them, and nothing else: states that run along the sequence, chunks, or a look ahead can be
-neither paged nor packed. A config says most of it; what it does not say, a trial shows (`check_trial`), in servers of one rank and
-in trainers that do not cut layers or sequences.
+A token may attend to all earlier tokens, or to a window of them, and to nothing else: recurrent states, chunks or a view of
+later tokens can be neither paged nor packed. The config shows most of it. `check_trial` finds the rest by comparing
+log-probs with the model's own forward pass (in servers of one rank, and in trainers without tensor or context parallelism).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from arealite.utils.model_config import check_model
 
 TRIAL_TOKENS = 24
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Only the masks of these know their windows, not their attention: whoever makes no masks would see too much.
-_UNTOLD_WINDOWS = {"doge", "phimoe", "qwen2_moe"}
+# These families put the window into the mask only and do not pass it to the attention function.
+_WINDOW_IN_MASK_ONLY = {"doge", "phimoe", "qwen2_moe"}
 _ELSEWHERE = "use another model, or serve it with sglang or vllm"
 
 
-# What transformers raises for a damaged config or weights. A bug of ours in these calls would look the same.
+# Exceptions that transformers raises for a damaged config or damaged weights.
 _LOAD_ERRORS = (
     OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AttributeError, ZeroDivisionError,
     AssertionError, StrictDataclassError,
@@ -77,26 +77,25 @@ def model_errors(path: str | Path) -> Iterator[None]:
 
 
 def check_decoder(config: PreTrainedConfig) -> None:
-    """Refuse a model whose config says that its layers mix tokens in other ways."""
+    """Raise `ConfigError` if the config has layers that mix tokens in an unsupported way."""
     text = config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ConfigError(
-            f"model type {text.model_type!r} has layers of type {sorted(unknown)}; supported are {sorted(_LAYER_TYPES)}: "
+            f"model type {text.model_type!r} has layers of type {sorted(map(str, unknown))}; supported are {sorted(_LAYER_TYPES)}: "
             + _ELSEWHERE
         )
     window = getattr(text, "sliding_window", None)
-    untold = bool(window) and text.model_type in _UNTOLD_WINDOWS
-    if untold and window < text.max_position_embeddings:
+    if window and text.model_type in _WINDOW_IN_MASK_ONLY and window < text.max_position_embeddings:
         raise ConfigError(
-            f"model type {text.model_type!r} does not tell its attention the sliding_window of {window}: {_ELSEWHERE}"
+            f"model type {text.model_type!r} does not pass its sliding_window of {window} to its attention: {_ELSEWHERE}"
         )
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise ConfigError(f"model type {text.model_type!r} lets tokens see later ones: {_ELSEWHERE}")
+        raise ConfigError(f"model type {text.model_type!r} lets tokens attend to later ones: {_ELSEWHERE}")
 
 
 def check_interface(model: type[PreTrainedModel]) -> None:
-    """Refuse a model whose attention cannot be exchanged, or that remembers by other means."""
+    """Raise `ConfigError` if the attention of the model cannot be replaced, or if it has a recurrent state."""
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"{model.__name__} carries a state along the sequence: {_ELSEWHERE}")
     if not model._supports_attention_backend:
@@ -106,9 +105,13 @@ def check_interface(model: type[PreTrainedModel]) -> None:
 def load_decoder(
     auto_class: Any, folder: str | Path, *, has_new_head: bool = False, **settings: Any
 ) -> PreTrainedModel:
-    """A model with the weights in `folder`, which must hold all of them, except those of a new head: transformers would put random numbers in their place."""
+    """Load a model; raise `ConfigError` if weights are missing in `folder`, except those of a new head.
+
+    transformers would fill them with random numbers.
+    """
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is missing is told here
+    # transformers would warn about missing weights, which are an error here.
+    logging.set_verbosity_error()
     try:
         with model_errors(folder):
             model, info = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
@@ -118,23 +121,26 @@ def load_decoder(
     missing = sorted(n for n in info["missing_keys"] if n.startswith(body) or not has_new_head)
     if missing:
         raise ConfigError(
-            f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of {type(model).__name__} are not "
-            f"there, first {missing[0]!r}: copy or download them again"
+            f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of {type(model).__name__} "
+            f"are missing, first {missing[0]!r}: copy or download them again"
         )
     return model
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """The model's own plan of how its layers can be cut: a style for each kind of module, named relative to the decoder.
+    """Return the model's tensor-parallel plan: a style for each kind of module, named relative to the decoder.
 
-    Some versions of transformers add the embeddings, which the engines cut, or leave whole, by their own rules.
+    Some versions of transformers include the embeddings, which the engines split by their own rules.
     """
     plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return {module: style for module, style in plan.items() if module.startswith("layers.")}
 
 
 def original_length(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which a `longrope` model's angles depend on the position alone: one longer sequence changes those of its whole batch."""
+    """Return the length up to which a `longrope` model's angles depend on the position alone, or None.
+
+    One longer sequence changes the angles of its whole batch.
+    """
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         if rope.get("rope_type") == "longrope":
@@ -143,20 +149,20 @@ def original_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """Refuse a model that gives the last of `ids` other log-probs when it runs as Hugging Face wrote it."""
+    """Raise `ConfigError` if `logprobs` of the last `ids` differ from those of Hugging Face's own forward pass."""
+    config: Any = model.config
     names = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
-    before = {key: config._attn_implementation for key, config in names.items() if config is not None}
-    model.config._attn_implementation = "eager"
+    before = {key: part._attn_implementation for key, part in names.items() if part is not None}
+    config._attn_implementation = "eager"
     with torch.no_grad():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    model.config._attn_implementation = before
+    config._attn_implementation = before
     own = logits.float().log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
-    # Rounding adds up over the layers, and may send a few tokens to other experts; what is computed in another way is off
-    # nearly everywhere.
+    # Rounding adds up over layers and may route a few tokens to other experts. An unsupported computation changes nearly all.
     tolerance = 0.1 if logits.dtype == torch.float32 else 0.5
     gap = (own.cpu() - logprobs).abs().quantile(0.75).item()
     if gap > tolerance:
         raise ConfigError(
-            f"{type(model).__name__} computes something that is not known here: on a trial of {len(ids)} tokens, log-probs "
+            f"{type(model).__name__} computes attention in an unsupported way: on {len(ids)} test tokens, log-probs "
             f"are off by {gap:.2g} from those of its own forward pass. {_ELSEWHERE.capitalize()}"
         )

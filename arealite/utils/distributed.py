@@ -1,7 +1,7 @@
-"""Process groups and the few collectives the package needs besides those of sharded training.
+"""Process groups, and the collectives that the package needs besides those of sharded training.
 
-Works the same in a single process without any group. Nothing is pickled: structure travels as JSON, tensors as
-their bytes. `cuda` jobs get both NCCL and gloo, so that tensors on the host can be exchanged as well.
+All functions also work in a single process without a group. Nothing is pickled: structure is sent as JSON, tensors as
+bytes. CUDA jobs get both NCCL and gloo, so that tensors on the host can be exchanged too.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _replica_size = 1
 
 
 def set_replica_size(size: int) -> None:
-    """How many ranks hold one replica of the trained model (tensor × context parallel): they get the same data.
+    """Set how many ranks hold one replica of the trained model (tensor × context parallel); they get the same data.
 
-    Set by the training engine when it lays itself out; a property of the process group, like its size.
+    The training engine sets it once. It belongs to the process group, like the number of ranks.
     """
     global _replica_size
     _replica_size = size
 
 
 def data_size() -> int:
-    """How many ranks get data of their own."""
+    """Return the number of data-parallel ranks."""
     return world_size() // _replica_size
 
 
 def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; without them, stay alone."""
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; do nothing without WORLD_SIZE."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
@@ -72,13 +72,13 @@ def destroy_process_group() -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks, over the host group: returns only when each has arrived."""
+    """Wait until all ranks have called it; uses the host group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))
 
 
 def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """Wait until rank 0 is here too, which may take longer than other collectives; `TimeoutError` if it does not come."""
+    """Wait up to `timeout_s` for rank 0, which may take longer than other collectives; raise `TimeoutError` after that."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
     group = group or dist.group.WORLD
@@ -92,7 +92,7 @@ def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> 
 
 
 def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """`obj` of rank `src`, on every rank."""
+    """Return `obj` of rank `src` on every rank."""
     if world_size() == 1:
         return obj
     mine = dist.get_rank() == src
@@ -105,7 +105,7 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
-    """Rank 0 gives one batch per replica (`data_size` of them); each rank gets its replica's (on the host)."""
+    """Return this rank's share of `shares`, which rank 0 passes: one batch for each of `data_size` replicas (on the host)."""
     if world_size() == 1:
         assert shares is not None
         return shares[0]
@@ -153,7 +153,7 @@ def _padded(size: int) -> int:
 
 
 def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, int]:
-    """Rows of all ranks in rank order, and where this rank's begin. Ranks may have different numbers of rows."""
+    """Return the rows of all ranks in rank order, and the index of this rank's first. Ranks may differ in row count."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value, 0
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -168,9 +168,9 @@ def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = None) -> Stats:
-    """Σtotal / Σweight of each statistic over ranks; `/max` and `/min` keys by maximum and minimum.
+    """Reduce each statistic over ranks to Σtotal / Σweight; keys with `/max` and `/min` to the maximum and minimum.
 
-    Every rank must bring the same keys. A statistic whose weights sum to zero is left out: nothing was measured.
+    Every rank must pass the same keys. Statistics whose weights sum to zero are left out: nothing was measured.
     """
     if not stats:
         return {}
@@ -179,7 +179,7 @@ def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = N
     numbers = [number for k in sums for number in stats[k]]
     numbers += [stats[k].total * sign for k, sign in signs.items()]
     flat = [torch.as_tensor(x, dtype=torch.float64).detach() for x in numbers]
-    # One transfer to the host for all: each would make the device wait.
+    # One transfer to the host for all of them, because each synchronizes the device.
     device = next((x.device for x in flat if x.is_cuda), torch.device("cpu"))
     table = torch.stack([x.reshape(()).to(device) for x in flat]).cpu()
     if dist.is_initialized() and dist.get_world_size(group) > 1:

@@ -100,7 +100,7 @@ def _known_families() -> frozenset[str]:
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in _TABLES:
             pairs = [pair for pair in ast.walk(node.value) if isinstance(pair, ast.Tuple)]
-            names |= {pair.elts[0].value for pair in pairs if isinstance(pair.elts[0], ast.Constant)}
+            names |= {str(pair.elts[0].value) for pair in pairs if isinstance(pair.elts[0], ast.Constant)}
     return frozenset(names)
 
 

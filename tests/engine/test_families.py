@@ -83,7 +83,7 @@ REFUSED = {
     "gptj": ({"rotary_dim": 8}, "attention interface"),
     "nemotron": (WIDE, "NemotronAttention"),
     "roberta": ({"is_decoder": True}, "of its own forward pass"),  # counts positions from 2
-    "gemma3_text": ({**WIDE, "use_bidirectional_attention": True}, "see later ones"),
+    "gemma3_text": ({**WIDE, "use_bidirectional_attention": True}, "attend to later ones"),
     "qwen2_moe": ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window of 64"),
     "llama4_text": (WIDE, "chunked_attention"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "conv"),

@@ -257,7 +257,7 @@ def test_a_token_outside_the_vocabulary_is_named(model_dirs, token):
     engine = make_engine(model_dirs["qwen2"])
     batch = random_batch([3, 5])
     batch["input_ids"][1, 2] = token
-    with pytest.raises(TrainingError, match=f"token {token}, and the model's vocabulary {VOCAB}"):
+    with pytest.raises(TrainingError, match=f"token id {token}, but the model's vocabulary has {VOCAB}"):
         engine.train_lm(batch)
 
 

@@ -10,8 +10,8 @@ from arealite.api.errors import DatasetError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
+from arealite.engine.fsdp.micro_batches import _inseparable_rows
 from arealite.engine.fsdp.packed_attention import PackedLayout
-from arealite.engine.fsdp_engine import _units
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.utils.data import select_rows
@@ -194,7 +194,7 @@ def _dpo_on_rank(rank, path):
 def test_mismatched_rows_keep_to_the_token_budget():
     batch = random_batch([6, 7, 8, 9, 6, 7])
     batch["pair_ids"] = torch.tensor([1, 1, 2, 2, -1, -1])
-    assert _units(batch, max_tokens=8) == [[0, 1], [2, 3], [4], [5]]
+    assert _inseparable_rows(batch, max_tokens=8) == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_preferences_on_two_ranks_equal_one(model_dirs, two_ranks):

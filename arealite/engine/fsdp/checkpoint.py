@@ -1,64 +1,76 @@
-"""Checkpoints of an engine: Hugging Face folders for others, sharded DCP folders to resume from.
+"""Hugging Face folders of an engine's weights, and what all checkpoints share.
 
-Everything is written beside its final place and renamed when complete: a crash or a full disk leaves the previous
-checkpoint as it was, and training can go on. State is tensors only, no pickled objects. All functions are called by all
-ranks together, and fail on all ranks together.
+A folder is written under a temporary name and renamed when it is complete, so a crash or a full disk leaves the previous
+one as it was. All ranks call these functions together, and they fail on all ranks together. Sharded checkpoints to resume
+from are in `sharded_checkpoint`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-import numpy
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import FSDPModule
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp import lora
-from arealite.engine.fsdp.model import fill_parameters, load_model
+from arealite.engine.fsdp.model import PackedModel, fill_parameters, load_model
 from arealite.engine.fsdp.parallel import whole
 from arealite.utils import distributed
 from arealite.weights.host_memory import safetensors_header
 
-if TYPE_CHECKING:
-    from arealite.engine.fsdp_engine import FSDPEngine
-
 Named = tuple[str, torch.Tensor]
-# Beside weights and config, what makes a folder complete for people and servers.
+
+
+class EngineState(Protocol):
+    """What checkpoints read from a training engine and restore in it."""
+
+    config: TrainEngineConfig
+    hf_config: PreTrainedConfig
+    folder: Path
+    scalar_head: bool
+    module: PackedModel | None
+    optimizer: torch.optim.Optimizer | None
+    lr_step: int
+    bad_steps: int
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def set_lr_step(self, step: int) -> None: ...
+    def get_version(self) -> int: ...
+    def set_version(self, version: int) -> None: ...
+    def extra_state(self) -> dict[str, torch.Tensor]: ...
+    def load_extra_state(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+# Files copied from the original folder, so that the new one is complete.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
                "*.model", "preprocessor_config.json", "processor_config.json", "generation_config.json")  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ Hugging Face folders
-
-
-def tensor_specs(engine: FSDPEngine) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Name, whole shape and published type of each parameter; tied ones once, adapters merged into their layers."""
+def tensor_specs(engine: EngineState) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Return name, full shape and published dtype of each parameter; tied ones once, without adapters."""
     dtype = getattr(torch, engine.config.dtype)
     parameters = engine.model.named_parameters()
     return [(lora.plain_name(n), p.shape, dtype) for n, p in parameters if not lora.is_adapter(n)]
 
 
-def gathered_parameters(engine: FSDPEngine, borrow: bool = False) -> Iterator[Named]:
-    """Each parameter whole, one at a time (so that no rank ever holds all of them); every rank must iterate.
+def gathered_parameters(engine: EngineState, borrow: bool = False) -> Iterator[Named]:
+    """Yield each parameter in full with adapters merged, one at a time, so no rank holds all; every rank must iterate.
 
-    A copy; with `borrow` perhaps the parameter itself, for whoever copies it at once.
+    The tensors are copies. With `borrow` they may be the parameters themselves: copy them before the next one.
     """
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in engine.model.named_parameters():
@@ -67,31 +79,31 @@ def gathered_parameters(engine: FSDPEngine, borrow: bool = False) -> Iterator[Na
             yield lora.plain_name(name), value.to(dtype)
 
 
-def _export(engine: FSDPEngine, tensors: Iterable[Named]) -> Iterator[Named]:
-    """Tensors as checkpoints of this model name and cut them: transformers fuses experts, files do not."""
+def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
+    """Yield tensors under the names and in the parts of checkpoint files; transformers fuses experts, files do not."""
     for name, tensor in tensors:
         yield from revert_weight_conversion(engine.model, {name: tensor}).items()
 
 
-def _file_specs(engine: FSDPEngine, adapters: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and types of the tensors in a checkpoint file of this engine."""
+def _file_specs(engine: EngineState, adapters: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return names, shapes and dtypes of the tensors in a checkpoint file of this engine."""
     if adapters:
         return {n: (p.shape, p.dtype) for n, p in lora.adapter_parameters(engine.model)}
     empty = ((n, torch.empty(s, dtype=d, device="meta")) for n, s, d in tensor_specs(engine))
     return {n: (t.shape, t.dtype) for n, t in _export(engine, (*empty, *_saved_buffers(engine)))}
 
 
-def _saved_buffers(engine: FSDPEngine) -> list[Named]:
-    """What belongs to a checkpoint beside parameters, such as the correction bias of a router; the same on all ranks."""
+def _saved_buffers(engine: EngineState) -> list[Named]:
+    """Return buffers that belong to a checkpoint, such as a router's correction bias; they are equal on all ranks."""
     saved = engine.model.state_dict().keys()
     return [(lora.plain_name(n), b) for n, b in engine.model.named_buffers() if n in saved]
 
 
-def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = False) -> None:
-    """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` waits for the disk.
+def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = False) -> None:
+    """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` flushes it to disk.
 
-    An engine that trains adapters writes a folder of PEFT's instead, unless it is told to `merge` them; one that servers
-    read at once (not `durable`) holds nothing else.
+    An engine with adapters writes a PEFT folder, unless `merge` is set. A PEFT folder that is not `durable` is read by
+    servers at once and holds no tokenizer.
     """
     final, aside = Path(path), Path(f"{path}.partial")
     adapters = engine.config.lora_rank > 0 and not merge
@@ -99,8 +111,8 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = F
         tensors = ((n, _whole(p)) for n, p in lora.adapter_parameters(engine.model))
     else:
         tensors = _export(engine, chain(gathered_parameters(engine), _saved_buffers(engine)))
-    # After a failure the loop goes on without writing: other ranks are gathering with this one.
-    attempt = _Attempts(active=distributed.rank() == 0)
+    # After a failure the loop goes on without writing, because the other ranks gather tensors with this one.
+    attempt = WriteSteps(active=distributed.rank() == 0)
     attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     file = attempt(open, aside / name, "wb")
@@ -108,12 +120,12 @@ def save_hf(engine: FSDPEngine, path: str, durable: bool = True, merge: bool = F
     for _, tensor in tensors:
         attempt(_write, file, tensor)
     attempt(_close, file, durable)
-    attempt(_swap, aside, final)
-    _agree(attempt.failure, aside, final)
+    attempt(replace_folder, aside, final)
+    raise_on_all_ranks(attempt.failure, aside, final)
 
 
-def load_hf(engine: FSDPEngine, path: str) -> None:
-    """Fill the model (or its adapters) from what `save_hf` wrote; refuses another shape before changing anything."""
+def load_hf(engine: EngineState, path: str) -> None:
+    """Load the model (or its adapters) from a folder of `save_hf`; check all shapes before changing anything."""
     adapters = engine.config.lora_rank > 0
     found: dict[str, tuple[Path, list[int]]] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -125,8 +137,7 @@ def load_hf(engine: FSDPEngine, path: str) -> None:
     for key, (shape, _) in _file_specs(engine, adapters).items():
         given = found[key][1] if key in found else "missing"
         if given != list(shape):
-            told = f"{key} is {given}, expected {list(shape)}"
-            raise CheckpointError(f"{path} is of another model: {told}")
+            raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(shape)}")
     weights: dict[str, torch.Tensor] = {}
     if distributed.rank() == 0 and adapters:
         names = {id(p): n for n, p in engine.model.named_parameters()}
@@ -143,12 +154,11 @@ def load_hf(engine: FSDPEngine, path: str) -> None:
 def _open_safetensors(file: Path):
     try:
         return safe_open(file, framework="pt")
-    except Exception as error:  # safetensors' own class is not part of its interface
-        told = f"{file} cannot be read ({error}): it is torn or not safetensors"
-        raise CheckpointError(told) from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): it is incomplete or not safetensors") from error
 
 
-def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bool) -> None:
+def _open_folder(engine: EngineState, aside: Path, adapters: bool, companions: bool) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for pattern in _COMPANIONS if companions else ():
@@ -162,15 +172,15 @@ def _open_folder(engine: FSDPEngine, aside: Path, adapters: bool, companions: bo
 
 
 def _whole(value: torch.Tensor, borrow: bool = False) -> torch.Tensor:
-    # FSDP leaves the root's parameters gathered after a forward pass. A copy, because writing one out as bytes would make
-    # its storage one that FSDP can no longer free.
+    # FSDP leaves the root's parameters gathered after a forward pass. Copy them: once their memory is exposed as bytes, FSDP
+    # can no longer free it.
     if not isinstance(value, DTensor) and not borrow:
         return value.detach().clone()
     return whole(value)
 
 
 def _fix_config(file: Path, dtype: str) -> None:
-    """Name the type of the written weights, and leave out our attention, which others do not have."""
+    """Set the dtype of the written weights, and remove our attention, which other programs do not have."""
     config = json.loads(file.read_text())
     config["dtype"] = dtype
     config.pop("_attn_implementation", None)
@@ -178,9 +188,9 @@ def _fix_config(file: Path, dtype: str) -> None:
 
 
 def _write(file: BinaryIO, data: bytes | torch.Tensor) -> None:
-    if isinstance(data, torch.Tensor):
-        data = memoryview(data.contiguous().cpu().view(-1).view(torch.uint8).numpy())
-    file.write(data)
+    file.write(
+        data.contiguous().cpu().view(-1).view(torch.uint8).numpy().data if isinstance(data, torch.Tensor) else data
+    )
 
 
 def _close(file: BinaryIO, durable: bool) -> None:
@@ -190,149 +200,8 @@ def _close(file: BinaryIO, durable: bool) -> None:
             os.fsync(file.fileno())
 
 
-# ------------------------------------------------------------------------------------ sharded checkpoints
-
-
-def save_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
-    """Weights, and with `with_optim` also optimizer, schedule position, counters and random states."""
-    final, aside = Path(path), Path(f"{path}.partial")
-    if distributed.rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-    distributed.barrier()
-    state = _model_state(engine) | (_training_state(engine) if with_optim else {})
-    attempt = _Attempts(active=distributed.rank() == 0)
-    try:
-        with _alone():
-            dcp.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
-    except (OSError, CheckpointException) as error:
-        attempt.failure = _root_cause(error)
-    attempt(_swap, aside, final)
-    _agree(attempt.failure, aside, final)
-
-
-def load_dcp(engine: FSDPEngine, path: str, with_optim: bool) -> None:
-    """Load on any number of ranks. Refuses a torn checkpoint and one of another model before changing anything."""
-    metadata = _read_metadata(path)
-    state = _model_state(engine)
-    if with_optim:
-        _make_optimizer_state(engine.optimizer)
-        state |= _training_state(engine)
-    # What no step had touched yet (all rewards were equal so far) has no optimizer state in the checkpoint.
-    stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
-    state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
-    for name, tensor in state.items():
-        saved = metadata.get(name)
-        if saved is None or tuple(saved.size) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{path} does not fit this engine: {name} is "
-                f"{'missing' if saved is None else tuple(saved.size)}, expected {tuple(tensor.shape)}. It is of another "
-                "model, or was saved without the optimizer"
-            )
-    try:
-        with _alone():
-            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
-        told = f"{path} cannot be read ({_root_cause(error)}): it is torn"
-        raise CheckpointError(told) from error
-    if with_optim:
-        for name, parameter in engine.model.named_parameters():
-            if name not in stepped:
-                engine.optimizer.state.pop(parameter, None)
-        _restore_training_state(engine, state)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """DCP warns that a single process is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _read_metadata(path: str) -> dict:
-    """What a checkpoint holds, after checking that its files are as long as they should be."""
-    try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
-        for stored in (metadata.storage_data or {}).values():
-            size = (Path(path) / stored.relative_path).stat().st_size
-            if size < stored.offset + stored.length:
-                raise ValueError(f"{stored.relative_path} is cut off at {size} bytes")
-    except (OSError, EOFError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete sharded checkpoint ({error}): give a folder that `save` finished"
-        ) from error
-    return metadata.state_dict_metadata
-
-
-def _model_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    if isinstance(engine.module, FSDPModule):
-        # A forward pass alone leaves the outermost weights gathered: tensors that neither optimizer nor backward pass know.
-        engine.module.reshard()
-    return {f"model/{n}": p.detach() for n, p in engine.model.named_parameters()}
-
-
-def _training_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Tensors only, so that nothing has to be pickled. Optimizer and counters are views or copies to be read back."""
-    state = {}
-    for name, parameter in engine.model.named_parameters():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            state[f"optim/{name}/{key}"] = value
-    state["counters"] = torch.tensor([engine.lr_step, engine.bad_steps, engine._version])
-    state |= {f"extra/{key}": value for key, value in engine.extra_state().items()}
-    _, keys, *rest = numpy.random.get_state()
-    words = torch.from_numpy(keys.copy()).view(torch.int32)
-    python = torch.tensor(random.getstate()[1], dtype=torch.int64)
-    rng = {"torch": torch.get_rng_state(), "python": python, "numpy": words}
-    rng["numpy_rest"] = torch.tensor(rest, dtype=torch.float64)  # position, and half of a pair
-    if torch.cuda.is_available():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    return state | {f"rng/{distributed.rank()}/{key}": value for key, value in rng.items()}
-
-
-def _restore_training_state(engine: FSDPEngine, state: dict[str, torch.Tensor]) -> None:
-    engine.lr_step, engine.bad_steps, engine._version = state["counters"].tolist()
-    engine._set_lr()
-    extra = {k.removeprefix("extra/"): v for k, v in state.items() if k.startswith("extra/")}
-    engine.load_extra_state(extra)
-    prefix = f"rng/{distributed.rank()}/"
-    rng = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    if not rng:
-        return  # more ranks than before: the new ones keep the state they were seeded with
-    torch.set_rng_state(rng["torch"])
-    random.setstate((3, tuple(rng["python"].tolist()), None))
-    at, has_half, half = rng["numpy_rest"].tolist() if "numpy_rest" in rng else (624, 0, 0.0)
-    words = rng["numpy"].view(torch.uint32).numpy()
-    numpy.random.set_state(("MT19937", words, int(at), int(has_half), half))
-    if "cuda" in rng:
-        torch.cuda.set_rng_state(rng["cuda"])
-
-
-def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """A fresh optimizer has no state to load into: a step on zero gradients at rate zero makes it."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-
-
-def _may_lack(key: str, stepped: set[str]) -> bool:
-    """Whether a complete checkpoint can be without this: the random state of a rank, the optimizer's of a parameter not stepped."""
-    kind, name, *_ = f"{key}/".split("/")
-    return kind == "rng" or (kind == "optim" and name not in stepped)
-
-
-# ------------------------------------------------------------------------------------------ shared by both
-
-
-class _Attempts:
-    """Runs the steps of writing on the rank that writes; after the first `OSError` the rest is left out."""
+class WriteSteps:
+    """Runs the steps of writing on the rank that writes; after the first `OSError` it skips the rest."""
 
     def __init__(self, active: bool):
         self.active = active
@@ -348,8 +217,8 @@ class _Attempts:
             return None
 
 
-def _swap(aside: Path, final: Path) -> None:
-    """Put the finished folder in its place; one that was there goes only after the new one is complete."""
+def replace_folder(aside: Path, final: Path) -> None:
+    """Rename the finished folder to its final name; remove the previous one only after that."""
     old = Path(f"{final}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -358,8 +227,8 @@ def _swap(aside: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _agree(failure: str | None, aside: Path, final: Path) -> None:
-    """Fail on every rank if rank 0 failed, and clean up what was half written."""
+def raise_on_all_ranks(failure: str | None, aside: Path, final: Path) -> None:
+    """Raise `CheckpointError` on every rank if rank 0 failed, and remove the incomplete folder."""
     failure = distributed.broadcast_json(failure)
     if failure is None:
         return
@@ -368,11 +237,6 @@ def _agree(failure: str | None, aside: Path, final: Path) -> None:
     folder = next(parent for parent in final.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     raise CheckpointError(
-        f"could not write {final}: {failure}. {free / 1e9:.2f} GB are free there; make room or save elsewhere. Earlier "
-        "checkpoints are untouched"
+        f"could not write {final}: {failure}. {free / 1e9:.2f} GB are free there: free some space or save elsewhere. "
+        "Earlier checkpoints are unchanged"
     )
-
-
-def _root_cause(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    return str(next(iter(failures.values()))[0]) if failures else str(error)

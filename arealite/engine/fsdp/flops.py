@@ -1,12 +1,13 @@
-"""How many floating-point operations a batch needs, and what share of the device's peak a step reached (MFU).
+"""Counts the floating-point operations of a batch, from which the engine computes the model FLOPs utilization (MFU).
 
-Counted as usual: two operations per weight and token of every matrix product, attention over the causal half, twice as much
-again for the backward pass; recomputation (checkpointing, log-prob chunks) does not count as useful.
+Two operations per weight and token of every matrix product, attention over the causal half, twice as many for the backward
+pass. Recomputation (gradient checkpointing, log-prob chunks) is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800"
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak of the current device, or None where it is not known (then no MFU is reported)."""
+    """Return the peak FLOP/s of the current device, or None if unknown (no MFU is reported then)."""
     if device != "cuda":
         return None
     name = torch.cuda.get_device_name()
@@ -24,12 +25,12 @@ def peak_flops(device: str) -> float | None:
 
 
 class FlopCounter:
-    """Operations of a forward pass of one model; three times that for a training step."""
+    """Counts operations of one model: of a forward pass, and three times as many for a training step."""
 
     def __init__(self, model: PreTrainedModel):
         text = model.config.get_text_config()
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
         self.head = head.weight.numel() if head is not None else 0
         tied = head is not None and head.weight is embedding.weight
         total = sum(p.numel() for p in model.parameters())
@@ -49,7 +50,7 @@ class FlopCounter:
         )
 
     def forward(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """`lengths` of the sequences, and for how many tokens the vocabulary projection is computed."""
+        """Count a forward pass over sequences of `lengths`, with logits for `num_predicted` tokens."""
         tokens = sum(lengths)
         squares = sum(length * length for length in lengths)
         return 2.0 * (self.body * tokens + self.head * num_predicted) + self.attention * squares

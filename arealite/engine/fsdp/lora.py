@@ -1,14 +1,15 @@
-"""Low-rank adapters through PEFT: put into a model in place, merged for servers, saved as PEFT saves them.
+"""Low-rank adapters (LoRA) with PEFT: injects them into a model, merges them for servers, saves them in PEFT's format.
 
-The model keeps its class; adapted linear layers hold `base_layer` and `lora_A`/`lora_B`. Servers get the adapter alone through a folder
-(`rollout.weight_update=disk`), merged weights under the model's own names otherwise; checkpoints are adapter folders that
-`PeftModel.from_pretrained` reads. The scalar head of critics and reward models, which is new, is trained and saved whole beside them.
+The model keeps its class; adapted linear layers hold `base_layer`, `lora_A` and `lora_B`. With `rollout.weight_update=disk`
+servers get the adapter alone, otherwise merged weights under the model's own names. Checkpoints are adapter folders that
+`PeftModel.from_pretrained` reads. The scalar head of critics and reward models is new, so it is trained and saved in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from arealite.engine.fsdp.parallel import whole
 from arealite.engine.fsdp.vision import has_vision, language_model
 
 _ADAPTER = "default"
-_HEAD = "score"  # of models for sequence classification
+# Name of the scalar head in models for sequence classification.
+_HEAD = "score"
 
 
 def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
@@ -49,12 +51,12 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or _is_head(name))
     if has_vision(model.config) and not config.freeze_vision:
-        # Images bring gradients to the first layer's input. FSDP wants that on ranks without images too.
+        # Images bring gradients to the input of the first layer. FSDP needs them on ranks without images too.
         model.enable_input_require_grads()
 
 
 def _frozen_towers(model: PreTrainedModel, config: TrainEngineConfig) -> str | None:
-    """What PEFT leaves alone, as a pattern of names: beside the language model, a frozen vision tower and its projector."""
+    """Return a pattern of the modules without adapters: a frozen vision tower and its projector."""
     if not (has_vision(model.config) and config.freeze_vision):
         return None
     towers = (n for n, m in model.base_model.named_children() if m is not language_model(model))
@@ -70,29 +72,29 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """`W + scale·B·A` for an adapted layer's whole weight; any other value as it is. Collective when sharded."""
+    """Return `W + scale·B·A` for the full weight of an adapted layer, any other value unchanged. Collective if sharded."""
     if not name.endswith(".base_layer.weight"):
         return value
-    layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
+    layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))
     down, up = (whole(side[_ADAPTER].weight).float() for side in (layer.lora_A, layer.lora_B))
     return value + (layer.scaling[_ADAPTER] * (up @ down)).to(value.dtype)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Adapter parameters, and a scalar head's, under the names of PEFT's files."""
+    """Yield the adapter parameters, and those of a scalar head, under the names in PEFT's files."""
     for name, parameter in model.named_parameters():
         if is_adapter(name) or _is_head(name):
             yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), parameter
 
 
 def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None:
-    """PEFT's `adapter_config.json`."""
-    settings = model.peft_config[_ADAPTER]
+    """Write PEFT's `adapter_config.json`."""
+    settings: Any = model.peft_config[_ADAPTER]
     settings.base_model_name_or_path = base_model
     settings.modules_to_save = [_HEAD] if hasattr(model, _HEAD) else None
     settings.save_pretrained(str(folder))

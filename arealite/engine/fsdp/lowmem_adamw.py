@@ -1,28 +1,31 @@
-"""AdamW with its two moments in 16 or 8 bits instead of 32: a half or a quarter of the optimizer's memory.
+"""AdamW with its two moments in 16 or 8 bits instead of 32: half or a quarter of the optimizer's memory.
 
-Used for `optimizer.type=adamw_bf16` and `adamw_8bit`. All arithmetic is fp32; what is stored in fewer bits (moments, and weights
-where those are bfloat16) is rounded stochastically, so that small updates are kept on average instead of lost. Ranks that hold the
-same values round them alike. States have the parameter's shape and placement, so sharding and checkpoints treat them like any other.
+Used for `optimizer.type=adamw_bf16` and `adamw_8bit`. All arithmetic is fp32. Values stored in fewer bits (moments, and
+bfloat16 weights) are rounded stochastically, so that small updates survive on average. Ranks that hold the same values round
+them alike. States have the parameter's shape and placement, so sharding and checkpoints need no special case.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from arealite.engine.fsdp.parallel import local
 
-_BLOCK = 128  # entries along the last dimension that share a scale
-# 8 bits: a share x of the block's largest value is stored as levels·|x|^(1/power), finer near zero. The second moment spans more.
+# Entries along the last dimension that share a scale.
+_BLOCK = 128
+# (dtype, levels, power): a share x of the block's largest value is stored as levels·|x|^(1/power), which is finer near zero.
+# The second moment spans more orders of magnitude.
 _CODES = {"exp_avg": (torch.int8, 127, 2.0), "exp_avg_sq": (torch.uint8, 255, 4.0)}
 
 
 class LowMemoryAdamW(torch.optim.Optimizer):
-    """Decoupled weight decay (arXiv 1711.05101), moments in bfloat16 or, in blocks, 8 bits (as in 2110.02861, with another code).
+    """AdamW (arXiv 1711.05101) with moments in bfloat16, or in 8 bits with a scale per block (as in arXiv 2110.02861).
 
-    Works on sharded parameters. With 8 bits, the moments of vectors (norms, biases) stay fp32: they are few and matter.
+    Works on sharded parameters. With 8 bits the moments of vectors (norms, biases) stay fp32: they are few and sensitive.
     """
 
     def __init__(self, params, lr: float, betas: tuple[float, float], eps: float, bits: int = 16):
@@ -30,7 +33,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         self.bits = bits
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None, "this optimizer takes no closure"
         pairs = ((p, group) for group in self.param_groups for p in group["params"])
         for number, (parameter, group) in enumerate(pairs):
@@ -43,10 +46,11 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             self._make_state(parameter, state)
         state["step"] += 1
         count = float(state["step"])
-        # drawn from nothing that a rank has of its own, nor that a checkpoint would have to keep
+        # Seeded without any state of the rank: replicas round alike, and checkpoints need not save it.
         noise = torch.Generator(local(parameter).device)
         noise.manual_seed(hash((number, int(count), *_place(parameter))))
         beta1, beta2 = group["betas"]
+        assert parameter.grad is not None
         weight, grad = local(parameter), local(parameter.grad).float()
         mean = load_moment(state, "exp_avg").lerp_(grad, 1.0 - beta1)
         square = load_moment(state, "exp_avg_sq").mul_(beta2)
@@ -69,7 +73,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
 
 def _place(parameter: torch.Tensor) -> list[int]:
-    """Which part of a sharded parameter is here: equal on ranks that hold the same, such as the norms of a tensor group."""
+    """Return which part of a sharded parameter this rank holds; equal on ranks that hold the same part."""
     if not isinstance(parameter, DTensor):
         return []
     places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
@@ -77,7 +81,7 @@ def _place(parameter: torch.Tensor) -> list[int]:
 
 
 def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
-    """One number for each block of a row: shaped and placed like the parameter, but shorter in its last dimension."""
+    """Return one zero per block of a row, placed like the parameter and shorter in the last dimension."""
     mine = local(parameter)
     block = math.gcd(mine.shape[-1], _BLOCK)
     block = block if block >= 32 else mine.shape[-1]
@@ -92,7 +96,7 @@ def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def load_moment(state: dict, key: str) -> torch.Tensor:
-    """A moment as a new fp32 tensor."""
+    """Return a moment as a new fp32 tensor."""
     stored = local(state[key])
     if f"{key}_scale" not in state:
         return stored.to(torch.float32, copy=True)
@@ -104,6 +108,7 @@ def load_moment(state: dict, key: str) -> torch.Tensor:
 
 
 def store_moment(state: dict, key: str, value: torch.Tensor, noise: torch.Generator) -> None:
+    """Store fp32 `value` as the moment `key`, rounded stochastically."""
     stored = local(state[key])
     if f"{key}_scale" not in state:
         store_rounded(stored, value, noise)
@@ -117,7 +122,7 @@ def store_moment(state: dict, key: str, value: torch.Tensor, noise: torch.Genera
     code = share.abs().pow_(1.0 / power).mul_(levels).add_(dither).floor_()
     code.clamp_(max=levels)
     if stored.dtype == torch.uint8:
-        # A second moment of zero under a first that is not would make a huge step.
+        # A second moment of zero beside a nonzero first moment would make a huge step.
         code.clamp_(min=1.0).mul_(share > 0)
     stored.copy_(code.copysign_(share))
 
@@ -127,7 +132,7 @@ def _blocks(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def store_rounded(target: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
-    """Copy fp32 `value` into `target`; into bfloat16 it goes up or down at random, right on average."""
+    """Copy fp32 `value` into `target`; a bfloat16 target is rounded up or down at random, exact on average."""
     if target.dtype != torch.bfloat16:
         target.copy_(value)
         return

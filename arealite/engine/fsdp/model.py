@@ -1,15 +1,16 @@
-"""Hugging Face models as the engines see them: found, checked, loaded, sharded, and called on packed batches.
+"""Finds, loads and shards Hugging Face models, and runs them on packed micro-batches.
 
-`PackedModel` is the root module: its forward pass takes one packed micro-batch and returns per-token results, so that
-sharding gathers the output head together with the rest and `[N, V]` logits never exist. Used by `FSDPEngine`.
+`PackedModel` is the root module: its forward pass takes one packed micro-batch and returns per-token results. So FSDP
+gathers the output head with the rest of the model, and `[N, V]` logits never exist. Used by `FSDPEngine`.
 
-N packed tokens.
+N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,14 +58,14 @@ from arealite.utils.model_config import check_model
 
 
 class PackedModel(nn.Module):
-    """One decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`).
+    """A decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`).
 
-    With a context group, each rank of it runs an equal piece of the tokens; results are whole on all of them.
+    In a context-parallel group each rank computes an equal piece of the tokens, and all ranks get the full result.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, layout: Layout | None = None):
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.chunk_size = config.logprob_chunk_size
         self.fused = config.compile
         self.context_group = layout.cp_group if layout is not None else None
@@ -74,7 +75,7 @@ class PackedModel(nn.Module):
         self.softcap = getattr(text, "final_logit_softcapping", None)
         # Cohere multiplies logits, Granite divides them.
         self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
-        self.longest = original_length(model.config)
+        self.max_length = original_length(model.config)
         self.has_lm_head = model.get_output_embeddings() is not None
         self.trains_vision = has_vision(model.config) and not config.freeze_vision
 
@@ -87,26 +88,26 @@ class PackedModel(nn.Module):
             targets = torch.arange(num_tokens, device=hidden.device)
             rows, kept = self._rows(targets, first, len(hidden), prefixes)
             values = self.model.score(hidden[rows]).squeeze(-1).float()
-            return {"values": self._whole(values, targets[kept], num_tokens)}
+            return {"values": self._scatter(values, targets[kept], num_tokens)}
         rows, kept = self._rows(targets - 1, first, len(hidden), prefixes)
         targets = targets[kept]
         labels = mb["input_ids"][targets]
-        # A row that is used more than once (a shared prompt's last one) adds its gradients up here.
+        # Rows may repeat (the last token of a shared prompt): index_select adds up their gradients.
         states = hidden.index_select(0, rows)
         if self.logit_scale != 1.0:
             states = states * self.logit_scale
         logp, entropy = self._logprobs(states, labels, temperature, with_entropy)
-        outputs = {"logp": self._whole(logp, targets, num_tokens)}
+        outputs = {"logp": self._scatter(logp, targets, num_tokens)}
         if with_entropy:
-            outputs["entropy"] = self._whole(entropy, targets, num_tokens)
+            outputs["entropy"] = self._scatter(entropy, targets, num_tokens)
         return outputs
 
     @torch.no_grad()
-    def try_out(self, device: str) -> None:
-        """What the function of this name does; a method, for sharded parameters are gathered by methods."""
+    def check_logprobs(self, device: str) -> None:
+        """Implement the function `check_logprobs`; a method, because FSDP gathers parameters around methods."""
         self.eval()
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % vocabulary
+        vocab_size = self.model.get_output_embeddings().weight.shape[0]
+        ids = torch.arange(1, TRIAL_TOKENS + 1) * 7919 % vocab_size
         lengths = [TRIAL_TOKENS // 3, TRIAL_TOKENS]
         mb = {
             "input_ids": torch.cat([ids[: lengths[0]], ids]),
@@ -118,19 +119,19 @@ class PackedModel(nn.Module):
         logp = self.forward(mb, lengths, temperature=1.0, with_entropy=False)["logp"]
         check_trial(self.model, ids.to(device), logp[mb["target_positions"]].cpu())
 
-    def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None):
-        """Last states of the tokens that this rank computes, and which of all computed ones is its first."""
-        if self.longest is not None and max(lengths) > self.longest:
+    def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None) -> tuple[torch.Tensor, int]:
+        """Return the last hidden states of this rank's piece of the computed tokens, and where the piece begins."""
+        if self.max_length is not None and max(lengths) > self.max_length:
             raise ConfigError(
-                f"a sequence has {max(lengths)} tokens; beyond {self.longest} this model's rotary angles depend on the other "
-                "sequences of a batch: make prompts and answers shorter"
+                f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on the "
+                "other sequences of a batch: make prompts and answers shorter"
             )
         ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
         if prefixes is not None:
             ids, positions = ids[prefixes.unique], positions[prefixes.unique]
         first = 0
         if self.context_group is not None:
-            # Tokens are filled up to equal pieces; the filling is a sequence of its own.
+            # Pad the tokens to equal pieces; the padding is a sequence of its own.
             size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
             missing = -len(ids) % size
             if missing:
@@ -152,12 +153,14 @@ class PackedModel(nn.Module):
         )
         hidden = outputs.last_hidden_state.squeeze(0)
         if self.trains_vision and not images:
-            # Other ranks may have images now: sharded parameters want a gradient from every rank.
+            # Other ranks may have images now, and FSDP needs a gradient from every rank.
             hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
         return hidden, first
 
-    def _rows(self, tokens: torch.Tensor, first: int, length: int, prefixes: PrefixPlan | None):
-        """Where the states of packed `tokens` lie in this rank's piece, and for which of them they do."""
+    def _rows(
+        self, tokens: torch.Tensor, first: int, length: int, prefixes: PrefixPlan | None
+    ) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Return the rows of packed `tokens` in this rank's piece, and which of the tokens are in it."""
         rows = (tokens if prefixes is None else prefixes.expand[tokens]) - first
         if self.context_group is None:
             return rows, slice(None)
@@ -165,7 +168,7 @@ class PackedModel(nn.Module):
         return rows[kept], kept
 
     def _logprobs(self, states, labels, temperature: float, with_entropy: bool):
-        """Log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
+        """Return log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
         head = self.model.get_output_embeddings()
         shard = VocabularyShard.of(head.weight, self.tensor_group)
         settings = {"softcap": self.softcap, "chunk_size": self.chunk_size}
@@ -175,8 +178,8 @@ class PackedModel(nn.Module):
         settings |= {"with_entropy": with_entropy, "fused": self.fused}
         return token_logprobs(states, head.weight, labels, head.bias, **settings)
 
-    def _whole(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """`values` at `tokens`, zero at all others `[N]`, with those of the context group's other ranks."""
+    def _scatter(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return `[N]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""
         whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
         return whole if self.context_group is None else sum_pieces(whole, self.context_group)
 
@@ -211,8 +214,9 @@ def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
 def load_model(
     folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
 ) -> PreTrainedModel:
-    """The whole model on the host, in the type that the optimizer holds."""
-    logging.disable_progress_bar()  # a run shows one live table
+    """Load the full model on the host, in the dtype that the optimizer holds."""
+    # A run shows one live table on the console.
+    logging.disable_progress_bar()
     attention: str | dict[str, str] = ATTENTION
     if scalar_head:
         cls = AutoModelForSequenceClassification
@@ -225,10 +229,11 @@ def load_model(
         raise ConfigError(
             f"transformers has no {cls.__name__} for model type {hf_config.model_type!r}: use another model"
         )
-    check_interface(cls._model_mapping[type(hf_config)])
+    model_class: Any = cls._model_mapping[type(hf_config)]
+    check_interface(model_class)
     dtype = getattr(torch, config.param_dtype)
     if config.init_from_scratch:
-        # where torch.device says: on the meta device nothing is allocated, on an accelerator drawing is fast
+        # Made on the current torch.device: the meta device allocates nothing.
         with model_errors(folder):
             model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     else:
@@ -257,41 +262,43 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, which are sharded, checkpointed and compiled one by one."""
+    """Return the repeated blocks, which are sharded, checkpointed and compiled one by one."""
     names = set(model._no_split_modules or ())
     layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
     if not layers:
-        raise ConfigError(f"{type(model).__name__} does not say which of its modules are layers")
+        raise ConfigError(f"{type(model).__name__} does not declare its layers (_no_split_modules): use another model")
     return layers
 
 
 def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
-    """Shard an empty (meta) `module` layer by layer, then fill it from `full`, which only rank 0 has."""
-    types = {"param_dtype": getattr(torch, config.dtype), "reduce_dtype": torch.float32}
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**types)}
+    """Shard `module`, which is on the meta device, layer by layer; then fill it from `full`, which only rank 0 has."""
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in decoder_layers(module.model):
         fully_shard(layer, **options)
     fully_shard(module, **options)
-    register_fsdp_forward_method(module, "try_out")
+    register_fsdp_forward_method(module, "check_logprobs")
     module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
     module.model.tie_weights()
     fill(module, full, mesh.device_type)
 
 
-def try_out(module: PackedModel, device: str) -> None:
-    """Compare the packed log-probs of a few tokens with the model's own forward pass; `ConfigError` if they differ."""
-    with torch.compiler.set_stance("force_eager"):  # layers are compiled for batches
-        module.try_out(device)
+def check_logprobs(module: PackedModel, device: str) -> None:
+    """Raise `ConfigError` if packed log-probs of a few tokens differ from those of the model's own forward pass."""
+    # Layers are compiled for training batches, not for this one.
+    with torch.compiler.set_stance("force_eager"):
+        module.check_logprobs(device)
     if isinstance(module, FSDPModule):
-        module.reshard()  # an optimizer made now would hold what was gathered
+        # Otherwise an optimizer made now would hold the gathered tensors.
+        module.reshard()
 
 
 def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None:
     """Copy weights and buffers of rank 0's `full` into the sharded `module`.
 
-    Buffers that are not saved (rotary frequencies) are empty after the meta device and are sent along.
+    Buffers that no checkpoint holds (rotary frequencies) are copied too: they are undefined after the meta device.
     """
     fill_parameters(module.model, dict(full.named_parameters()) if full else {})
     source = dict(full.named_buffers()) if full else {}
@@ -299,14 +306,14 @@ def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None
         if name in source:
             buffer.copy_(source[name])
         dist.broadcast(buffer, src=0)
-    # Offloaded weights live on the host, but buffers are used where the layers run.
+    # Offloaded weights are on the host, but buffers are used on the device.
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = buffer if buffer is None else buffer.to(device)
 
 
 def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy whole tensors, which only rank 0 needs to have, into parameters that may be sharded."""
+    """Copy full tensors into parameters that may be sharded; only rank 0 needs to have the tensors."""
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         with torch.no_grad():
             for name, value in weights.items():

@@ -1,11 +1,12 @@
-"""The optimizer side of an engine: parameter groups, learning-rate schedule, gradient norm and clipping.
+"""Parameter groups, learning-rate schedule, gradient norm and gradient scaling of `FSDPEngine`.
 
-Used by `FSDPEngine` only. Works on plain parameters and on DTensors of any mesh.
+Works on plain parameters and on DTensors of any mesh.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from arealite.engine.fsdp.parallel import local
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay acts on matrices and embeddings, not on norms and biases."""
+    """Make an AdamW optimizer. Weight decay acts on matrices and embeddings, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
@@ -30,11 +31,12 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of training step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
+    """Return the rate of training step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
     warmup = round(config.warmup_steps_proportion * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
-    if config.lr_scheduler_type == "constant" or not total_steps:  # no end is known
+    # Without a known end there is nothing to decay towards.
+    if config.lr_scheduler_type == "constant" or not total_steps:
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.lr_scheduler_type == "linear":
@@ -45,12 +47,12 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
-    """Global 2-norm of all gradients over all ranks.
+    """Return the 2-norm of all gradients over all ranks.
 
-    Each rank squares what it holds; sums go over the mesh dimensions along which a gradient is split. Gradients on different
-    meshes (tensor parallel and not) are kept apart: torch's own norm refuses to mix them.
+    Each rank squares its local part; sums go over the mesh dimensions along which a gradient is sharded. Gradients on
+    different meshes (tensor parallel and not) are summed apart, because torch's own norm does not mix them.
     """
-    by_layout: dict[object, list[torch.Tensor]] = {}
+    by_layout: dict[Any, list[torch.Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
         layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         by_layout.setdefault(layout, []).append(local(grad))
@@ -58,7 +60,7 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
     for layout, grads in by_layout.items():
         square = torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
         for dim, placement in enumerate(layout[1] if layout else ()):
-            # (the strided split of tensor parallel layers does not call itself a shard)
+            # Not `is_shard()`: it is False for the strided shards of tensor-parallel layers.
             if not placement.is_replicate() and layout[0].size(dim) > 1:
                 dist.all_reduce(square, group=layout[0].get_group(dim))
         total += float(square)
@@ -68,4 +70,4 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
 def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]

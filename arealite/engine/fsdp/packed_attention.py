@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,8 @@ def packed_attention(
     if s_aux is not None or packed_layout is None:
         reason = "has sinks" if s_aux is not None else "does not pass packed_layout to its attention"
         raise ConfigError(f"{type(module).__name__} {reason}: it cannot be trained on packed sequences")
-    heads = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_layout.attend(*heads, scaling, sliding_window).unsqueeze(0), None
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_layout.attend(query, key, value, scaling, sliding_window).unsqueeze(0), None
 
 
 class _Kernel(Protocol):
@@ -91,6 +91,7 @@ class PackedLayout:
         ring: bool = False,
     ) -> PackedLayout:
         """Describe sequences of `lengths`; with a context group, those of all its ranks (they fill equal pieces)."""
+        kernel: _Kernel
         hops = None
         if context_group is not None and ring:
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
@@ -153,8 +154,8 @@ class Varlen:
         # Flash attention counts the tokens before the query; transformers counts the query too.
         window_size = (-1, 0) if window is None else (window - 1, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        assert varlen_attn is not None, "this build of torch has no variable-length attention"
-        out = varlen_attn(
+        attend: Any = varlen_attn
+        out = attend(
             _pad_heads(query), _pad_heads(key), _pad_heads(value),
             self.cu_seqlens_q, self.cu_seqlens_k, self.max_length_q, self.max_length_k,
             scale=scale, window_size=window_size, **_GQA,
@@ -207,7 +208,7 @@ class _Bucket:
 
     def __init__(self, segments: list[Segment]):
         start, length, prefix_start, self.prefix = torch.tensor(segments).T[:, :, None]
-        self.own, self.shared = torch.arange(length.max()), torch.arange(self.prefix.max())
+        self.own, self.shared = torch.arange(int(length.max())), torch.arange(int(self.prefix.max()))
         self.real = self.own < length
         self.queries = torch.where(self.real, start + self.own, 0)
         shared = torch.where(self.shared < self.prefix, prefix_start + self.shared, 0)
@@ -272,9 +273,9 @@ class _Move(torch.autograd.Function):
         return value.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         inverse, unused = ctx.saved_tensors
-        moved = grad.index_select(0, inverse)
+        moved = grads[0].index_select(0, inverse)
         if unused is not None:
             moved.masked_fill_(unused[:, None, None], 0.0)
         return moved, None, None, None

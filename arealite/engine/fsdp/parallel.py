@@ -1,9 +1,9 @@
-"""How a model is spread over ranks: data (FSDP), context and tensor (DTensor) parallel, in this order of nearness.
+"""Distribution of a model over ranks: a mesh of data (FSDP), context and tensor (DTensor) parallel dimensions.
 
-`Layout` says which ranks share what; it is checked against the model before anything is loaded. Ranks of one data-parallel index
-(its context and tensor neighbours) get the same batch. Context parallel cuts the packed tokens in equal pieces; around
-attention an all-to-all trades pieces for heads (Ulysses), or, where heads cannot be shared out, keys and values go round a ring. The
-tensor group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and the packed attention.
+`check_layout` checks it against the model before anything is loaded. Ranks with the same data-parallel index get the same
+batch. Context parallelism splits the packed tokens into equal pieces; around attention, ranks exchange pieces for heads with
+an all-to-all (Ulysses), or pass keys and values around a ring if the heads cannot be divided. The tensor group splits linear
+layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and `packed_attention`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
 
 
 def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
-    """`d32p2` as `d64`: FSDP spreads every layer over all ranks, so stages, which are there to spread layers, join them."""
+    """Return `d64` for `d32p2`: FSDP shards every layer over all ranks, so pipeline stages become data ranks."""
     return replace(strategy, data=strategy.data * strategy.pipeline, pipeline=1)
 
 
 def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int) -> None:
-    """Refuse a layout that does not fit the ranks or the model, saying which number is in the way."""
+    """Raise `AllocationError` if the layout does not fit the ranks or the model."""
     if strategy.expert > 1:
         raise AllocationError(
-            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism; {strategy} asks for more: set e1"
+            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism, but {strategy} has e{strategy.expert}: set e1"
         )
     if strategy.world_size != world_size:
         raise AllocationError(
@@ -54,8 +54,8 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     unknown = {s for s in plan.values() if s not in _STYLES + _EXPERT_STYLES}
     if unknown or not plan:
         raise AllocationError(
-            f"model type {text.model_type!r} has parts without a tensor-parallel plan here ({sorted(unknown) or 'none at all'}): use t1 "
-            "and give those ranks to d (FSDP spreads the weights over them too) or c"
+            f"model type {text.model_type!r} has no supported tensor-parallel plan (unknown styles: {sorted(unknown)}): use t1 "
+            "and give those ranks to d (FSDP shards the weights over them too) or c"
         )
 
 
@@ -70,7 +70,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 
 def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
-    """Whether context ranks can share out the heads that tensor parallel leaves them; otherwise they form a ring."""
+    """Return whether context ranks can divide the heads of a tensor rank; otherwise they form a ring."""
     heads, kv_heads = (n // strategy.tensor for n in _num_heads(config))
     size = strategy.context
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
@@ -91,12 +91,12 @@ class Layout:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that may be sharded."""
+    """Return this rank's part of a tensor that may be sharded."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be sharded, gathered (by all ranks together) and detached."""
+    """Return the full tensor, detached. Collective if it is sharded."""
     value = value.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -105,7 +105,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Piece `i` of dimension 0 goes to rank `i`; the gradient goes back the same way."""
+    """All-to-all: send piece `i` of dimension 0 to rank `i`; gradients are sent back."""
 
     @staticmethod
     def forward(ctx, pieces, group):
@@ -113,8 +113,8 @@ class _Exchange(torch.autograd.Function):
         return _exchange(pieces, group)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _exchange(grad, ctx.group), None
+    def backward(ctx, *grads):
+        return _exchange(grads[0], ctx.group), None
 
 
 def _exchange(pieces: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -134,15 +134,17 @@ def tokens_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The way back: `[N, heads / c, D]` → `[n, heads, D]`."""
+    """Reverse `tokens_to_heads`: `[N, heads / c, D]` → `[n, heads, D]`."""
     size = dist.get_world_size(group)
     pieces = x.unflatten(0, (size, -1))
     return _Exchange.apply(pieces, group).transpose(0, 1).flatten(1, 2)
 
 
 class _SumPieces(torch.autograd.Function):
-    """Sum over ranks of what each computed for its own tokens. The loss is the same on all of them, so each keeps the
-    gradient of its own part: none is counted twice."""
+    """Sum over ranks of the results for their own tokens.
+
+    The loss is the same on all ranks, so each passes the gradient on to its own part: none is counted twice.
+    """
 
     @staticmethod
     def forward(ctx, value, group):
@@ -151,8 +153,8 @@ class _SumPieces(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    def backward(ctx, *grads):
+        return grads[0], None
 
 
 def sum_pieces(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -160,7 +162,7 @@ def sum_pieces(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor:
-    """Give `x` to the rank `step` places on in the ring, and take what comes from behind."""
+    """Send `x` to the rank `step` places ahead in the ring, and return what the rank behind sent."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     received = torch.empty_like(x)
     to, source = (dist.get_global_rank(group, (rank + s) % size) for s in (step, -step))
@@ -171,7 +173,7 @@ def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor
 
 
 class _Ring(torch.autograd.Function):
-    """Rows of the `hops` ranks before this one, the farthest first; gradients go back round the ring and add up on the way."""
+    """Rows of the `hops` ranks before this one, the farthest first; gradients are summed on their way back."""
 
     @staticmethod
     def forward(ctx, x, hops, group):
@@ -182,8 +184,8 @@ class _Ring(torch.autograd.Function):
         return torch.cat(pieces[:0:-1])
 
     @staticmethod
-    def backward(ctx, grad):
-        pieces = grad.chunk(ctx.hops)
+    def backward(ctx, *grads):
+        pieces = grads[0].chunk(ctx.hops)
         total = pieces[0]
         for piece in pieces[1:]:
             total = _shift(total, ctx.group, -1) + piece
@@ -192,5 +194,5 @@ class _Ring(torch.autograd.Function):
 
 @torch.compiler.disable
 def with_earlier_pieces(x: torch.Tensor, hops: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's rows `[n, …]`, then those of the `hops` ranks before it: `[(1 + hops)·n, …]`."""
+    """Return this rank's rows `[n, …]`, then those of the `hops` ranks before it: `[(1 + hops)·n, …]`."""
     return torch.cat([x, _Ring.apply(x, hops, group)]) if hops else x

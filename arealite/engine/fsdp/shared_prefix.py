@@ -1,10 +1,10 @@
-"""Computing a group's common prompt once: samples of one prompt differ only after it, so its tokens need one forward and backward pass.
+"""Plans the sharing of prompts: the tokens of a group's common prompt are computed once.
 
-The first row of a group runs whole; the others run only their own tokens, whose queries attend to the first row's prompt and to
-themselves. Exact: causal attention makes the prompt's states independent of what follows. `FSDPEngine` plans it per micro-batch;
-`packed_attention` carries it out.
+The first row of a group is computed in full. Of the other rows only the tokens after the prompt are computed; their
+queries attend to the first row's prompt and to themselves. This is exact, because causal attention makes the states of the
+prompt independent of what follows. `micro_batches` makes a plan per micro-batch and `packed_attention` uses it.
 
-N packed tokens, U tokens that are computed.
+N packed tokens, U computed tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-# Below this share of tokens saved, gathering keys and values costs more than it brings.
-_WORTHWHILE = 0.1
+# If fewer tokens than this share are saved, gathering keys and values costs more than sharing saves.
+_MIN_SAVED_SHARE = 0.1
 
 
 class Segment(NamedTuple):
-    """Tokens of one row that are computed (`start`, `length` among U), and the shared ones it sees before them."""
+    """Computed tokens of one row (`start`, `length` among U), and the shared tokens before them."""
 
     start: int
     length: int
@@ -30,20 +30,24 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefixPlan:
-    unique: torch.Tensor  # [U] packed token that each computed one stands for
-    expand: torch.Tensor  # [N] computed token that stands for each packed one
+    """Which tokens are computed, and which computed token each packed token refers to."""
+
+    # [U] packed token of each computed token.
+    unique: torch.Tensor
+    # [N] computed token of each packed token.
+    expand: torch.Tensor
     segments: list[Segment]
 
     @property
     def lengths(self) -> list[int]:
-        """Computed tokens of each row."""
+        """Number of computed tokens of each row."""
         return [segment.length for segment in self.segments]
 
     def to(self, device: str | torch.device) -> PrefixPlan:
         return replace(self, unique=self.unique.to(device), expand=self.expand.to(device))
 
     def filled(self, missing: int) -> PrefixPlan:
-        """With so many more computed tokens at the end, a sequence of their own."""
+        """Return a plan with `missing` more computed tokens at the end, as a sequence of their own."""
         size = len(self.unique)
         more = torch.arange(size, size + missing, device=self.unique.device)
         segments = [*self.segments, Segment(size, missing, 0, 0)] if missing else self.segments
@@ -51,15 +55,16 @@ class PrefixPlan:
 
 
 def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, int]:
-    """A ring rank's piece of the packed tokens: its sequences, the first of which may have begun in earlier pieces.
+    """Return the plan of a ring rank's piece of the packed tokens, and how many earlier ranks' keys it needs (`hops`).
 
-    Keys are this rank's, then those of the `hops` ranks before it (the second result, the same on all ranks).
+    The first sequence of a piece may begin in earlier pieces: those tokens are its prefix. Keys are this rank's, then those
+    of the `hops` ranks before it. `hops` is the same on all ranks.
     """
     ends = torch.tensor(lengths).cumsum(0)
     length = int(ends[-1]) // size
     cuts = torch.arange(size) * length
     begun = torch.cat([torch.zeros(1, dtype=torch.long), ends])
-    # tokens before each cut that belong to the sequence which it cuts
+    # For each cut, the tokens before it that belong to the sequence it divides.
     before = (cuts - begun[torch.searchsorted(ends, cuts, right=True)]).tolist()
     hops = max(-(-count // length) for count in before)
     inside = ends[(ends > rank * length) & (ends < (rank + 1) * length)] - rank * length
@@ -74,9 +79,9 @@ def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, in
 def plan_prefixes(
     input_ids: torch.Tensor, lengths: list[int], group_ids: list[int], num_prompt: list[int]
 ) -> PrefixPlan | None:
-    """Which tokens need computing; None where sharing would save too little.
+    """Return the plan for sharing prompts within groups, or None if it would save too little.
 
-    `num_prompt[i]` tokens of row `i` come before its first trained one: only those may be shared.
+    `num_prompt[i]` tokens of row `i` come before its first trained token: only these may be shared.
     """
     ids = input_ids.numpy()
     starts = [0]
@@ -84,7 +89,7 @@ def plan_prefixes(
         starts.append(starts[-1] + length)
     shared = _shared_lengths(ids, starts, group_ids, num_prompt)
     saved = sum(length for first, length in shared if first is not None)
-    if saved < _WORTHWHILE * starts[-1]:
+    if saved < _MIN_SAVED_SHARE * starts[-1]:
         return None
     prefix = torch.tensor([length for _, length in shared])
     own = torch.tensor(lengths) - prefix
@@ -100,13 +105,13 @@ def plan_prefixes(
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The numbers `start, …, start + length - 1` of each pair, one after the other."""
+    """Concatenate the ranges `start, …, start + length - 1`."""
     offsets = lengths.cumsum(0) - lengths
     return (starts - offsets).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int | None, int]]:
-    """For each row, the first row of its group and how many tokens it shares with it (None, 0 for that row itself)."""
+    """Return for each row the first row of its group and the number of shared tokens; (None, 0) if it shares none."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         members.setdefault(group, []).append(row)

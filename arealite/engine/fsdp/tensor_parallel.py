@@ -1,17 +1,17 @@
-"""Tensor parallel: which parts of a model each rank of a tensor group holds, and what the group adds up.
+"""Tensor parallelism: splits a model over the ranks of a tensor group.
 
-Linear layers are split by the model's own plan (DTensor). Experts are spread whole: each rank runs its share of them on all tokens.
-The embedding and the output head are split by vocabulary rows, and so are log-probs: no rank ever has logits of the whole
-vocabulary. Applied by `FSDPEngine` to a model on the meta device, before sharding. Results are the same on all ranks of a group.
+Linear layers are split by the model's own plan (DTensor). Experts are distributed: each rank runs some of them on all
+tokens. Embedding, output head and log-probs are split by vocabulary rows, so no rank has logits of the full vocabulary.
+`FSDPEngine` applies it to a model on the meta device, before sharding. Results are the same on all ranks of a group.
 
-n tokens of this rank, M tokens whose log-prob is asked for, V vocabulary, t tensor ranks.
+n tokens of this rank, M tokens whose log-prob is requested, V vocabulary, t tensor ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,14 @@ from arealite.algo.logprobs import finish_softmax, logits_grad, softmax_sums
 from arealite.engine.fsdp.parallel import Layout, local, sum_pieces
 from arealite.utils.decoders import tensor_plan
 
-# Gathering a weight that FSDP and the tensor group both cut takes two collectives; torch tells so on the console each run.
+# torch warns in each run that gathering a weight split by both FSDP and the tensor group takes two collectives.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
-    """Split `model`; returns the names of replicated parameters whose gradients are partial.
+    """Split `model`; return the names of replicated parameters whose gradients are partial.
 
-    Norms of single heads see only this rank's heads: their gradients must be summed over the tensor group.
+    Per-head norms see only this rank's heads, so their gradients must be summed over the tensor group.
     """
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     partial: set[int] = set()
@@ -43,7 +43,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
         if style in styles and isinstance(module, nn.Linear):
             parallelize_module(module, layout.mesh["tp"], styles[style]())
         elif style == "moe_tp_experts":
-            _spread_experts(module, layout)
+            _distribute_experts(module, layout)
         elif style == "replicated_with_grad_allreduce":
             partial |= set(map(id, module.parameters()))
     _split_vocabulary(model, layout)
@@ -51,14 +51,14 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
 
 
 def _split_rows(module: nn.Module, layout: Layout) -> None:
-    """Each rank of the tensor group holds an equal range of dimension 0 of the module's parameters."""
+    """Shard dimension 0 of the module's parameters over the tensor group."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         split = distribute_tensor(parameter.detach(), layout.mesh["tp"], [Shard(0)])
         module.register_parameter(name, nn.Parameter(split))
 
 
 class _SumGrads(torch.autograd.Function):
-    """Each rank used `value` for its own part of a sum: the parts' gradients are added up."""
+    """Identity whose gradient is summed over ranks: each rank used `value` for its own part of a sum."""
 
     @staticmethod
     def forward(ctx, value, group):
@@ -66,18 +66,18 @@ class _SumGrads(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
+    def backward(ctx, *grads):
+        grad = grads[0].contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
-def _spread_experts(experts: nn.Module, layout: Layout) -> None:
-    """Rank `i` keeps every `i`-th range of experts. Tokens routed elsewhere count as routed to none here; outputs are summed."""
+def _distribute_experts(experts: Any, layout: Layout) -> None:
+    """Give rank `i` the `i`-th range of experts. It skips tokens routed to other ranks; outputs are summed over ranks."""
     group, original = layout.tp_group, experts.forward
     _split_rows(experts, layout)
     experts.num_experts //= layout.strategy.tensor
-    # transformers' grouped kernels then pass over tokens of other ranks, whose index is `count`
+    # With this flag transformers' grouped kernels skip the tokens of other ranks, whose index is `count`.
     experts._is_expert_parallel = True
     count, first = experts.num_experts, experts.num_experts * dist.get_rank(group)
 
@@ -92,21 +92,25 @@ def _spread_experts(experts: nn.Module, layout: Layout) -> None:
             out = original(hidden_states, index, torch.where(here, top_k_weights, 0.0))
         finally:
             experts._parameters.update(whole)
-        # a rank without a routed token still has its place in the graph, as sharded layers want
+        # A rank without a routed token must stay in the graph too: FSDP needs its gradients.
         return sum_pieces(out + 0.0 * sum(local(v).sum() for v in whole.values()), group)
 
     experts.forward = forward
 
 
 def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
-    """Embedding and head by rows. A vocabulary that the group does not divide, or a head with a bias, stays whole on each rank."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    """Split embedding and head by rows.
+
+    They stay replicated if the group does not divide the vocabulary, or if the head has a bias.
+    """
+    table: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     if table.num_embeddings % layout.strategy.tensor or getattr(head, "bias", None) is not None:
         return
     tied = head is not None and head.weight is table.weight
     group, padding = layout.tp_group, table.padding_idx
     _split_rows(table, layout)
-    if tied:
+    if head is not None and tied:
         head.weight = table.weight
     elif head is not None:
         _split_rows(head, layout)
@@ -130,18 +134,20 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> VocabularyShard | None:
-        is_split = group is not None and isinstance(weight, DTensor)
-        return cls(weight.to_local(), group) if is_split else None
+        """Return the shard, or None if `weight` is not split."""
+        if group is None or not isinstance(weight, DTensor):
+            return None
+        return cls(weight.to_local(), group)
 
     def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each id in this shard (0 where it is in another), and whether it is here."""
+        """Return the row of each id in this shard (0 if it is in another), and whether it is here."""
         row = ids - len(self.weight) * dist.get_rank(self.group)
         here = (row >= 0) & (row < len(self.weight))
         return torch.where(here, row, 0), here
 
 
 def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softcap, chunk_size):
-    """Log-prob of `labels [M]` predicted from `states [M, H]`, and the entropy of each prediction; as `algo.logprobs`, in shards."""
+    """Return log-prob and entropy `[M]` as `algo.logprobs.token_logprobs` does, with a vocabulary split over ranks."""
     index, here = shard.find(labels)
     settings = (temperature, softcap, max(chunk_size, 1), shard.group)
     return _ShardedLogprobs.apply(states, shard.weight, index, here, settings)

@@ -1,8 +1,9 @@
-"""Images in packed micro-batches: vision-language models train through the same engine as text models.
+"""Images in packed micro-batches, so that vision-language models train with the same engine as text models.
 
-Rows carry what the model's processor made for their images, padded along dimension 1: `pixel_values` with `image_grid_thw [B, K, 3]`
-(Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`). Packing keeps the real ones only, in the
-order of their placeholders. The language model is trained; the vision tower and its projector too, unless `freeze_vision` says so.
+Rows hold the output of the model's processor for their images, padded along dimension 1: `pixel_values` with
+`image_grid_thw [B, K, 3]` (Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`). Packing
+removes the padding and keeps the order of the placeholders. The language model is trained; the vision tower and its
+projector too, unless `freeze_vision` is set.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ def has_vision(config: PreTrainedConfig) -> bool:
 def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) -> None:
     if has_vision(config) and strategy.context > 1:
         raise AllocationError(
-            f"images cannot be cut into context-parallel pieces, but {strategy} asks for c{strategy.context}: set c1 and give those "
-            "ranks to d or t"
+            f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and give "
+            "those ranks to d or t"
         )
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
-    """The decoder: a part of a vision-language model, all of another."""
+    """Return the decoder: a part of a vision-language model, or the whole of a text model."""
     return getattr(model.base_model, "language_model", model)
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """What a vision-language model has besides its decoder and head: the tower and its projector."""
+    """Return the parameters of the vision tower and its projector: all but those of the decoder and head."""
     head = model.get_output_embeddings()
     language = {id(p) for part in (language_model(model), head) if part for p in part.parameters()}
     return [p for p in model.parameters() if id(p) not in language]
 
 
 def vision_inputs(rows: Batch) -> Batch:
-    """Keyword inputs of the model for the images of padded `rows`; empty where there are none."""
+    """Return the model's keyword inputs for the images of padded `rows`; empty if there are none."""
     if "pixel_values" not in rows:
         return {}
     grids = rows.get("image_grid_thw")
-    sizes = None if grids is None else grids.prod(dim=-1)  # [B, K], 0 where there is no image
-    counts = rows["num_images"] if sizes is None else sizes.sum(dim=1)
+    # Patches of each image [B, K]: 0 for padding.
+    counts = rows["num_images"] if grids is None else grids.prod(dim=-1).sum(dim=1)
     if not counts.any():
         return {}
     pairs = zip(rows["pixel_values"], counts.tolist(), strict=True)
     inputs = {"pixel_values": torch.cat([pixels[:count] for pixels, count in pairs])}
-    return inputs if grids is None else inputs | {"image_grid_thw": grids[sizes > 0]}
+    return inputs if grids is None else inputs | {"image_grid_thw": grids[grids.prod(dim=-1) > 0]}
 
 
 def rope_positions(model: PreTrainedModel, rows: Batch) -> torch.Tensor | None:
-    """Packed `[3, N]` positions (time, height, width) of models that place images so; None for others."""
+    """Return packed `[3, N]` positions (time, height, width) for models that use them, else None."""
     find = getattr(model.base_model, "get_rope_index", None)
     images = vision_inputs(rows)
     if find is None or "image_grid_thw" not in images:
@@ -71,7 +72,7 @@ def rope_positions(model: PreTrainedModel, rows: Batch) -> torch.Tensor | None:
 
 
 def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
-    """`packed` with the padded image inputs replaced by what the model takes."""
+    """Return `packed` with the padded image inputs replaced by the model's inputs."""
     packed = {k: v for k, v in packed.items() if k not in VISION_KEYS}
     positions = rope_positions(model, rows)
     if positions is not None:

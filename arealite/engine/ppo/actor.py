@@ -120,6 +120,7 @@ class FSDPPPOActor(FSDPEngine):
         return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0)
 
     def _adapt_kl(self, kl: torch.Tensor) -> None:
+        assert self.config.kl_target is not None
         total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
         self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, self.config.kl_target, rows)
 

@@ -1,0 +1,170 @@
+"""Sharded checkpoints to resume from (`torch.distributed.checkpoint`).
+
+They hold tensors only, no pickled objects. All ranks save and load together; a checkpoint loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
+
+from arealite.api.errors import CheckpointError
+from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, raise_on_all_ranks, replace_folder
+from arealite.utils import distributed
+
+
+def save_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
+    """Save weights; `with_optim` also optimizer, schedule position, counters and random states."""
+    final, aside = Path(path), Path(f"{path}.partial")
+    if distributed.rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    distributed.barrier()
+    state = _model_state(engine) | (_training_state(engine) if with_optim else {})
+    attempt = WriteSteps(active=distributed.rank() == 0)
+    try:
+        with _no_single_process_warning():
+            state_dict_saver.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as error:
+        attempt.failure = _root_cause(error)
+    attempt(replace_folder, aside, final)
+    raise_on_all_ranks(attempt.failure, aside, final)
+
+
+def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
+    """Load on any number of ranks; reject an incomplete checkpoint or another model's before changing anything."""
+    metadata = _read_metadata(path)
+    state = _model_state(engine)
+    if with_optim:
+        assert engine.optimizer is not None
+        _make_optimizer_state(engine.optimizer)
+        state |= _training_state(engine)
+    # Parameters without a step so far (all rewards were equal) have no optimizer state in the checkpoint.
+    stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
+    state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
+    for name, tensor in state.items():
+        saved = metadata.get(name)
+        if saved is None or tuple(saved.size) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path} does not fit this engine: {name} is "
+                f"{'missing' if saved is None else tuple(saved.size)}, expected {tuple(tensor.shape)}. It belongs to another "
+                "model, or was saved without the optimizer"
+            )
+    try:
+        with _no_single_process_warning():
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read ({_root_cause(error)}): it is incomplete") from error
+    if with_optim:
+        assert engine.optimizer is not None
+        for name, parameter in engine.model.named_parameters():
+            if name not in stepped:
+                engine.optimizer.state.pop(parameter, None)
+        _restore_training_state(engine, state)
+
+
+@contextmanager
+def _no_single_process_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _read_metadata(path: str) -> dict:
+    """Return the metadata of a checkpoint, after checking that its files are not cut off."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        for stored in (metadata.storage_data or {}).values():
+            size = (Path(path) / stored.relative_path).stat().st_size
+            if size < stored.offset + stored.length:
+                raise ValueError(f"{stored.relative_path} is cut off at {size} bytes")
+    except (OSError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete sharded checkpoint ({error}): give a folder that was saved completely"
+        ) from error
+    return metadata.state_dict_metadata
+
+
+def _model_state(engine: EngineState) -> dict[str, torch.Tensor]:
+    if isinstance(engine.module, FSDPModule):
+        # After a forward pass without a backward pass the root's weights are still gathered, in tensors that the optimizer
+        # does not have.
+        engine.module.reshard()
+    return {f"model/{n}": p.detach() for n, p in engine.model.named_parameters()}
+
+
+def _training_state(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return optimizer state, counters and random states as tensors, so that nothing is pickled."""
+    assert engine.optimizer is not None
+    state = {}
+    for name, parameter in engine.model.named_parameters():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            state[f"optim/{name}/{key}"] = value
+    state["counters"] = torch.tensor([engine.lr_step, engine.bad_steps, engine.get_version()])
+    state |= {f"extra/{key}": value for key, value in engine.extra_state().items()}
+    _, keys, *rest = numpy.random.get_state()
+    words = torch.from_numpy(numpy.array(keys)).view(torch.int32)
+    python = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    rng = {"torch": torch.get_rng_state(), "python": python, "numpy": words}
+    # Position in the state, and the second of a pair of normal numbers.
+    rng["numpy_rest"] = torch.tensor(rest, dtype=torch.float64)
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    return state | {f"rng/{distributed.rank()}/{key}": value for key, value in rng.items()}
+
+
+def _restore_training_state(engine: EngineState, state: dict[str, torch.Tensor]) -> None:
+    lr_step, engine.bad_steps, version = state["counters"].tolist()
+    engine.set_lr_step(lr_step)
+    engine.set_version(version)
+    extra = {k.removeprefix("extra/"): v for k, v in state.items() if k.startswith("extra/")}
+    engine.load_extra_state(extra)
+    prefix = f"rng/{distributed.rank()}/"
+    rng = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    if not rng:
+        # There are more ranks than before: new ones keep the state that they were seeded with.
+        return
+    torch.set_rng_state(rng["torch"])
+    random.setstate((3, tuple(rng["python"].tolist()), None))
+    at, has_half, half = rng["numpy_rest"].tolist() if "numpy_rest" in rng else (624, 0, 0.0)
+    words = rng["numpy"].view(torch.uint32).numpy()
+    numpy.random.set_state(("MT19937", words, int(at), int(has_half), half))
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+
+
+def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that is loaded into: run a step on zero gradients with learning rate 0."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+
+
+def _may_lack(key: str, stepped: set[str]) -> bool:
+    """Return whether a complete checkpoint may lack `key`: a new rank's random state, or an unstepped parameter's."""
+    kind, name, *_ = f"{key}/".split("/")
+    return kind == "rng" or (kind == "optim" and name not in stepped)
+
+
+def _root_cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)
+    return str(next(iter(failures.values()))[0]) if failures else str(error)
