@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     sock = bind(config)
     engine = Engine(config).start()
     gc.freeze()  # torch's objects: the collector would go through them again and again while requests wait
-    if engine.runner.device.type == "cuda":
+    if engine.model.device.type == "cuda":
         # Every call into torch lets the HTTP side have a turn: the engine must get the interpreter back at once.
         sys.setswitchinterval(5e-5)
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:

@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.cpu.attention import SHAPES_NAME, use_attention
+from arealite.inference.attention import SHAPES_NAME, use_attention
 from arealite.inference.sharding import RowLinear, Shards, TensorGroup, check_parallel, shard_model
 from arealite.utils.decoders import (
     check_decoder,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from arealite.inference.cpu.runner import StepResult
 from arealite.inference.detokenizer import IncrementalText
 from arealite.inference.loading import ModelShape
+from arealite.inference.runner import StepResult
 from arealite.inference.sequence import SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
 

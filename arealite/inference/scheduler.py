@@ -29,7 +29,7 @@ class Chunk:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step: prefill `chunks`, then copy blocks (source, target), then decode `slots`."""
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -52,12 +52,12 @@ class Scheduler:
         self.preempted: deque[Sequence] = deque()  # they come before `waiting`
         self.num_unstarted = 0  # samples of `waiting`; counted, because other threads ask
         self.prefilling: list[Sequence] = []
-        self.forget()
+        self.reset()
         # Called before a sequence is preempted: results of steps in flight must be known first.
         self.settle: Callable[[], None] = lambda: None
 
-    def forget(self) -> None:
-        """Count, and look for prefixes, from here on."""
+    def reset(self) -> None:
+        """Reset the counters and flush the prefix cache."""
         self.pool.flush()
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
 
@@ -77,8 +77,8 @@ class Scheduler:
         self.waiting.append(request)
         self.num_unstarted += request.num_unstarted
 
-    def schedule(self) -> Plan:
-        plan = Plan()
+    def schedule(self) -> StepPlan:
+        plan = StepPlan()
         self._grow_decoding()
         budget = self._continue_prefills(plan, self.max_prefill_tokens)
         self._admit(plan, budget)
@@ -122,12 +122,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- prefill and admission
 
-    def _continue_prefills(self, plan: Plan, budget: int) -> int:
+    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
         for seq in list(self.prefilling):
             budget -= self._prefill(plan, seq, budget)
         return budget
 
-    def _prefill(self, plan: Plan, seq: Sequence, budget: int) -> int:
+    def _prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         """Plan as many of the sequence's uncomputed tokens as the budget allows; start decoding after the last."""
         slot = seq.slot
         target = int(self.slots.length[slot]) - 1
@@ -145,7 +145,7 @@ class Scheduler:
             self.prefilling.append(seq)
         return count
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         while self.slots.num_free:
             if self.preempted:
                 used = self._start(plan, self.preempted[0], budget)
@@ -179,7 +179,7 @@ class Scheduler:
                 return seq
         return None
 
-    def _start(self, plan: Plan, seq: Sequence, budget: int) -> int | None:
+    def _start(self, plan: StepPlan, seq: Sequence, budget: int) -> int | None:
         """Admit a sequence on its own; None when budget or blocks do not suffice now."""
         if budget <= 0:
             return None
@@ -202,7 +202,7 @@ class Scheduler:
             self._count_prompt(seq)
         return self._prefill(plan, seq, budget)
 
-    def _fork(self, plan: Plan, source: Sequence, seq: Sequence) -> int | None:
+    def _fork(self, plan: StepPlan, source: Sequence, seq: Sequence) -> int | None:
         """Admit another sample of a prompt that is computed: share its full blocks, copy the partial one."""
         pool = self.pool
         if 1 + self._reserve() > pool.num_free:

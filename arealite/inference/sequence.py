@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,20 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.num_unfinished = params.n
         self.num_unstarted = params.n  # sequences[-num_unstarted:] were never admitted
+
+    def to_json(self) -> dict[str, Any]:
+        """What another rank needs to schedule and sample this request."""
+        return {
+            "prompt_ids": self.prompt.tolist(),
+            "params": asdict(self.params),
+            "rid": self.rid,
+            "want_raw_logprobs": self.want_raw_logprobs,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Request:
+        """The inverse of `to_json`."""
+        return cls(**{**fields, "params": SamplingParams.from_json(fields["params"])})
 
     @property
     def watched(self) -> bool:

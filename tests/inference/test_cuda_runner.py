@@ -11,8 +11,8 @@ import torch
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.inference import engine as engine_module
-from arealite.inference.cpu.runner import ModelRunner
+from arealite.inference import core
+from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.engine import Engine
 from arealite.inference.weights import WeightSource
 from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
@@ -31,7 +31,7 @@ SCALE = 1 if GPU else 4  # the interpreter is slow
 @pytest.fixture
 def make_engine(monkeypatch):
     cuda_runner = pytest.importorskip("arealite.inference.cuda.runner")
-    monkeypatch.setattr(engine_module, "make_runner", cuda_runner.CudaRunner)
+    monkeypatch.setattr(core, "make_runner", cuda_runner.CudaRunner)
     engines = []
 
     def make(model, **settings):
@@ -71,7 +71,7 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
 def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine, monkeypatch):
     model = make_model()
     device = make_engine(model)
-    monkeypatch.setattr(engine_module, "make_runner", ModelRunner)
+    monkeypatch.setattr(core, "make_runner", CpuRunner)
     host = Engine(ServerConfig(max_total_tokens=2048, block_size=4), model=copy.deepcopy(model))
     host.start()
     cases = [

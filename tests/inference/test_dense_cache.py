@@ -68,7 +68,7 @@ def test_without_room_for_rows_the_tokens_are_the_same(make_engine):
     results = []
     for max_tokens in (4096, 100, 0):
         engine = make_engine(model)
-        engine.runner.dense.max_tokens = max_tokens
+        engine.core.runner.dense.max_tokens = max_tokens
         futures = [
             submit(engine, prompt, max_new_tokens=10 * (i + 1), sampling_seed=i, ignore_eos=True)
             for i, prompt in enumerate(prompts(8))

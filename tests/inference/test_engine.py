@@ -314,7 +314,7 @@ def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
     def explode(plan):
         raise MemoryError("no room")
 
-    engine.runner.launch = explode
+    engine.core.runner.launch = explode
     futures = [submit(engine, [1, 2], max_new_tokens=50) for _ in range(3)]
     for future in futures:
         with pytest.raises(ServerError, match="no room"):
@@ -358,7 +358,7 @@ def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
     expected = run(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     engine.release_memory().result(10)
-    assert engine.runner is None and not future.done()
+    assert engine.core.runner is None and not future.done()
     engine.resume_memory().result(10)
     assert future.result(30)[0].token_ids == expected[0].token_ids
     assert engine.stats()["free_blocks"] == engine.stats()["total_blocks"]

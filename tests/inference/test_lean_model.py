@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from arealite.inference.cpu.lean_model import is_llama_like
+from arealite.inference.llama_like import is_llama_like
 from tests.inference.conftest import SMALL, make_model, prompts, submit
 
 ROPES = {
@@ -30,8 +30,8 @@ def test_lean_and_plain_forward_give_the_same_logprobs(case, make_engine):
         if name.endswith("bias") or "norm" in name:  # which begin as zeros and ones
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     engines = [make_engine(model, max_prefill_tokens=16) for _ in range(2)]
-    assert engines[0].runner.lean is not None
-    engines[1].runner.lean = None
+    assert engines[0].core.runner.lean is not None
+    engines[1].core.runner.lean = None
     results = []
     for engine in engines:
         futures = [

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
-from arealite.inference.ranks import _Follower
+from arealite.inference.ranks import RankWorker
 from arealite.inference.weights import Staged, WeightSource
 from arealite.utils.process import process_table
 from tests.inference.conftest import forward_logprobs, generate, make_model, prompts, run, submit, submit_and_see_start
@@ -32,10 +31,11 @@ SETTINGS = {"max_total_tokens": 2048, "block_size": 4, "device": "cpu", "max_pre
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
     for seed, family in enumerate(["qwen2", "qwen3"]):
         make_model(family, seed).save_pretrained(root / family)
+    tokenizer.save_pretrained(root / "qwen2")
     make_model("qwen2", 5).save_pretrained(root / "other")
     return {name: root / name for name in ("qwen2", "qwen3", "other")}
 
@@ -58,7 +58,7 @@ def model(folders):
 
 def test_each_rank_holds_half_the_heads_and_the_same_tokens_come_out(pair, model):
     two, one = pair
-    assert two.runner.runner.keys[0].shape[2] * 2 == one.runner.keys[0].shape[2]
+    assert two.core.runner.keys[0].shape[2] * 2 == one.core.runner.keys[0].shape[2]
     asked = prompts(12)
     greedy = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
     futures = [submit(two, prompt, **greedy) for prompt in asked]
@@ -86,6 +86,22 @@ def test_sampling_draws_what_one_rank_draws(params, pair):
         for mine, theirs in zip(*outputs, strict=True):
             assert mine.token_ids == theirs.token_ids
             torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
+    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    text = tokenizer.decode(run(pair[1], [9, 8], **greedy)[0].token_ids)
+    for prompt in ([9, 8], [7, 6, 5]):
+        mine, theirs = (run(engine, prompt, stop=[text[3:5]], **greedy)[0] for engine in pair)
+        assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
+
+
+def test_a_rank_with_other_tokens_than_rank_0_ends():
+    worker = object.__new__(RankWorker)
+    worker.core = SimpleNamespace(checksum=17, step=lambda: None)
+    worker.step(checksum=17)
+    with pytest.raises(ServerError, match="drifted apart"):
+        worker.step(checksum=18)
 
 
 def test_preemption_abort_and_pauses_keep_the_ranks_together(pair, model):
@@ -169,9 +185,9 @@ def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
             raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source.meta.type]
 
     ours, theirs = multiprocessing.Pipe()
-    follower = object.__new__(_Follower)
-    follower.weights, follower.updates = Weights(), theirs
-    thread = threading.Thread(target=follower._stage_updates)
+    worker = object.__new__(RankWorker)
+    worker.weights, worker.updates = Weights(), theirs
+    thread = threading.Thread(target=worker._stage_updates)
     thread.start()
     for way, words in [("disk", "MemoryError('no room')"), ("shm", "torn")] * 2:
         ours.send_bytes(json.dumps({"source": {"type": way, "path": "x"}}).encode())
@@ -184,21 +200,21 @@ def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
 def test_a_rank_reads_new_weights_only_when_the_last_ones_are_in_use():
     """Else an adapter would be merged with weights that are about to go, and what waits for its turn be overwritten."""
     seen = []
-    follower = object.__new__(_Follower)
-    follower.weights = SimpleNamespace(
-        stage=lambda source: seen.append(follower.num_loads) or Staged([]), accept=seen.append
-    )
-    follower.runner = SimpleNamespace(stage=lambda pairs: pairs, load=lambda pairs: None)
-    follower.num_loads, follower.loaded, follower.in_flight = 0, threading.Condition(), deque()
-    assert follower._stage({"type": "disk", "path": "one"}) is None
-    first = follower.staged
-    thread = threading.Thread(target=follower._stage, args=({"type": "disk", "path": "two"}, 1))
+    worker = object.__new__(RankWorker)
+    worker.weights = SimpleNamespace(stage=lambda source: seen.append(worker.num_loads) or Staged([]))
+    runner = SimpleNamespace(stage=lambda pairs: pairs)
+    worker.core = SimpleNamespace(active_runner=lambda: runner, swap=lambda staged, *_: seen.append(staged))
+    worker.num_loads, worker.loaded = 0, threading.Condition()
+    source = WeightSource.published(WeightUpdateMeta("disk", "one")).to_json()
+    assert worker._stage(source) is None
+    first = worker.staged
+    thread = threading.Thread(target=worker._stage, args=(source, 1))
     thread.start()
     thread.join(0.2)
-    assert thread.is_alive() and follower.staged is first and seen == [0]
-    follower.load()
+    assert thread.is_alive() and worker.staged is first and seen == [0]
+    worker.swap(None, True, "")
     thread.join(10)
-    assert not thread.is_alive() and seen == [0, first, 1] and follower.staged is not first
+    assert not thread.is_alive() and seen == [0, first, 1] and worker.staged is not first
 
 
 def test_memory_is_released_on_every_rank(pair, model):

@@ -118,7 +118,7 @@ def test_memory_is_given_back_and_the_weights_return(make_engine):
     asked = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
     before, digest = run(engine, [1, 2, 3], **asked), engine.fingerprint().result(60)
     gc.freeze()  # as the server does
-    held, cache = torch.cuda.memory_allocated(), engine.runner.cache.nbytes
+    held, cache = torch.cuda.memory_allocated(), engine.core.runner.cache.nbytes
     engine.release_memory().result(60)
     weights = sum(p.nbytes for p in model.parameters())
     assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its own

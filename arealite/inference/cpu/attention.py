@@ -15,13 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from arealite.api.errors import ConfigError
-
-ATTENTION_NAME, SHAPES_NAME = "arealite_paged", "arealite_shapes"
 
 
 @dataclass
@@ -88,36 +81,6 @@ class PagedBatch:
         return self.attend(layer, q, k, v, *options).unsqueeze(0)
 
 
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # [1, H, N, D]
-    key: torch.Tensor,  # [1, Hkv, N, D]
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    paged: Any = None,  # a PagedBatch, or on CUDA a DeviceBatch
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; returns [1, N, H, D]."""
-    if paged is None:
-        raise ConfigError(
-            f"{type(module).__name__} keeps what its model is called with from its attention, which the embedded engine "
-            "needs: serve it with sglang or vllm"
-        )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer, window, own = module.layer_idx, sliding_window, value.shape[-1]
-    dim = paged.keys[layer].shape[-1]
-    narrow = not query.shape[-1] == own == dim  # latent attention, or layers of several widths
-    if narrow:
-        query, key, value = (F.pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
-    out = paged.attention(layer, query, key, value, scale, window, softcap, s_aux)
-    return out[..., :own] if narrow else out, None
-
-
 def _attend(
     tile: Tile,
     query: torch.Tensor,  # [b * t, H, D]
@@ -168,24 +131,3 @@ def _explicit_attention(
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights @ v.repeat_interleave(group, 1)
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The paged attention makes its own masks."""
-
-
-def note_shapes(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    """Attends to nothing, and leaves on the module how many KV heads of which size it has."""
-    module.kv_shape = key.shape[1], max(key.shape[-1], value.shape[-1])
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-
-
-def use_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> None:
-    """Have the model attend by the function of this name."""
-    for known, function in ((ATTENTION_NAME, paged_attention), (SHAPES_NAME, note_shapes)):
-        ALL_ATTENTION_FUNCTIONS.register(known, function)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(known, no_mask)
-    model.config._attn_implementation = name
-    model.config.get_text_config()._attn_implementation = name

@@ -13,29 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from arealite.inference.cpu.attention import PagedBatch
-
-# The same layer up to biases, head norms and windows.
-LLAMA_LIKE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
-
-
-def is_llama_like(model: PreTrainedModel) -> bool:
-    """Whether RMSNorm, rotary embedding, attention and a SiLU gate are all there is to a layer."""
-    body: Any = model.base_model
-    layers = getattr(body, "layers", None)
-    if layers is None or type(layers[0]).__name__ not in LLAMA_LIKE:
-        return False
-    rope = (body.config.rope_parameters or {}).get("rope_type", "default")
-    return (
-        rope in _STATIC_ROPE
-        and body.config.hidden_act == "silu"
-        and not any(getattr(layer.mlp.gate_proj, "bias", None) is not None for layer in layers)
-    )
-
-
-def attention_window(attention: Any) -> int | None:
-    """Some families keep the sliding window on the layer (it differs from layer to layer), others in the config."""
-    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+from arealite.inference.llama_like import attention_window
 
 
 class LeanDecoder:

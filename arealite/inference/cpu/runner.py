@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,32 +15,21 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ConfigError
 from arealite.inference.cpu.attention import PagedBatch, Tile
 from arealite.inference.cpu.dense_cache import DenseCache, Shelf
-from arealite.inference.cpu.lean_model import LeanDecoder, is_llama_like
+from arealite.inference.cpu.lean_model import LeanDecoder
 from arealite.inference.cpu.sampler import make_batch, sample
+from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.scheduler import Chunk, Plan
+from arealite.inference.runner import Pairs, Runner, StepResult, count_blocks
+from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import copy_weights
 
 _CPU_CACHE_BYTES = 2 << 30  # a trainer usually lives in the same memory
 
 
-@dataclass
-class StepResult:
-    """Sampled tokens of one step; row i belongs to `slots[i]` if the slot still holds `tickets[i]`."""
-
-    slots: np.ndarray
-    tickets: np.ndarray
-    positions: np.ndarray  # where in the sequence the token goes
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    raw_logprobs: np.ndarray | None
-
-
-class Step:
+class FinishedStep:
     """A step whose results are already here."""
 
     def __init__(self, result: StepResult | None):
@@ -51,10 +39,8 @@ class Step:
         return self._result
 
 
-class ModelRunner:
+class CpuRunner(Runner):
     """The model and its paged KV cache on the CPU."""
-
-    max_in_flight = 1
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, config: ServerConfig):
         self.model = model
@@ -84,20 +70,20 @@ class ModelRunner:
     # --------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Step:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         if plan.chunks:
             self._prefill(plan.chunks)
         if plan.copies:
             source, target = torch.tensor(plan.copies).unbind(1)
             for cache in (*self.keys, *self.values):
                 cache[target] = cache[source]
-        return Step(self._decode(plan.slots) if len(plan.slots) else None)
+        return FinishedStep(self._decode(plan.slots) if len(plan.slots) else None)
 
-    def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
+    def stage(self, pairs: Pairs) -> Pairs:
         """Prepare new weights off the engine's thread; here there is nothing to prepare."""
         return pairs
 
-    def load(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load(self, pairs: Pairs) -> None:
         copy_weights(pairs)
 
     def clear_blocks(self, blocks: list[int]) -> None:
@@ -237,18 +223,3 @@ def _shelf_tile(first: int, positions: np.ndarray, shelf: Shelf) -> Tile:
     read = partial(shelf.read, write_to, span)
     aligned = int(at.min()) + 1 == span
     return Tile(first, torch.from_numpy(positions), span, read, aligned=aligned)
-
-
-def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int) -> int:
-    """Blocks of the KV cache: as configured, else what fits, but no more than can ever be used."""
-    if config.max_total_tokens is not None:
-        tokens = config.max_total_tokens
-    else:
-        wanted = config.max_running_requests * shape.context_length
-        tokens = min(wanted, free_bytes // shape.kv_bytes_per_token(dtype))
-    if tokens < 2 * config.block_size:
-        raise ConfigError(
-            f"the KV cache has room for {tokens} tokens, it needs at least {2 * config.block_size}: "
-            "raise max_total_tokens or mem_fraction, or use a smaller model"
-        )
-    return tokens // config.block_size

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from arealite.inference.cpu.lean_model import attention_window
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.llama_like import attention_window
 
 
 class FusedDecoder:

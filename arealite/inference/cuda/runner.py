@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
-from arealite.inference.cpu.lean_model import is_llama_like
-from arealite.inference.cpu.runner import StepResult, count_blocks
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
 from arealite.inference.cuda.graphs import GraphSet
 from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.scheduler import Chunk, Plan
+from arealite.inference.runner import Pairs, Runner, StepResult, count_blocks
+from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
@@ -48,7 +48,7 @@ class DeviceStep:
         return result
 
 
-class CudaRunner:
+class CudaRunner(Runner):
     """The model, its paged KV cache and the slots' state on one device."""
 
     max_in_flight = 3
@@ -153,7 +153,7 @@ class CudaRunner:
     # ------------------------------------------------------------------------------------------ one step
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> DeviceStep:
+    def launch(self, plan: StepPlan) -> DeviceStep:
         with torch.cuda.stream(self.stream):
             self._send_changes()
             for first in range(0, len(plan.chunks), _MAX_CHUNKS):
@@ -310,7 +310,7 @@ class CudaRunner:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def stage(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list:
+    def stage(self, pairs: Pairs) -> Pairs:
         """Bring new weights onto the device while generation goes on (called from another thread)."""
         if not self.on_gpu:
             return pairs
@@ -320,7 +320,7 @@ class CudaRunner:
         return staged
 
     @torch.no_grad()
-    def load(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load(self, pairs: Pairs) -> None:
         """Put staged weights in place; the graphs go on with the same addresses."""
         with torch.cuda.stream(self.stream):
             for target, value in pairs:

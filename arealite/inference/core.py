@@ -1,0 +1,248 @@
+"""The state of the engine and everything that changes it: requests, scheduler, KV cache, steps, weights in use.
+
+`Engine` calls it from one thread. It is deterministic: with the same calls in the same order it plans the same steps and
+samples the same tokens, so in tensor parallel every rank runs a core of its own on the same calls (`ranks`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import WeightUpdateError
+from arealite.inference.cpu.runner import CpuRunner
+from arealite.inference.kv_cache import BlockPool
+from arealite.inference.loading import ModelShape, shape_of
+from arealite.inference.postprocess import Postprocessor
+from arealite.inference.runner import Runner, Step, StepResult
+from arealite.inference.scheduler import Scheduler
+from arealite.inference.sequence import Request, Sequence
+from arealite.inference.slots import SlotTable
+from arealite.inference.step_loop import resolve
+from arealite.inference.weights import ServedWeights, Staged
+
+
+def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Runner:
+    """Make the runner for the model's device. Triton is needed, and imported, only for CUDA."""
+    if next(model.parameters()).device.type == "cuda":
+        from arealite.inference.cuda.runner import CudaRunner
+
+        return CudaRunner(model, shape, config)
+    return CpuRunner(model, shape, config)
+
+
+class EngineCore:
+    """Call `attach` once, then `step` while `can_step`. All other methods are calls between two steps."""
+
+    def __init__(self, config: ServerConfig, weights: ServedWeights, tokenizer: Any | None = None):
+        self.config, self.weights = config, weights
+        self.shape = shape_of(weights.model, config.context_length)
+        # None while memory is released
+        self.runner: Runner | None = make_runner(weights.model, self.shape, config)
+        pool = BlockPool(self.runner.num_blocks, config.block_size)
+        self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
+        slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
+        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
+        self.scheduler.settle = self.settle
+        self.post = Postprocessor(slots, self.shape, tokenizer)
+        self.requests: dict[str, Request] = {}
+        self.version = 0
+        self.paused = False
+        # Name of the LoRA adapter in use, and the version of the weights without it.
+        self.adapter_name = ""
+        self._base_version = 0
+        # How long the last weight update held up generation.
+        self.last_update_s = 0.0
+        self._device = self.runner.device
+        self._next_seed = config.seed
+        self._in_flight: deque[Step] = deque()
+
+    def attach(self) -> None:
+        """Connect the runner with the slot table. On CUDA this captures the graphs."""
+        assert self.runner is not None
+        self.runner.attach(self.scheduler.slots)
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to compute now."""
+        has_work = self.scheduler.has_work or bool(self._in_flight)
+        return has_work and not self.paused and self.runner is not None
+
+    def step(self) -> None:
+        """Plan and launch the next step; collect results of earlier ones as the runner's limit demands."""
+        assert self.runner is not None
+        plan = self.scheduler.schedule()
+        if dirty := self.scheduler.pool.take_dirty():
+            self.runner.clear_blocks(dirty)
+        if plan:
+            self._in_flight.append(self.runner.launch(plan))
+            self.scheduler.slots.length[plan.slots] += 1
+        elif not self._in_flight and self.scheduler.has_work:
+            raise RuntimeError("requests are waiting, but none can be admitted into an idle engine")
+        while self._in_flight and (not plan or len(self._in_flight) >= self.runner.max_in_flight):
+            self._collect()
+
+    def settle(self) -> None:
+        """Collect all steps in flight, so that the host knows every token."""
+        while self._in_flight:
+            self._collect()
+
+    def _collect(self) -> StepResult | None:
+        result = self._in_flight.popleft().collect()
+        if result is not None:
+            for seq in self.post.append(result):
+                self._finish(seq)
+        return result
+
+    def _finish(self, seq: Sequence) -> None:
+        """Take a sequence out of the engine. The last one of a request resolves the request's future."""
+        request = seq.request
+        seq.output = self.post.output(seq)
+        if seq.slot >= 0:
+            if "status_code" in seq.finish_reason:
+                self.scheduler.pool.spoil(seq.blocks)
+            self.scheduler.release(seq)
+        request.num_unfinished -= 1
+        if request.num_unfinished == 0:
+            del self.requests[request.rid]
+            resolve(request.future, [s.output for s in request.sequences])
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its id must not be in use."""
+        seed = request.params.sampling_seed
+        if seed is None:
+            seed, self._next_seed = self._next_seed << 20, self._next_seed + 1
+        for seq in request.sequences:
+            seq.seed = seed + seq.index
+            seq.mark_version(self.version, 0)
+        self.requests[request.rid] = request
+        self.scheduler.add(request)
+
+    def abort(self, rid: str | None, message: str = "aborted") -> int:
+        """End the request `rid`, or all if None, with the tokens it has. Returns the number of requests ended."""
+        self.settle()
+        requests = list(self.requests.values())
+        if rid is not None:
+            requests = [self.requests[rid]] if rid in self.requests else []
+        for request in requests:
+            self._abort_request(request, message)
+        return len(requests)
+
+    def _abort_request(self, request: Request, message: str) -> None:
+        self.scheduler.remove_waiting(request)
+        for seq in request.sequences:
+            if seq.output is None:
+                seq.finish_reason = {"type": "abort", "message": message}
+                self._finish(seq)
+
+    # ---------------------------------------------------------------------------------- pauses and the cache
+
+    def pause(self, mode: str) -> int:
+        """Stop generation until `resume`; see `Engine.pause`. Returns the number of requests that were running."""
+        self.settle()
+        self.paused = True
+        running = [seq for seq in self.scheduler.slots.sequence if seq is not None]
+        requests = {seq.request.rid: seq.request for seq in (*running, *self.scheduler.preempted)}
+        if mode == "abort":
+            for request in requests.values():
+                self._abort_request(request, "paused for a weight update")
+        elif mode == "retract":
+            self._retract()
+        return len(requests)
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self.paused = False
+
+    def flush_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing is done, while requests are running or waiting."""
+        if self.scheduler.has_work:
+            return False
+        self.scheduler.pool.flush()
+        return True
+
+    def _retract(self) -> None:
+        """Preempt every running sequence; it keeps its tokens."""
+        self.settle()
+        slots = self.scheduler.slots
+        running = [seq for seq in slots.sequence if seq is not None]
+        for seq in sorted(running, key=lambda seq: -slots.ticket[seq.slot]):
+            self.scheduler.preempt(seq)
+
+    # --------------------------------------------------------------------------------------- device memory
+
+    def release(self) -> None:
+        """Free the device memory of KV cache, graphs and weights until `reclaim`."""
+        if self.runner is None:
+            return
+        self._retract()
+        self.scheduler.pool.flush()
+        self.runner = None
+        self.weights.model.to("cpu")  # pyright: ignore[reportArgumentType]
+        if self._device.type == "cuda":
+            # The server has frozen the objects of its start; some of them are garbage now.
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def reclaim(self) -> None:
+        """Take the device memory back and continue."""
+        if self.runner is not None:
+            return
+        self.weights.model.to(self._device)  # pyright: ignore[reportArgumentType]
+        pool = self.scheduler.pool
+        config = replace(self.config, max_total_tokens=pool.num_usable * pool.block_size)
+        self.runner = make_runner(self.weights.model, self.shape, config)
+        self.runner.attach(self.scheduler.slots)
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def active_runner(self) -> Runner:
+        """The runner; `WeightUpdateError` while memory is released."""
+        if self.runner is None:
+            raise WeightUpdateError("the engine's memory is released: call /resume_memory_occupation first")
+        return self.runner
+
+    def swap(self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str) -> int:
+        """Use new weights from the next step on. Returns the number of running sequences.
+
+        With `flush_cache` running sequences keep their tokens, and their keys and values are computed again.
+        """
+        begin = time.perf_counter()
+        runner = self.active_runner()
+        self.settle()
+        if staged.adapter is not None and not self.adapter_name:
+            self._base_version = self.version
+        runner.load(staged.pairs)
+        self.weights.accept(staged)
+        self.adapter_name = adapter_name
+        num_running = self.scheduler.num_running
+        if flush_cache:
+            self._retract()
+            self.scheduler.pool.flush()
+        self._mark_version(self._base_version if version is None else version)
+        self.last_update_s = time.perf_counter() - begin
+        return num_running
+
+    def set_version(self, version: int) -> None:
+        """Mark all tokens from the next step on with this version."""
+        self.settle()
+        self._mark_version(version)
+
+    def _mark_version(self, version: int) -> None:
+        self.version = version
+        for request in self.requests.values():
+            for seq in request.sequences:
+                if seq.output is None:
+                    seq.mark_version(version, self.post.num_sampled(seq))

@@ -1,0 +1,84 @@
+"""What the engine asks of a model runner, on any device: launch planned steps, load weights, clear cache blocks.
+
+`cpu.runner.CpuRunner` and `cuda.runner.CudaRunner` implement it.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.loading import ModelShape
+from arealite.inference.scheduler import StepPlan
+from arealite.inference.slots import SlotTable
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class StepResult:
+    """Sampled tokens of one step. Row i belongs to `slots[i]` if that slot still holds `tickets[i]`."""
+
+    slots: np.ndarray
+    tickets: np.ndarray
+    positions: np.ndarray  # of the token in its sequence
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray | None
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    def collect(self) -> StepResult | None:
+        """Wait for the step's tokens; None if it sampled none."""
+        ...
+
+
+class Runner(abc.ABC):
+    """The model and its paged KV cache on one device."""
+
+    max_in_flight = 1  # steps that may be launched before the first one is collected
+    num_blocks: int  # block 0 takes the padding
+    device: torch.device
+
+    @abc.abstractmethod
+    def attach(self, slots: SlotTable) -> None:
+        """Read sequences from this slot table from now on, and check that the model runs."""
+
+    @abc.abstractmethod
+    def launch(self, plan: StepPlan) -> Step:
+        """Start a step."""
+
+    @abc.abstractmethod
+    def stage(self, pairs: Pairs) -> Pairs:
+        """Bring new weights to the device. Any thread may call it while steps run."""
+
+    @abc.abstractmethod
+    def load(self, pairs: Pairs) -> None:
+        """Copy staged weights into the parameters, between two steps."""
+
+    @abc.abstractmethod
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""
+
+
+def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, free_bytes: int) -> int:
+    """Number of KV cache blocks: as configured, else what fits, but no more than can ever be used."""
+    if config.max_total_tokens is not None:
+        tokens = config.max_total_tokens
+    else:
+        wanted = config.max_running_requests * shape.context_length
+        tokens = min(wanted, free_bytes // shape.kv_bytes_per_token(dtype))
+    if tokens < 2 * config.block_size:
+        raise ConfigError(
+            f"the KV cache has room for {tokens} tokens, it needs at least {2 * config.block_size}: "
+            "raise max_total_tokens or mem_fraction, or use a smaller model"
+        )
+    return tokens // config.block_size
