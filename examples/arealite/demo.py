@@ -1,8 +1,9 @@
-"""`make demo`: from nothing to a trained model on two CPU cores, through every real part of the system.
+"""`make demo`: train a small model from random weights on two CPU cores, with every part of the system.
 
-1. A small decoder learns the task a little by supervised training.
-2. The launcher starts an embedded inference server and a trainer, and fully asynchronous GRPO does the rest.
-3. A summary, a reward curve, and a last line for programs. Exits with 1 if the reward did not rise to 0.9.
+1. Supervised training teaches a small decoder the task in part.
+2. The launcher starts an embedded inference server and a trainer, and asynchronous GRPO raises the reward.
+3. The script prints a summary and one line for other programs, and saves a plot of the reward. It exits with 1 if the
+   reward stays below 0.9.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GOAL = 0.9
 
 
 def supervise(start: Path, out: Path, seed: int) -> float:
-    """Train the random model at `start` on worked examples; returns the last loss."""
+    """Train the random model at `start` on worked examples, save it to `out`, and return the last loss."""
     tokenizer = make_tokenizer()
     rows = make_rows(SFT_STEPS * SFT_BATCH, seed=seed + 1)
     engine = FSDPLMEngine(
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(folders.path, ignore_errors=True)
     start, supervised = folders.path / "model" / "random", folders.path / "model" / "supervised"
 
-    disable_progress_bar()  # one table is enough
+    # The table of the training run is the only progress display.
+    disable_progress_bar()
     print(f"supervised: {SFT_STEPS} steps on {SFT_STEPS * SFT_BATCH} worked examples", flush=True)
     make_model(start, seed=1)
     loss = supervise(start, supervised, seed=1)
@@ -72,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(folders: RunDir) -> int:
-    """Summary, curve and verdict from what the run wrote."""
+    """Print a summary of the run directory and plot the reward. Returns the exit code."""
     steps = [json.loads(line) for line in folders.stats_path.read_text().splitlines()]
     rewards = [step["reward"] for step in steps]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
@@ -83,7 +85,7 @@ def report(folders: RunDir) -> int:
         {
             "reward": f"{first:.2f} -> {last:.2f} in {len(steps)} steps, {seconds:.0f} s",
             "reward curve": str(curve or "not drawn: matplotlib is missing"),
-            "look closer": f"{Path(sys.executable)} -m arealite.cli.report {folders.path}",
+            "details": f"{Path(sys.executable)} -m arealite.cli.report {folders.path}",
         }
     )
     print(

@@ -3,8 +3,8 @@
     python -m arealite.launcher.local examples/arealite/gsm8k_grpo.py \
         --config examples/arealite/configs/gsm8k_grpo.yaml actor.path=/path/to/model
 
-Every rank runs this file. The launcher has started the inference servers before; generation goes on in them while the
-lines below train, at most `rollout.max_head_offpolicyness` versions behind.
+Every rank runs this file. The launcher has already started the inference servers. They generate while this script
+trains, and no sample is more than `rollout.max_head_offpolicyness` weight versions old.
 """
 
 from functools import partial

@@ -1,4 +1,6 @@
-"""DPO, IPO, KTO, ORPO or SimPO (`model.loss`) on preference pairs (a .jsonl with the columns prompt, chosen, rejected).
+"""DPO, IPO, KTO, ORPO or SimPO (`model.loss`) on preference pairs.
+
+The dataset is a .jsonl file with the columns prompt, chosen and rejected.
 
     python -m arealite.launcher.local examples/arealite/preference_dpo.py \
         --config examples/arealite/configs/preference_dpo.yaml model.path=/path/to/model train_dataset.path=pairs.jsonl

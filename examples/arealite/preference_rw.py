@@ -1,4 +1,4 @@
-"""A reward model from preference pairs (a .jsonl with the columns prompt, chosen, rejected).
+"""Train a reward model on preference pairs (a .jsonl file with the columns prompt, chosen and rejected).
 
     python -m arealite.launcher.local examples/arealite/preference_rw.py \
         --config examples/arealite/configs/preference_rw.yaml model.path=/path/to/model train_dataset.path=pairs.jsonl

@@ -1,12 +1,13 @@
-"""The demo's task: write five letters backwards (`abcde>` → `edcba`). Verifiable, and learnable in a minute on a CPU.
+"""The demo's task: write five letters backwards (`abcde>` → `edcba`). A CPU learns it in a minute.
 
-Holds what a task consists of: a tokenizer, a model, rows of data, a reward. `demo.py` and `reverse_grpo.py` use it.
+Contains all parts of a task: a tokenizer, a model, rows of data and a reward. `demo.py` and `reverse_grpo.py` use it.
 """
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -16,13 +17,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LENGTH = 5
 
 
-def reverse_reward(prompt: str, completion: str, prompt_ids, completion_ids, **data) -> float:
-    """1 for the exact answer, 0 for anything else."""
+def reverse_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """Return 1 for the exact answer, else 0."""
     return float(completion == data["answer"])
 
 
-def make_rows(count: int, seed: int, held_out: bool = False) -> list[dict]:
-    """Random words; one in eight (chosen by its letters, so never by both sides) is held out for validation."""
+def make_rows(count: int, seed: int, held_out: bool = False) -> list[dict[str, str]]:
+    """Return random words. One word in eight, chosen by its letters, is only in the validation set (`held_out`)."""
     rng = random.Random(seed)
     rows = []
     while len(rows) < count:
@@ -33,7 +36,7 @@ def make_rows(count: int, seed: int, held_out: bool = False) -> list[dict]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """Return a tokenizer with one token per character."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", ">", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -44,7 +47,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A Qwen2 decoder of 0.4M parameters with random weights, saved as any Hugging Face model is."""
+    """Save a Qwen2 decoder with 0.4M random parameters as a Hugging Face model."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     config = Qwen2Config(
@@ -64,8 +67,8 @@ def make_model(folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def supervised_batch(rows: list[dict], tokenizer) -> dict[str, torch.Tensor]:
-    """Prompt and answer as a batch for supervised training; only the answer is trained on."""
+def supervised_batch(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> dict[str, torch.Tensor]:
+    """Return prompts and answers as a batch for supervised training. Only the answers are trained on."""
     texts = [row["prompt"] + row["answer"] for row in rows]
     input_ids = torch.tensor([[*tokenizer.encode(t), tokenizer.eos_token_id] for t in texts])
     loss_mask = torch.zeros_like(input_ids)

@@ -1,6 +1,6 @@
-"""GRPO on the demo's task with the ready trainer: what a run needs besides a config is a reward and rows.
+"""GRPO on the demo's task with the ready trainer: a run needs a config, a reward function and rows.
 
-`demo.py` starts this file through the launcher; see gsm8k_grpo.py for the same loop written out.
+`demo.py` starts this file through the launcher. gsm8k_grpo.py shows the same loop line by line.
 """
 
 from reverse import make_rows, reverse_reward
@@ -15,7 +15,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.actor.path)
-    # Comparing two strings takes no time: the reward needs no process of its own.
+    # Comparing two strings is fast: the reward can run on the event loop instead of in a process pool.
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
     rows, valid_rows = make_rows(8192, seed=1), make_rows(128, seed=2, held_out=True)
     PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)

@@ -1,4 +1,4 @@
-"""Every algorithm's example config, laid over the GSM8K one, trains a tiny model for two steps."""
+"""Every algorithm's example config, merged into the GSM8K one, trains a tiny model for two steps."""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_config_trains(overlay, model_path):
         engine.initialize(spec)
     for step in range(2):
         batch = random_batch([6, 15, 9, 9, 20, 5, 12, 3], seed=step)
-        # four answers to each of two questions, or one answer to each of eight
+        # Four answers to each of two prompts, or one answer to each of eight.
         batch["group_ids"] = torch.arange(8) // config.gconfig.n_samples
         batch["prox_logp"] = actor.compute_logp(batch)
         batch["logprobs"] = batch["prox_logp"] + 0.1 * torch.randn(batch["logprobs"].shape)
@@ -67,6 +67,5 @@ def test_config_trains(overlay, model_path):
         assert all(s["grad_norm"] > 0 and s["bad_steps"] == 0 for s in stats)
 
 
-def test_there_is_a_config_for_every_algorithm():
-
+def test_every_algorithm_has_a_config():
     assert set(RECIPES) - {"custom"} <= {path.stem for path in OVERLAYS}

@@ -1,4 +1,4 @@
-"""The reward-model and DPO scripts through the launcher, on made-up pairs that a tiny model can tell apart."""
+"""The reward-model and DPO scripts run through the launcher on pairs that a tiny model can separate."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The example scripts through the launcher, on a tiny model and made-up rows; and the ready loops against them."""
+"""The example scripts run through the launcher on a tiny model, and the ready loops equal them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import warm_python
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "arealite"
 NUM_STEPS = 3
-# What every step of a policy reports (on a known accelerator also `mfu`, with a reference also `ref_kl`).
+# Statistics of every policy step (on a known accelerator also `mfu`, with a reference also `ref_kl`).
 STATISTICS = {
     "reward", "advantage/mean", "behav_kl/k1", "behav_kl/k3", "prox_kl", "ratio/mean", "clip_share", "entropy", "ess",
     "seq_len", "answer_len", "staleness", "grad_norm", "lr", "train_tokens_per_s", "train_tflops", "loss",
@@ -39,7 +39,7 @@ def common(path: Path, data: Path) -> list[str]:
 
 
 def grpo_overrides(model: Path, prefix: str = "") -> list[str]:
-    """A reward of 1 for every answer, without a baseline: random text is trained on, too."""
+    """Give every answer a reward of 1 and no baseline, so that random text has a gradient too."""
     keys = {
         "actor.path": model,
         "actor.dtype": "float32",
@@ -80,7 +80,7 @@ def test_sft_runs_on_two_ranks_and_its_loss_falls(model_path, gsm8k_path, tmp_pa
     AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_the_ready_loop_equals_the_script_bit_for_bit(model_path, gsm8k_path, tmp_path):
+def test_ready_loop_equals_script_bit_for_bit(model_path, gsm8k_path, tmp_path):
     script, ready = tmp_path / "script", tmp_path / "ready"
     run(
         *("-m", "arealite.launcher.local", str(EXAMPLES / "gsm8k_grpo.py")),
@@ -92,7 +92,7 @@ def test_the_ready_loop_equals_the_script_bit_for_bit(model_path, gsm8k_path, tm
         *("-m", "arealite.cli.main", "trainer.type=grpo", "experiment_name=gsm8k-grpo"),
         *("trial_name=trial0", *common(ready, gsm8k_path)),
         *grpo_overrides(model_path, "trainer.grpo."),
-        # what the script's config file sets differently from the defaults
+        # Values of the script's config file that differ from the defaults.
         *("train_dataset.max_length=1024", "trainer.grpo.actor.eps_clip=0.4"),
         *("trainer.grpo.actor.optimizer.weight_decay=0.017",),
         *("trainer.grpo.actor.optimizer.beta2=0.999", "trainer.grpo.actor.max_tokens_per_mb=16384"),
@@ -113,8 +113,8 @@ def test_the_ready_loop_equals_the_script_bit_for_bit(model_path, gsm8k_path, tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_grpo_trains_alike_under_every_layout(model_path, gsm8k_path, tmp_path):
-    """Synchronous and seeded, so that tensor and context parallel ranks must repeat what one rank does."""
+def test_grpo_gives_the_same_numbers_with_every_layout(model_path, gsm8k_path, tmp_path):
+    """Training is synchronous and seeded, so tensor and context parallel ranks must equal one rank."""
     losses = {}
     for layout in ("d1", "d1c2", "d2t2"):
         run(
