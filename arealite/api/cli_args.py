@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import AllocationMode
@@ -131,10 +131,20 @@ class DatasetConfig(Section):
 
     path: str = _help("Local .jsonl/.json/.csv/.parquet file or folder, or a hub name.")
     name: str | None = _help("Configuration of a hub dataset, such as `main` of gsm8k.", None)
-    split: str | None = _help("Split of a hub dataset or of a local folder.", None)
+    split: str | None = _help("Split of a hub dataset or local folder; default: by role (train, test).", None)
     batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)
     shuffle: bool = _help("Shuffle in each epoch, by the seed.", True)
     max_length: int | None = _help("Leave out rows with more tokens.", None)
+
+    # Which split is read if `split` is not set.
+    is_validation: ClassVar[bool] = False
+
+
+@dataclass
+class ValidationDatasetConfig(DatasetConfig):
+    """A dataset that is evaluated on."""
+
+    is_validation: ClassVar[bool] = True
 
 
 @dataclass
@@ -224,7 +234,7 @@ class BaseExperimentConfig(Section):
     total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
-    valid_dataset: DatasetConfig | None = _help("Validation data.", None)
+    valid_dataset: ValidationDatasetConfig | None = _help("Validation data.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: FreqConfig = _help("When models are saved, besides the last.", FreqConfig)

@@ -1,6 +1,6 @@
-"""GSM8K (columns `question` and `answer`, the answer ending in `#### number`): rows for supervised and reinforcement learning.
+"""GSM8K rows (columns `question` and `answer`, which ends in `#### number`) for supervised training and for RL.
 
-The same functions read any file with these two columns.
+The functions read any file with these two columns.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
 
 
 def get_gsm8k_sft(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Rows with `input_ids` and `loss_mask`: the worked answer is what is learned."""
+    """Load rows with `input_ids` and a `loss_mask` of 1 on the worked answer."""
     pairs = [(f"{row['question']}\n", row["answer"]) for row in _load(config)]
     rows = [tokenize_sft(question, answer, tokenizer) for question, answer in pairs]
     return within_length(rows, config.max_length, config.path)
 
 
 def get_gsm8k_rl(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Rows with a question and `answer` for the reward; questions over `max_length` tokens are left out.
+    """Load rows with a question and the `answer` for the reward; questions over `max_length` tokens are left out.
 
-    A question is a chat (`messages`); for a base model, whose tokenizer has no chat template, it is plain text (`prompt`).
+    A question is a chat (`messages`), or plain text (`prompt`) if the tokenizer has no chat template.
     """
     rows = []
     for row in _load(config):

@@ -1,7 +1,7 @@
-"""Batches of rows, in an order that is a function of the seed and the epoch alone, and that resumes exactly.
+"""Batches of rows in an order that depends only on the seed and the epoch, and that resumes exactly.
 
-Training loops iterate one epoch (`for batch in loader`) or for ever (`loader.cycle()`); all ranks see the same batches. The state is two
-numbers, saved in recover checkpoints.
+Training loops iterate over one epoch (`for batch in loader`) or without end (`loader.cycle()`). All ranks see the same
+batches. Recover checkpoints save the state: the epoch and the position in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class StatefulDataLoader:
-    """Cuts rows into batches of `config.batch_size`; a last incomplete batch of an epoch is left out."""
+    """Yields batches of `config.batch_size` rows and drops an incomplete last batch of an epoch."""
 
     def __init__(self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1):
         size = config.batch_size
@@ -25,21 +25,23 @@ class StatefulDataLoader:
             raise DatasetError(f"the dataset {config.path} has no rows")
         if len(rows) < size:
             raise DatasetError(
-                f"the dataset {config.path} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add rows"
+                f"the dataset {config.path} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add "
+                "rows"
             )
         self.rows = rows
         self.batch_size = size
         self.shuffle = config.shuffle
         self.seed = seed
         self.epoch = 0
-        self.position = 0  # batches of this epoch already given out
+        # Batches of this epoch that were yielded.
+        self.position = 0
 
     def __len__(self) -> int:
         """Batches per epoch."""
         return len(self.rows) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Row]]:
-        """What is left of the current epoch; afterwards the loader stands at the start of the next."""
+        """Yield the remaining batches of the current epoch, then move to the start of the next."""
         order = list(range(len(self.rows)))
         if self.shuffle:
             random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
@@ -51,7 +53,7 @@ class StatefulDataLoader:
         self.position = 0
 
     def cycle(self) -> Iterator[list[Row]]:
-        """Epoch after epoch, without end."""
+        """Yield batches of one epoch after another, without end."""
         while True:
             yield from self
 
@@ -60,13 +62,13 @@ class StatefulDataLoader:
         return state | {"num_rows": len(self.rows), "batch_size": self.batch_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that the saved loader had given out."""
+        """Continue after the batches that the saved loader had yielded."""
         mine = self.state_dict()
         changed = [k for k in ("seed", "num_rows", "batch_size") if state[k] != mine[k]]
         if changed:
             pairs = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
             raise DatasetError(
-                f"the data differs from the checkpoint's, its order cannot be resumed: {pairs}. Set it back, or start a run "
-                "of its own: another trial_name, with the trained weights (checkpoints/) as path"
+                f"the data differs from the checkpoint's, so its order cannot be resumed: {pairs}. Restore the old "
+                "values, or start another run (another trial_name) from the trained weights in checkpoints/"
             )
         self.epoch, self.position = state["epoch"], state["position"]

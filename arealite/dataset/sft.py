@@ -1,4 +1,4 @@
-"""Supervised rows: a prompt and its answer as tokens, and batches of them."""
+"""Rows for supervised training: a prompt and its answer as tokens, and batches of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from arealite.api.io_struct import Batch
 Row = dict[str, Any]
 
 
-def tokenize_sft(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Tokens of prompt, answer and end; `loss_mask` is 1 on the answer and the end."""
+def tokenize_sft(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> Row:
+    """Tokenize prompt, answer and end token; `loss_mask` is 1 on the answer and the end token.
+
+    `add_special_tokens=False` is for prompts that contain them already, as a chat template writes them.
+    """
     if tokenizer.eos_token_id is None:
         raise DatasetError("the tokenizer has no end-of-text token, so an answer could never end")
-    # Each part on its own: joined first, a token could span the border and belong to both.
-    head = tokenizer.encode(prompt)
+    # Separately, so that no token spans the border between prompt and answer.
+    head = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     body = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     return {"input_ids": head + body, "loss_mask": [0] * len(head) + [1] * len(body)}
 
 
 def collate_sft(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
-    """Rows with `input_ids` and `loss_mask` as one padded batch, [B, T]."""
+    """Make one padded batch, [B, T], of rows with `input_ids` and `loss_mask`."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     pads = {"input_ids": pad, "attention_mask": 0, "loss_mask": 0}
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
@@ -35,7 +38,7 @@ def collate_sft(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
 
 
 def within_length(rows: list[Row], max_length: int | None, source: str) -> list[Row]:
-    """Rows (or pairs of them) of at most `max_length` tokens; raises when none is left."""
+    """Keep rows (or pairs) of at most `max_length` tokens. Raises `DatasetError` if none is left."""
     limit = math.inf if max_length is None else max_length
     sides = ([row] if "input_ids" in row else row.values() for row in rows)
     lengths = [max(len(side["input_ids"]) for side in each) for each in sides]

@@ -1,6 +1,6 @@
-"""A model's tokenizer, or one error that says why there is none.
+"""Load a model's tokenizer, with one clear error if that fails.
 
-Scripts and ready loops call `load_tokenizer(config.tokenizer_path or config.actor.path)`.
+Scripts and trainers call `load_tokenizer(config.tokenizer_path or config.actor.path)`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from arealite.api.errors import ConfigError
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """From a local folder or a hub name."""
+    """Load a tokenizer from a local folder or a hub name. Raises `ConfigError`."""
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and tokenizer_config.json) or a "
-            f"hub name as tokenizer_path=…, or as the model's path. transformers says: {reason}"
+            f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and "
+            "tokenizer_config.json) or a hub name as tokenizer_path=…, or as the model's path. transformers says: "
+            f"{reason}"
         ) from error

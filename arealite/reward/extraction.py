@@ -57,7 +57,7 @@ _MARKER = re.compile(
     r"|(?:nswer|NSWER)s?\b\W*(?:(?:to|of|for|in)\b[^.:=\n]{1,80}?)?(?:\b(?:is|are|IS|equals|becomes)\b|[:=])"
 )
 _HEADING = re.compile(r"\s*(?:step\b|\d+[.):]\s+\S)", re.I)
-_STATEMENT_END = re.compile(r"[.;](?=\W*(?:\s|$))|\n|</|\bI hope\b")
+_STATEMENT_END = re.compile(r"(?<![ap]\.m)[.;](?=\W*(?:\s|$))|\n|</|\bI hope\b")
 _WORD = re.compile(rf"(?:{_COMMAND})|\bsqrt\b|(?P<word>(?<![^\W_])[^\W\d_]{{2,}})")
 # What follows the marker is no answer: "the answer is correct", "the answer is not 12", "the answer is found by …".
 _NO_ANSWER = re.compile(

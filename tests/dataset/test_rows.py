@@ -1,11 +1,14 @@
 import gzip
 import json
+import sys
+import types
 
 import pytest
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import DatasetConfig, SFTConfig, ValidationDatasetConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.dataset import load_dataset, load_tokenizer, require_columns
+from arealite.utils.config import load_config
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "é", "a": None}]
 
@@ -24,9 +27,79 @@ def test_json_files_and_folders(tmp_path):
     assert load(tmp_path / "train" / "a.jsonl") == ROWS
     assert load(tmp_path, split="train") == ROWS * 2
     assert load(tmp_path, split="test") == ROWS
-    assert len(load(tmp_path)) == 6
     with pytest.raises(DatasetError, match=r"split 'valid'; there are: test.jsonl.gz, train/a.jsonl"):
         load(tmp_path, split="valid")
+
+
+def write(folder, *names):
+    """One row in each file: the file's own name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"from": name}) + "\n")
+
+
+def names_read(path, role, **kwargs):
+    return [row["from"] for row in load_dataset(role(path=str(path), **kwargs))]
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "valid"),
+    [
+        (["train.jsonl", "test.jsonl"], ["train.jsonl"], ["test.jsonl"]),
+        (["train-0.jsonl", "train-1.jsonl", "x.jsonl", "dev.jsonl"], ["train-0.jsonl", "train-1.jsonl"], ["dev.jsonl"]),
+        (["train/a.jsonl", "test/a.jsonl", "validation/a.jsonl"], ["train/a.jsonl"], ["validation/a.jsonl"]),
+        (["a.jsonl", "latest.jsonl"], ["a.jsonl", "latest.jsonl"], ["a.jsonl", "latest.jsonl"]),
+    ],
+)
+def test_a_folder_is_read_by_role(tmp_path, files, train, valid, caplog):
+    caplog.set_level("INFO", "arealite")
+    write(tmp_path, *files)
+    assert names_read(tmp_path, DatasetConfig) == train
+    assert names_read(tmp_path, ValidationDatasetConfig) == valid
+    assert ("valid_dataset: reading split" in caplog.text) == (train != valid)
+
+
+def test_a_folder_without_the_wanted_split_names_the_choices(tmp_path):
+    write(tmp_path, "train.jsonl", "more.jsonl")
+    with pytest.raises(
+        DatasetError, match=r"no validation or test split .*more.jsonl, train.jsonl.* valid_dataset.split"
+    ):
+        names_read(tmp_path, ValidationDatasetConfig)
+    assert names_read(tmp_path, ValidationDatasetConfig, split="train") == ["train.jsonl"]
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    with pytest.raises(DatasetError, match=r"no training split .*more.jsonl, test.jsonl.* train_dataset.split"):
+        names_read(tmp_path, DatasetConfig)
+
+
+@pytest.mark.parametrize(
+    ("splits", "train", "valid"),
+    [
+        (["train", "test"], "train", "test"),
+        (["train", "validation", "test"], "train", "validation"),
+        (["default"], "default", "default"),
+        (["train"], "train", None),
+        (["test"], None, "test"),
+    ],
+)
+def test_a_hub_dataset_is_read_by_role(monkeypatch, splits, train, valid):
+    def load_dataset(path, name, split):
+        found = {word: [{"from": word}] for word in splits}
+        return found if split is None else found[split]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for role, expected in ((DatasetConfig, train), (ValidationDatasetConfig, valid)):
+        if expected is None:
+            with pytest.raises(DatasetError, match=rf"it has: {splits[0]}"):
+                names_read("openai/gsm8k", role)
+        else:
+            assert names_read("openai/gsm8k", role) == [expected]
+        assert names_read("openai/gsm8k", role, split=splits[0]) == [splits[0]]
+
+
+def test_the_validation_set_of_a_config_has_the_role_of_one():
+    arguments = ["experiment_name=e", "trial_name=t", "model.path=m", "train_dataset.path=d", "valid_dataset.path=d"]
+    config = load_config(arguments, SFTConfig)
+    assert config.valid_dataset.is_validation and not config.train_dataset.is_validation
 
 
 def test_csv(tmp_path):
@@ -76,7 +149,7 @@ def test_missing_paths(tmp_path):
 
 
 def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DatasetError, match=r"pip install 'arealite\[hub\]'"):
         load("openai/gsm8k")
 

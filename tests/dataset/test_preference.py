@@ -1,0 +1,116 @@
+"""Preference pairs in all layouts: texts, whole dialogues, messages."""
+
+import json
+
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import DatasetError
+from arealite.dataset.preference import collate_pairs, get_preferences
+
+USER = {"role": "user", "content": "hi"}
+GOOD = {"role": "assistant", "content": "hello"}
+BAD = {"role": "assistant", "content": "go"}
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(*rows, **kwargs):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return get_preferences(DatasetConfig(path=str(path), **kwargs), tokenizer)
+
+    return load
+
+
+def texts(side, tokenizer):
+    """The prompt and the trained part of one side."""
+    start = side["loss_mask"].index(1)
+    assert side["loss_mask"] == [0] * start + [1] * (len(side["input_ids"]) - start)
+    return tokenizer.decode(side["input_ids"][:start]), tokenizer.decode(side["input_ids"][start:])
+
+
+def test_texts_with_a_prompt(load, tokenizer):
+    (pair,) = load({"prompt": "ab", "chosen": "c", "rejected": "de"})
+    assert texts(pair["chosen"], tokenizer) == ("ab", "c<eos>")
+    assert texts(pair["rejected"], tokenizer) == ("ab", "de<eos>")
+
+
+def test_whole_dialogues_are_split_at_their_last_shared_turn(load, tokenizer):
+    prompt = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: more\n\nAssistant:"
+    one, two = load(
+        {"chosen": f"{prompt} good", "rejected": f"{prompt} go away\n\nHuman: no\n\nAssistant: so"},
+        {"chosen": f"{prompt} a", "rejected": "\n\nHuman: hi\n\nAssistant: what?\n\nHuman: b\n\nAssistant: c"},
+    )
+    assert texts(one["chosen"], tokenizer) == (prompt, " good<eos>")
+    assert texts(one["rejected"], tokenizer) == (prompt, " go away\n\nHuman: no\n\nAssistant: so<eos>")
+    assert texts(two["chosen"], tokenizer)[0] == "\n\nHuman: hi\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": "hello", "rejected": "go"},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score": 1},
+    ],
+)
+def test_messages_go_through_the_chat_template(load, tokenizer, row):
+    (pair,) = load(row)
+    assert texts(pair["chosen"], tokenizer) == ("<user>hi\n<assistant>", "hello\n<eos>")
+    assert texts(pair["rejected"], tokenizer) == ("<user>hi\n<assistant>", "go\n<eos>")
+    assert collate_pairs([pair], tokenizer)["is_chosen"].tolist() == [1, 0]
+
+
+def test_the_end_token_of_a_template_is_not_doubled(load, tokenizer, monkeypatch):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    (pair,) = load({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
+    assert texts(pair["chosen"], tokenizer) == ("<user>hi<eos>\n<assistant>", "hello<eos>")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "a"}, "row 2 lacks rejected"),
+        ({"chosen": "a", "rejected": "b"}, "row 2: there is no `prompt`.*add the column `prompt`"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": 3},
+            "row 2: `rejected` must be text or a list of messages, not int",
+        ),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, "row 2: `prompt` must be text"),
+        ({"chosen": [USER, GOOD], "rejected": None}, "row 2: `rejected` must be text or a list of messages"),
+        ({"chosen": [USER, GOOD], "rejected": []}, "row 2: `rejected` must be text or a list of messages"),
+        (
+            {"chosen": [USER, {"role": "assistant"}], "rejected": [USER, BAD]},
+            "row 2: `chosen` has a message that is not",
+        ),
+        ({"chosen": [USER, "x"], "rejected": [USER, BAD]}, "row 2: `chosen` has a message that is not"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD, USER]}, "row 2: .* must be the same messages up to an answer"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "row 2: .* there is no `prompt`"),
+    ],
+)
+def test_malformed_rows_are_one_line(load, row, message):
+    with pytest.raises(DatasetError, match=message) as info:
+        load({"prompt": "a", "chosen": "b", "rejected": "c"}, row)
+    assert "\n" not in str(info.value)
+
+
+def test_messages_need_a_chat_template(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(DatasetError, match=r"row 1: .* the tokenizer has no chat template"):
+        load({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
+
+
+def test_a_template_that_rejects_messages_is_one_line(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DatasetError, match=r"row 1: the tokenizer's chat template rejects .* roles must alternate"):
+        load({"chosen": [USER, GOOD], "rejected": [USER, BAD]})
+
+
+def test_long_pairs_are_left_out(load):
+    short, long = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "c" * 20}
+    assert len(load(short, long)) == 2
+    assert len(load(short, long, max_length=10)) == 1
