@@ -23,7 +23,10 @@ _STDLIB = os.path.dirname(os.__file__)
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and message. Long messages are cut; an error that cannot be printed is named by its type."""
+    """Return type and message of an error; long messages are cut.
+
+    An error that cannot be printed is named by its type.
+    """
     try:
         text = f"{type(error).__name__}: {error}"
         return text if len(text) < _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
@@ -32,7 +35,7 @@ def describe(error: BaseException) -> str:
 
 
 class FailureStreak:
-    """Counts failed episodes since the last good one. Keeps the first error, which often causes the others."""
+    """Counts failed episodes since the last good one, and keeps the first error."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -71,12 +74,13 @@ class FailureStreak:
 
 
 def raise_if_all_rejected(before: Counts, now: Counts, limit: int) -> None:
-    """Raise if more than `limit` episodes were rejected and none accepted: the run would never get a batch."""
+    """Raise if more than `limit` episodes were rejected in a row: there would never be a batch."""
     rejected = now.rejected - before.rejected
     if rejected > limit and now.accepted == before.accepted:
         raise TrainingError(
-            f"{rejected} episodes in a row were rejected (arun_episode returned None), including every row of the data: the "
-            "workflow's filter rejects everything, or with dynamic sampling no prompt has answers of different reward"
+            f"{rejected} episodes in a row were rejected (arun_episode returned None), including every row of the "
+            "data: the workflow's filter rejects everything, or with dynamic sampling no prompt has answers of "
+            "different reward"
         )
 
 
@@ -92,7 +96,7 @@ def describe_wait(episode: Episode) -> str:
 
 
 def describe_block(thread_id: int | None) -> str | None:
-    """Describe the code that blocks the loop's thread, if any: code that does not await delays all episodes."""
+    """Describe the code that blocks the loop's thread, if any, by not awaiting."""
     top = sys._current_frames().get(thread_id or 0)
     if top is None:
         return None

@@ -1,7 +1,7 @@
 """One episode, and the check of what its workflow returned.
 
-`Episode` is a small record: tens of thousands may wait at once. `check_trajectories` turns a wrong result into an error that names
-the key, the shape and what was expected. Results that pass can be joined if they have the same keys.
+`Episode` is a small record: tens of thousands may wait at once. `check_trajectories` turns a wrong result into an error
+that names the key, the shape and what was expected. Results that pass can be joined if they have the same keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TrajectoryError(ValueError):
 class EpisodeId(NamedTuple):
     """Where an episode comes from and its number there. Streamed episodes sort before submitted ones.
 
-    Sources: `stream` (`prepare_batch`; the number is the row's position), `submitted` (`submit`), `direct` (`rollout_batch`).
+    Sources: `stream` (`prepare_batch`; the number is the row's position), `submitted` (`submit`), `direct`
+    (`rollout_batch`).
     """
 
     source: Source
@@ -90,7 +91,7 @@ class DirectCall:
 
 
 def episode_seed(run_seed: int, group_id: int) -> int:
-    """Return the sampling seed of an episode: stable over restarts, unrelated between neighbours (splitmix64)."""
+    """Return the sampling seed of an episode, which is the same after a restart (splitmix64)."""
     mask = (1 << 64) - 1
     z = (run_seed * 0xD1342543DE82EF95 + (group_id + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -100,7 +101,7 @@ def episode_seed(run_seed: int, group_id: int) -> int:
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy dicts and lists recursively, so that a workflow that changes its row (appends to `messages`) leaves the dataset as it was."""
+    """Copy dicts and lists, so that a workflow that changes its row does not change the dataset."""
     if type(value) is list:
         return [copy_containers(item) if type(item) in (dict, list) else item for item in value]
     return {k: copy_containers(v) for k, v in value.items()} if type(value) is dict else value
@@ -114,8 +115,8 @@ def check_trajectories(result: Any) -> Trajectories:
         )
     rewards, shape = result.get("rewards"), _common_shape(result)
     if not isinstance(rewards, torch.Tensor) or rewards.shape != shape[:1]:
-        given = tuple(rewards.shape) if isinstance(rewards, torch.Tensor) else rewards
-        raise TrajectoryError(f"`rewards` is {given}; expected a tensor of shape [{shape[0]}]")
+        actual = tuple(rewards.shape) if isinstance(rewards, torch.Tensor) else rewards
+        raise TrajectoryError(f"`rewards` is {actual}; expected a tensor of shape [{shape[0]}]")
     total = sum(rewards.tolist())
     if not math.isfinite(total):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
@@ -149,7 +150,7 @@ def oldest_version(versions: torch.Tensor) -> int:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """View as NumPy, which reduces small arrays faster than torch and keeps the GIL; this runs for every episode."""
+    """View as NumPy, which reduces small arrays faster than torch and keeps the GIL."""
     # A sum in half precision overflows.
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
@@ -162,16 +163,16 @@ def _common_shape(result: dict[str, Any]) -> torch.Size:
         raise TrajectoryError(f"the workflow's result lacks {missing}; it has {sorted(result)}")
     first = result["input_ids"]
     if not isinstance(first, torch.Tensor) or first.ndim != 2 or 0 in first.shape:
-        given = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
-        raise TrajectoryError(f"`input_ids` must be a tensor [n, T], got {given}")
+        actual = list(first.shape) if isinstance(first, torch.Tensor) else type(first).__name__
+        raise TrajectoryError(f"`input_ids` must be a tensor [n, T], got {actual}")
     if first.dtype.is_floating_point:
         raise TrajectoryError(f"`input_ids` must be whole numbers, got {first.dtype}")
     for key in TOKEN_KEYS:
         value = result[key]
         if not isinstance(value, torch.Tensor) or value.shape != first.shape:
-            given = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            actual = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise TrajectoryError(
-                f"`{key}` is {given}, but `input_ids` is {list(first.shape)}: all of {TOKEN_KEYS} share one shape"
+                f"`{key}` is {actual}, but `input_ids` is {list(first.shape)}: all of {TOKEN_KEYS} share one shape"
             )
     return first.shape
 
@@ -188,8 +189,8 @@ def join_trajectories(episodes: list[Episode]) -> Batch:
         batch = concat_padded([result.batch for result in results])
     except (ValueError, RuntimeError) as error:
         raise TrainingError(
-            f"the results of episodes {episodes[0].id} to {episodes[-1].id} cannot be joined to one batch: {error}. A workflow "
-            "must return the same keys for every row, with the same shapes apart from samples and tokens"
+            f"the results of episodes {episodes[0].id} to {episodes[-1].id} cannot be joined to one batch: {error}. A "
+            "workflow must return the same keys for every row, with the same shapes apart from samples and tokens"
         ) from error
     pairs = zip(episodes, results, strict=True)
     batch["group_ids"] = torch.tensor([e.id.group_id for e, r in pairs for _ in range(r.num_samples)])

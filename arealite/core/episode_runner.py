@@ -1,8 +1,9 @@
-"""`EpisodeRunner`: the event-loop thread that runs episodes. It knows nothing of batches or staleness.
+"""`EpisodeRunner`: the event-loop thread that runs episodes.
 
-Owned by `WorkflowExecutor`. It starts episodes, cancels those past their deadline, checks results and reports: each started episode
-is passed to `on_end` exactly once, on the loop's thread, together with all that ended in the same iteration of the loop, whatever
-the workflow does. If the loop itself fails, `on_crash` gets the error.
+Owned by `WorkflowExecutor`; it knows nothing of batches or staleness. It starts episodes, cancels those past their
+deadline, checks results and reports: each started episode is passed to `on_end` exactly once, on the loop's thread,
+together with all that ended in the same iteration of the loop, whatever the workflow does. If the loop itself fails,
+`on_crash` gets the error.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class EpisodeRunner:
         self._admit()
 
     def _run_callback(self, callback: Callable[[], None]) -> None:
-        """Run a callback of the executor. asyncio only logs what it raises; the trainer would wait for its deadline."""
+        """Run a callback of the executor and report what it raises, which asyncio would only log."""
         try:
             callback()
         except BaseException as error:
@@ -170,7 +171,7 @@ class EpisodeRunner:
                 self._cancel(episode, episode.task)
 
     def _cancel(self, episode: Episode, task: asyncio.Task) -> None:
-        """Report the episode as ended at once: its workflow may clean up for long, or ignore the cancellation."""
+        """Cancel an episode and report it as ended at once: its workflow may ignore the cancellation."""
         task.cancel()
         # The loop itself does not keep a reference.
         self._cancelled.add(task)

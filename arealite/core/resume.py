@@ -1,8 +1,8 @@
 """`ResumeState`: which episodes have ended, so that a restarted run handles every row exactly once.
 
-`WorkflowExecutor` takes episode numbers and its stream of rows from here, on the trainer's thread. A recover checkpoint stores
-`state_dict`; after `load_state_dict` rows that have ended are skipped, and `to_submit_again` lists the calls of `submit` that the
-caller has to repeat, because only the caller has their rows.
+`WorkflowExecutor` takes episode numbers and its stream of rows from here, on the trainer's thread. A recover checkpoint
+stores `state_dict`; after `load_state_dict` rows that have ended are skipped, and `to_submit_again` lists the calls of
+`submit` that the caller has to repeat, because only the caller has their rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ResumeState:
         # Calls of `submit`, counted from 0 over the whole run, that the caller must repeat after a resume.
         self.to_submit_again: list[int] = []
         self._stream: RowStream | None = None
-        # Of the stream: the position of the first row of the dataloader, and which rows are not given out again.
+        # Of the stream: the position of the first row of the dataloader, and which rows are skipped.
         self._first_position = 0
         self._streamed = EndedNumbers()
         self._submitted = EndedNumbers()
@@ -64,7 +64,7 @@ class ResumeState:
         return EpisodeId("direct", self.num_direct - 1)
 
     def open_stream(self, dataloader: Iterable[list[dict[str, Any]]]) -> RowStream:
-        """Return the stream of rows of this dataloader, at the position of the checkpoint if the run was resumed."""
+        """Return the stream of rows of this dataloader, after a resume at the checkpoint's position."""
         if self._stream is None:
             self._stream = RowStream(dataloader, self._first_position)
             if self._is_resumed:
@@ -118,8 +118,8 @@ class ResumeState:
         self.to_submit_again = [i for i in numbers if i not in self._submitted]
         if self.to_submit_again:
             logger.warning(
-                "%d submitted episodes had not ended at the checkpoint. Only the caller has their rows: submit them again (calls "
-                "of submit, counted from 0: %s; all of them are in executor.to_submit_again)",
+                "%d submitted episodes had not ended at the checkpoint. Only the caller has their rows: submit them "
+                "again (calls of submit, counted from 0: %s; all of them are in executor.to_submit_again)",
                 len(self.to_submit_again),
                 self.to_submit_again[:8],
             )

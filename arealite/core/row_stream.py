@@ -1,7 +1,8 @@
-"""`RowStream`: an endless stream of data rows from a dataloader. A row's position is the number of its episode.
+"""`RowStream`: an endless stream of data rows from a dataloader.
 
-The executor reads it on the trainer's thread. After a restart the stream goes back to the oldest row that has not ended and skips
-rows that have, so each row is handled once. An empty dataset, or one smaller than a batch, raises an error at once.
+A row's position in it is the number of its episode. The executor reads it on the trainer's thread. After a restart the
+stream goes back to the oldest row that has not ended and skips rows that have, so each row is handled once. An empty
+dataset, or one smaller than a batch, raises an error at once.
 """
 
 from __future__ import annotations

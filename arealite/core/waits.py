@@ -1,7 +1,7 @@
 """`NamedWait`: a wait with a name and a deadline.
 
-Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When it expires, `error` says what waits for what, since
-when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
+Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When it expires, `error` says what waits for
+what, since when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
 """
 
 from __future__ import annotations
@@ -38,5 +38,6 @@ class NamedWait:
         """Return the error for an expired wait."""
         limit = f" (the deadline set by {self.option})" if self.option else ""
         return WaitTimeout(
-            f"{self.who} has waited {self.waited_s:.1f} s{limit} for {self.what}.\n  Now: {state}\n  Likely cause: {cause}"
+            f"{self.who} has waited {self.waited_s:.1f} s{limit} for {self.what}.\n  Now: {state}\n"
+            f"  Likely cause: {cause}"
         )

@@ -1,8 +1,9 @@
-"""`WorkerPool`: runs episodes in worker processes, so that heavy agents and rewards do not share the trainer's interpreter.
+"""`WorkerPool`: runs episodes in worker processes.
 
-Runs on the executor's event loop; `EpisodeRunner` uses it when `rollout.num_workers` is set, with the same workflow code. A worker
-that dies, or blocks when an episode runs out of time, is replaced. Its episodes run again elsewhere with the same seeds, so none is
-lost and none is counted twice.
+Heavy agents and rewards then do not share the trainer's interpreter. Runs on the executor's event loop; `EpisodeRunner`
+uses it when `rollout.num_workers` is set, with the same workflow code. A worker that dies, or blocks when an episode
+runs out of time, is replaced. Its episodes run again elsewhere with the same seeds, so none is lost and none is counted
+twice.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
 
     def _start_error(self, lost: WorkerLost) -> ServerError:
         return ServerError(
-            f"a rollout worker did not start: it {lost}. Fix what the log says about it, or set rollout.num_workers=0 to run "
-            "episodes in the trainer's own process"
+            f"a rollout worker did not start: it {lost}. Fix what the log says about it, or set rollout.num_workers=0 "
+            "to run episodes in the trainer's own process"
         )
 
     def _on_ready(self, worker: RolloutWorker) -> None:
@@ -105,7 +106,8 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             self._launch_missing()
 
     def _watch(self, worker: RolloutWorker, ping: int, left_s: int) -> None:
-        """Replace a worker that does not answer `ping`. Counts seconds of this loop: it may itself have been blocked."""
+        """Replace a worker that does not answer `ping`."""
+        # Count seconds of this loop: it may itself have been blocked.
         if worker.last_pong >= ping:
             return
         if left_s > 0:
@@ -191,8 +193,8 @@ class RolloutWorker(WorkerProcess):
             self.send("workflow", id(workflow), workflow)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"{type(workflow).__name__} cannot be sent to a worker process ({error}): define it and what it holds at the top "
-                "level of a module, or set rollout.num_workers=0"
+                f"{type(workflow).__name__} cannot be sent to a worker process ({error}): define it and what it holds "
+                "at the top level of a module, or set rollout.num_workers=0"
             ) from error
         self._known_workflows.add(id(workflow))
 

@@ -1,7 +1,7 @@
-"""A rollout worker: a process that runs episodes with an engine of its own and sends the results back.
+"""A rollout worker process: runs episodes with its own engine and sends the results back.
 
-Started by `WorkerPool`. It runs any number of episodes at once on one event loop and answers each as it ends. Its owner sends it
-which servers are open and which version they hold. It ends with its owner.
+Started by `WorkerPool`. It runs any number of episodes at once on one event loop and answers each as it ends. Its owner
+sends it which servers are open and which version they hold. It ends with its owner.
 """
 
 from __future__ import annotations

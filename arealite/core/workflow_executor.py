@@ -1,9 +1,10 @@
-"""`WorkflowExecutor`: runs thousands of episodes at once on one event-loop thread and returns finished ones as batches.
+"""`WorkflowExecutor`: runs episodes asynchronously and returns finished ones as batches.
 
-The trainer's thread calls `submit`, `wait`, `prepare_batch` and `rollout_batch`. The loop's thread starts queued episodes whenever
-the staleness limit allows (`StalenessManager`) and wakes the trainer when its batch is ready. Guarantees: nothing polls; batches
-are filled oldest first; no returned sample is older than η versions; an exception in a workflow fails that episode only, and if all
-fail the trainer gets the first cause; every wait has a deadline. With η = 0 batches equal those of a plain loop over the same rows.
+Thousands of episodes run at once on one event-loop thread. The trainer's thread calls `submit`, `wait`, `prepare_batch`
+and `rollout_batch`. The loop's thread starts queued episodes whenever the staleness limit allows (`StalenessManager`)
+and wakes the trainer when its batch is ready. Guarantees: nothing polls; batches are filled oldest first; no returned
+sample is older than η versions; an exception in a workflow fails that episode only, and if all fail the trainer gets
+the first cause; every wait has a deadline. With η = 0 batches equal those of a plain loop over the same rows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Demand(NamedTuple):
-    """What the waiting trainer wants to be woken for: `finished` episodes, or fewer than `queued` ones in the queue."""
+    """The trainer waits for `finished` episodes, or until fewer than `queued` are in the queue."""
 
     finished: int
     queued: int

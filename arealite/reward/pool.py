@@ -1,8 +1,9 @@
-"""`RewardPool`: runs reward functions in worker processes. Reward code that hangs or crashes fails its own job only.
+"""`RewardPool`: runs reward functions in worker processes.
 
-A workflow awaits `pool.run(fn, rows)` on the executor's event loop. A worker takes one job at a time; if it crashes or passes the
-deadline it is killed and replaced, and that job alone fails, with the reason. While all workers only wait (for a judge, a database)
-more are started, so that waiting costs no throughput. Coroutine functions are awaited on the event loop itself.
+Reward code that hangs or crashes fails its own job only. A workflow awaits `pool.run(fn, rows)` on the executor's event
+loop. A worker takes one job at a time; if it crashes or passes the deadline it is killed and replaced, and that job
+alone fails, with the reason. While all workers only wait (for a judge, a database) more are started, so that waiting
+costs no throughput. Coroutine functions are awaited on the event loop itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAX_TEXT = 10_000
 
 
 class RewardPool(ProcessPool[WorkerProcess]):
-    """Computes in `num_workers` processes, and in up to `max_workers` while those only wait. Belongs to one event loop."""
+    """Computes in `num_workers` processes, and in up to `max_workers` while those only wait."""
 
     def __init__(self, num_workers: int = 0, timeout_s: float = 15.0, max_workers: int = 64):
         super().__init__()
@@ -92,8 +93,8 @@ class RewardPool(ProcessPool[WorkerProcess]):
             job = pickle.dumps((fn, rows), protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise RewardError(
-                f"the reward {fn!r} cannot be sent to a worker process ({error}): define it at the top level of a module or of "
-                "your script, or pass reward_inline=True"
+                f"the reward {fn!r} cannot be sent to a worker process ({error}): define it at the top level of a "
+                "module or of your script, or pass reward_inline=True"
             ) from error
         worker = await self._acquire(fn)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The ready loop of DPO and its relatives (as in examples/arealite/preference_dpo.py)."""
+"""DPO and its variants: the ready-made loop of examples/arealite/preference_dpo.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arealite.utils.config import load_config, run_main
 
 
 class DPOTrainer(SFTTrainer):
-    """Rows have `chosen` and `rejected` tokens; the reference, where the loss has one, is frozen."""
+    """Trains on rows with `chosen` and `rejected` tokens; the reference model, if any, is frozen."""
 
     engine_class = FSDPDPOEngine
 
@@ -52,7 +52,7 @@ class DPOTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    """What `arealite.cli.main` starts on every rank."""
+    """Train on every rank; `arealite.cli.main` starts it."""
     config = load_config(argv, DPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset

@@ -1,7 +1,8 @@
 """Evaluation without training: generates answers to a dataset once and reports rewards.
 
-`python -m arealite.cli.main trainer.type=null valid_dataset.path=…` starts it. Training loops call `evaluate` for their validation
-set. All answers go to the ledger of the run directory (`rollout.dump_rollouts`); `python -m arealite.cli.report` shows them.
+`python -m arealite.cli.main trainer.type=null valid_dataset.path=…` starts it. Training loops call `evaluate` for their
+validation set. All answers go to the ledger of the run directory (`rollout.dump_rollouts`); `python -m
+arealite.cli.report` shows them.
 """
 
 from __future__ import annotations

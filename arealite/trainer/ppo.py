@@ -1,7 +1,7 @@
-"""The ready loop of the GRPO/PPO family: what examples/arealite/gsm8k_grpo.py writes out, behind two calls.
+"""The GRPO/PPO family: the ready-made loop of examples/arealite/gsm8k_grpo.py.
 
-Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test holds this loop and the written-out one equal
-bit for bit: change both or none.
+Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test checks that both loops are equal bit for bit:
+change both or none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 class PPOTrainer:
-    """Actor, rollout client and data loader of one run; reference, critic and teacher where the config has them."""
+    """Makes the engines and the data loader of one run, and trains."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PPOTrainer:
                 run.commit(step, stats)
 
     def _add_predictions(self, batch: Batch) -> None:
-        """What the other models say of the batch."""
+        """Add log-probs and values of the models that the configuration names."""
         if self.config.actor.prox_logp == "recompute":
             batch["prox_logp"] = self.actor.compute_logp(batch)
         if self.ref:
@@ -99,7 +99,7 @@ class PPOTrainer:
 def _frozen(
     config: FrozenEngineConfig | None, parallel: ParallelStrategy | None, temperature: float
 ) -> FSDPEngine | None:
-    """A model that is only asked for log-probs, of the distribution that is sampled from."""
+    """Make a model that only computes log-probs, at the sampling temperature."""
     if config is None:
         return None
     engine = make_engine(FSDPEngine, config, parallel)
@@ -109,7 +109,7 @@ def _frozen(
 
 
 def main(argv: list[str]) -> None:
-    """What `arealite.cli.main` starts on every rank."""
+    """Train on every rank; `arealite.cli.main` starts it."""
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     task = find_task(config.train_dataset)

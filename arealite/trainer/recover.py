@@ -1,8 +1,9 @@
-"""Recover checkpoints: everything a run needs to go on after a crash, in `recover/`.
+"""Recover checkpoints: everything that a run needs to continue after a crash, in `recover/`.
 
-A checkpoint is written in `recover/writing`, with a checksum of each file, and renamed to `recover/step000123` when it is whole; the one before it is kept.
-So a crash at any moment, or a full disk, leaves the last good one, and one that is damaged later is noticed and the one before it taken. Training loops
-call `maybe_save` after each step and `load` at the start.
+A checkpoint is written to `recover/writing`, with a checksum of each file, and renamed to `recover/step000123` when it
+is complete; the one before it is kept. A crash at any moment, or a full disk, thus leaves the last good one. A
+checkpoint that is damaged later is detected, and the one before it is used. Training loops call `load` at the start and
+`maybe_save` after each step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CHUNK_BYTES = 1 << 24
 class Recover:
     """Saves and restores named engines (weights, optimizer, schedule) and parts of one run.
 
-    A part has a small state, kept as JSON (the data loader, the rollout's counters): `state_dict`, `load_state_dict`.
+    A part has a small state that is stored as JSON (data loader, executor): `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -52,29 +53,29 @@ class Recover:
         self.frequency = Frequency(config)
 
     def load(self) -> StepInfo | None:
-        """Restore the newest checkpoint and return the last step it holds; None for a fresh start."""
+        """Restore the newest checkpoint and return its last step; None if there is none."""
         if self.config.mode == "disabled":
             return None
-        path = self._newest_good()
+        path = self._find_newest_good()
         if path is None:
             if self.config.mode == "resume":
                 raise CheckpointError(
-                    f"recover.mode=resume, but there is no complete checkpoint in {self.folder}: check experiment_name and "
-                    "trial_name, or set recover.mode=auto to start afresh"
+                    f"recover.mode=resume, but there is no complete checkpoint in {self.folder}: check experiment_name "
+                    "and trial_name, or set recover.mode=auto to start a new run"
                 )
             return None
         state = json.loads((path / _STATE).read_text())
-        self._match(state, str(path))
+        self._check_contents(state, str(path))
         for name, engine in self.engines.items():
             engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         return StepInfo(**state["step"])
 
-    def _newest_good(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; each rank looks at its share of them."""
-        # Rank 0 lists them: other machines may see a shared folder a moment later.
-        paths = [Path(path) for path in broadcast_json(list(map(str, complete(self.folder))))]
+    def _find_newest_good(self) -> Path | None:
+        """Return the newest checkpoint whose checksums match; each rank checks its share of the files."""
+        # Rank 0 lists them: other machines may see changes in a shared folder later.
+        paths = [Path(path) for path in broadcast_json(list(map(str, list_complete(self.folder))))]
         for path in paths:
             damaged = _damaged_files(path)
             share = all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damaged))))})
@@ -84,36 +85,37 @@ class Recover:
                 return path
             if damaged:
                 show_message(
-                    f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): looking for the one before it"
+                    f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): trying the one before it"
                 )
         if paths:
             raise CheckpointError(
-                f"all {len(paths)} recover checkpoints in {self.folder} are damaged: mend the disk and restore them from a backup, or delete "
-                "them to start afresh (exported weights are in checkpoints/)"
+                f"all {len(paths)} recover checkpoints in {self.folder} are damaged: repair the disk and restore them "
+                "from a backup, or delete them to start a new run (exported weights are in checkpoints/)"
             )
         return None
 
     def maybe_save(self, info: StepInfo) -> bool:
-        """Save if it is time. Called by all ranks after each step."""
+        """Save if it is due. All ranks call it after each step."""
         if self.config.mode == "disabled" or not self.frequency.is_due(info):
             return False
         self.save(info)
         return True
 
     def save(self, info: StepInfo) -> None:
-        """Save now. The newest checkpoint stays beside this one; those before it make room first."""
+        """Save now. Keeps the newest checkpoint and deletes older ones first."""
         writing = self.folder / "writing"
         what = f"the recover checkpoint {writing}"
         with on_all_ranks(what):
             if rank() == 0:
-                for old in (writing, *complete(self.folder)[1:]):
+                for old in (writing, *list_complete(self.folder)[1:]):
                     shutil.rmtree(old, ignore_errors=True)
                 writing.mkdir(parents=True)
         with on_all_ranks(what):
             for name, engine in self.engines.items():
                 engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
         files = sorted(p for p in writing.rglob("*") if p.is_file())[rank() :: world_size()]
-        barrier()  # nobody lists what the next lines make
+        # All ranks must have listed the files before the next lines create more.
+        barrier()
         with on_all_ranks(what):
             sums = {str(file.relative_to(writing)): _checksum(file) for file in files}
             (writing / f"{_SUMS}{rank()}.json").write_text(json.dumps(sums))
@@ -131,27 +133,30 @@ class Recover:
         own = json.dumps({_STATE: _checksum(writing / _STATE)})
         (writing / f"{_SUMS}{_STATE}").write_text(own)
         final = self.folder / f"step{info.global_step + 1:06d}"
-        shutil.rmtree(final, ignore_errors=True)  # an earlier attempt that got as far
+        # An earlier attempt may have reached the same step.
+        shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
 
-    def _match(self, state: dict[str, Any], path: str) -> None:
+    def _check_contents(self, state: dict[str, Any], path: str) -> None:
         for kind, want in (("engines", self.engines), ("parts", self.parts)):
             missing = set(want) - set(state[kind])
             if missing:
                 raise CheckpointError(
-                    f"{path} was written by another kind of run: it lacks the {kind} {', '.join(sorted(missing))}"
+                    f"{path} was written by another kind of run: it has no {kind} {', '.join(sorted(missing))}. Set "
+                    "another trial_name, or recover.mode=disabled"
                 )
 
 
-def complete(folder: Path) -> list[Path]:
-    """Checkpoints that were finished, the newest first."""
+def list_complete(folder: Path) -> list[Path]:
+    """Return finished checkpoints, the newest first."""
+    # A copy such as `step000004.bak` is not one.
     named = [p for p in folder.glob("step*") if p.name.removeprefix("step").isdecimal()]
-    found = [p for p in named if (p / _STATE).is_file()]  # a copy, `step000004.bak`, is none
+    found = [p for p in named if (p / _STATE).is_file()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step")), reverse=True)
 
 
 def _damaged_files(path: Path) -> list[str]:
-    """Those of this rank's share that are not as they were written."""
+    """Return the files of this rank's share whose checksum does not match."""
     try:
         json.loads((path / _STATE).read_text())
         lists = [json.loads(file.read_text()) for file in path.glob(f"{_SUMS}*.json")]
@@ -163,7 +168,7 @@ def _damaged_files(path: Path) -> list[str]:
 
 
 def _checksum(file: Path) -> int | None:
-    """CRC-32; None if it cannot be read."""
+    """Return the CRC-32 of a file; None if it cannot be read."""
     value = 0
     try:
         with file.open("rb") as handle:

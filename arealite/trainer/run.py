@@ -1,7 +1,7 @@
-"""`Run`: what surrounds a training loop: run directory, statistics, live table, trace, checkpoints and recovery.
+"""`Run`: run directory, statistics, live table, trace, checkpoints and recovery of a training loop.
 
-Scripts write `with Run(…) as run: for step in run.steps(): … run.commit(step, stats)`. It contains no part of any algorithm: a loop
-without it trains the same.
+Scripts write `with Run(…) as run: for step in run.steps(): … run.commit(step, stats)`. It contains no part of any
+algorithm: a loop without it trains the same.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from statistics import fmean
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from arealite.api.cli_args import BaseExperimentConfig
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
@@ -58,8 +59,8 @@ class Run:
     ):
         if evaluate is None and any(vars(config.evaluator).values()):
             raise ConfigError(
-                "evaluator is set, but this script gives its Run no `evaluate`: remove evaluator from the configuration, or use "
-                "`python -m arealite.cli.main`, whose loops evaluate"
+                "evaluator is set, but this script gives its Run no `evaluate`: remove evaluator from the "
+                "configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
             )
         self.config, self.spec, self.rollout = config, spec, rollout
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
@@ -113,7 +114,8 @@ class Run:
         if rank() == 0 and max_steps > self.spec.total_train_steps:
             show_message(
                 f"total_train_steps={max_steps}, but total_train_epochs={self.spec.total_train_epochs} of "
-                f"{self.spec.dataset_size} rows are {self.spec.total_train_steps} steps: to train longer, raise total_train_epochs"
+                f"{self.spec.dataset_size} rows are {self.spec.total_train_steps} steps: to train longer, raise "
+                "total_train_epochs"
             )
         self._server_idle.take()
         self.trace.take()
@@ -124,10 +126,10 @@ class Run:
         return self.trace.phase(name)
 
     def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
-        """End a step: evaluate if due, write its statistics (averaged over minibatches), then save checkpoints if due.
+        """End a step: evaluate if due, write its statistics, then save checkpoints if due.
 
-        In this order every step of a checkpoint has its line in stats.jsonl, even if the process is killed in between. The time
-        of saving counts towards the next step.
+        Statistics of several minibatches are averaged. In this order every step of a checkpoint has its line in
+        stats.jsonl, even if the process is killed in between. The time of saving counts towards the next step.
         """
         info = self._info(step)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
@@ -156,7 +158,7 @@ class Run:
             self._save(info)
 
     def _take_engine_stats(self) -> dict[str, float]:
-        """In controller mode: the times of engines that live in other processes, which also become spans of the trace."""
+        """Return the times of engines in other processes, and add them to the trace (controller mode)."""
         driver = current_driver()
         if driver is None:
             return {}
@@ -165,16 +167,17 @@ class Run:
         return driver.runtime.take_stats()
 
     def _warn_without_signal(self, values: dict[str, float]) -> None:
-        """Print a warning after several steps in a row in which no group had an advantage; each one after twice as many."""
+        """Warn after several steps in a row without signal; again after twice as many."""
         self._steps_without_signal = self._steps_without_signal + 1 if values.get("groups_with_signal") == 0 else 0
         if self._steps_without_signal < self._next_warning:
             return
         self._next_warning = 2 * self._steps_without_signal
         if rank() == 0:
             show_message(
-                f"warning: no signal: in the last {self._steps_without_signal} steps all answers to each prompt had the same "
-                f"reward (mean {values.get('reward', 0.0):g}), so nothing was learned. The task is too hard or too easy for this "
-                f"model, or the reward never matches: see python -m arealite.cli.report {self.dir.path}"
+                f"warning: no signal: in the last {self._steps_without_signal} steps all answers to each prompt had "
+                f"the same reward (mean {values.get('reward', 0.0):g}), so nothing was learned. The task is too hard "
+                "or too easy for this model, or the reward never matches: see python -m arealite.cli.report "
+                f"{self.dir.path}"
             )
 
     def _save(self, info: StepInfo) -> None:
@@ -198,7 +201,7 @@ class Run:
         # Servers that this run did not start may hold the weights of another run.
         others = isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
         if self.rollout is not None and (first or broadcast_json(others)):
-            weights = make_weight_meta(self.config, self.dir, self.rollout)
+            weights = make_weight_meta(cast(GRPOConfig, self.config), self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first)
@@ -241,7 +244,7 @@ class _ServerIdleTime:
 
 
 def _fill_in(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:
-    """Add the executor's statistics, also as `reward` and `staleness/max` for losses that do not report them."""
+    """Add the executor's statistics; its reward and lag stand in where the loss reports none."""
     names = {"reward": "reward_mean", "staleness/max": "lag_max"}
     known = {name: executor_stats[key] for name, key in names.items() if key in executor_stats}
     return {**known, **stats, **executor_stats}

@@ -1,4 +1,4 @@
-"""The ready loop of reward models: preference pairs, a scalar head (as in examples/arealite/preference_rw.py)."""
+"""Reward models: the ready-made loop of examples/arealite/preference_rw.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arealite.utils.config import load_config, run_main
 
 
 class RWTrainer(SFTTrainer):
-    """Rows have `chosen` and `rejected` tokens."""
+    """Trains a model with a scalar head; rows have `chosen` and `rejected` tokens."""
 
     engine_class = FSDPRWEngine
 
@@ -27,7 +27,7 @@ class RWTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    """What `arealite.cli.main` starts on every rank."""
+    """Train on every rank; `arealite.cli.main` starts it."""
     config = load_config(argv, RWConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset

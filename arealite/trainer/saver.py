@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints of a run, as often as the configuration says, under `checkpoints/`.
+"""Saves Hugging Face checkpoints under `checkpoints/`, as often as the configuration says.
 
-`Frequency` answers "is it time?" alike on all ranks; the evaluator and the recover checkpoints use it too.
+`Frequency` decides when, the same on all ranks; the evaluator and the recover checkpoints use it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arealite.utils.rundir import RunDir
 
 
 class Frequency:
-    """When something recurs: any of every n epochs, every n steps, every n seconds. Asked once after each step, by all ranks."""
+    """Decides when something is due: every n epochs, steps or seconds. All ranks ask once a step."""
 
     def __init__(self, config: FreqConfig):
         self.config = config
@@ -34,7 +34,7 @@ class Frequency:
         if config.freq_epochs and info.is_last_in_epoch:
             due = due or (info.epoch + 1) % config.freq_epochs == 0
         if config.freq_secs:
-            # Clocks differ between ranks, and what follows is a collective: rank 0 decides.
+            # Rank 0 decides: clocks differ between ranks, and saving is a collective.
             due = broadcast_json(due or time.monotonic() - self._last_time >= config.freq_secs)
         if due:
             self._last_time = time.monotonic()
@@ -42,7 +42,7 @@ class Frequency:
 
 
 class Saver:
-    """Writes `checkpoints/step000100` after 100 steps. The tokenizer goes along, so that the folder is a whole model."""
+    """Writes `checkpoints/step000100` after 100 steps: a complete model folder, with the tokenizer."""
 
     def __init__(self, config: FreqConfig, run_dir: RunDir, engine: TrainEngine, tokenizer: Any = None):
         self.frequency = Frequency(config)
@@ -51,11 +51,11 @@ class Saver:
         self.tokenizer = tokenizer
 
     def maybe_save(self, info: StepInfo, is_last: bool = False) -> Path | None:
-        """Save if it is time, and after the last step in any case: what was trained is not lost. Returns where."""
+        """Save if it is due, and after the last step in any case. Returns the path."""
         return self.save(info) if self.frequency.is_due(info) or is_last else None
 
     def save(self, info: StepInfo) -> Path:
-        """Save now. Called by all ranks."""
+        """Save now. All ranks call it."""
         path = self.folder / f"step{info.global_step + 1:06d}"
         with on_all_ranks(f"the checkpoint {path}"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,10 @@ class Saver:
 
 @contextmanager
 def on_all_ranks(what: str) -> Iterator[None]:
-    """A part of writing `what`. An OSError on one rank is a CheckpointError on all: none goes on to wait for one that gave up."""
+    """Run a part of writing `what`: an OSError on one rank becomes a CheckpointError on all.
+
+    Otherwise the other ranks would wait for the one that failed.
+    """
     failure = ""
     try:
         yield

@@ -1,6 +1,6 @@
-"""The ready loop over fixed data: supervised fine-tuning (as in examples/arealite/gsm8k_sft.py).
+"""Supervised fine-tuning: the ready-made loop of examples/arealite/gsm8k_sft.py.
 
-The reward model (`rw.py`) and preference learning (`dpo.py`) are the same loop with another engine, collation and update.
+Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop with another engine, collation and update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class SFTTrainer:
         self.config, self.tokenizer, self.valid_rows = config, tokenizer, valid_rows
         if valid_rows is not None and len(valid_rows) < config.num_shares:
             raise DatasetError(
-                f"the validation set has {len(valid_rows)} rows, and each of {config.num_shares} data-parallel ranks needs one: give more"
+                f"the validation set has {len(valid_rows)} rows, and each of {config.num_shares} data-parallel ranks "
+                "needs one: add rows"
             )
         self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
@@ -55,11 +56,11 @@ class SFTTrainer:
         return self.engine.train_lm(batch)
 
     def measure(self, batch: Batch) -> dict[str, float]:
-        """The statistics of `update`, without one."""
+        """Return the statistics of `update` without updating."""
         return self.engine.evaluate_lm(batch)
 
     def evaluate(self) -> dict[str, float]:
-        """`eval/loss` and what else the loss tells, over all validation rows."""
+        """Return `eval/loss` and the other statistics of the loss over all validation rows."""
         assert self.valid_rows is not None
         stats = self.measure(self.collate(self.engine.share(self.valid_rows)))
         return {f"eval/{name}": value for name, value in stats.items()}
@@ -78,7 +79,7 @@ class SFTTrainer:
 
 
 def main(argv: list[str]) -> None:
-    """What `arealite.cli.main` starts on every rank."""
+    """Train on every rank; `arealite.cli.main` starts it."""
     config = load_config(argv, SFTConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = find_task(config.train_dataset).sft_rows(config.train_dataset, tokenizer)

@@ -1,6 +1,7 @@
-"""Statistics of each step: one JSON object a line in stats.jsonl, and TensorBoard files if asked for.
+"""Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard files.
 
-Training loops call `commit` once a step on every rank; only rank 0 writes. A line is on disk before `commit` returns, so a crash loses no step.
+Training loops call `commit` once a step on every rank; only rank 0 writes. A line is on disk before `commit` returns,
+so a crash loses no step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StatsLogger:
             self._board = SummaryWriter(str(run_dir.tensorboard))
 
     def resume(self, step: int) -> None:
-        """Drop lines of `step` and later: the attempt that wrote them is continued from before."""
+        """Drop the lines of `step` and later steps, which run again."""
         if not self._writes or not self.path.exists():
             return
         lines = self.path.read_text(errors="replace").splitlines()
@@ -49,6 +50,7 @@ class StatsLogger:
             raise self._unwritable(error) from error
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
+        """Write the statistics of one step."""
         if not self._writes:
             return
         values = {key: _finite(value) for key, value in stats.items()}
@@ -64,7 +66,8 @@ class StatsLogger:
 
     def _unwritable(self, error: OSError) -> AReaLiteError:
         return AReaLiteError(
-            f"cannot write {self.path}: {error.strerror}. Free space or fix the folder's rights, then resume with recover.mode=auto"
+            f"cannot write {self.path}: {error.strerror}. Free space or fix the folder's permissions, then resume with "
+            "recover.mode=auto"
         )
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ class StatsLogger:
 
 
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
-    """All steps so far; a line that a crash cut short is left out."""
+    """Return all steps so far, without a line that a crash cut short."""
     if not run_dir.stats_path.exists():
         return []
     lines = run_dir.stats_path.read_text(errors="replace").splitlines()
@@ -89,4 +92,5 @@ def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
-        return math.inf  # cut short by a crash, or damaged
+        # The line was cut short by a crash, or is damaged.
+        return math.inf

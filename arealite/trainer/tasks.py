@@ -1,6 +1,6 @@
-"""Which rows and which reward a dataset stands for, for runs that are described by a config alone.
+"""Rows and reward of the built-in datasets, for runs that are described by a configuration alone.
 
-A script that brings its own dataset and reward needs none of this. To add a task here, add one line.
+Scripts with a dataset and reward of their own do not need it. To add a task, add one line to `TASKS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS = {"gsm8k": Task(get_gsm8k_rl, get_gsm8k_sft, gsm8k_reward)}
 
 
 def find_task(dataset: DatasetConfig) -> Task:
-    """The task named in the dataset's path."""
+    """Return the task whose name is part of the dataset's path."""
     for name, task in TASKS.items():
         if name in dataset.path.lower():
             return task

@@ -1,7 +1,8 @@
 """The time of a training loop by named phases: as numbers for the statistics, and as a trace file.
 
-Wrap each part of a step in `with trace.phase("rollout"):`. `take()` returns the seconds since the last call, for stats.jsonl.
-The spans also go to trace.json in Chrome's format (open it in ui.perfetto.dev or chrome://tracing), flushed at each `take`.
+Wrap each part of a step in `with trace.phase("rollout"):`. `take()` returns the seconds since the last call, for
+stats.jsonl. The spans also go to trace.json in Chrome's format (open it in ui.perfetto.dev or chrome://tracing),
+flushed at each `take`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Console output of a run: a live table with a progress bar, messages, and a summary at the end.
 
-On a terminal `ProgressTable` draws the table and redirects all other output of the process to its log, apart from `show_message`.
-Elsewhere it prints a plain line for the first step, every few steps, and at least every half minute. Only rank 0 prints.
+On a terminal `ProgressTable` draws the table and redirects all other output of the process to its log, apart from
+`show_message`. Elsewhere it prints a plain line for the first step, every few steps, and at least every half minute.
+Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0
 class Column(NamedTuple):
     """One column of the table: its title and the statistic that it shows.
 
-    An optional column is left out of runs whose first step lacks the statistic. With `total_key` the cell reads "value/total".
+    An optional column is left out of runs whose first step lacks the statistic. With `total_key` the cell reads
+    "value/total".
     """
 
     title: str
@@ -134,7 +136,7 @@ class ProgressTable:
 
 
 class _Screen:
-    """A live display on the terminal. Standard output and error of the process go to the log while it is open."""
+    """A live display on the terminal; other output of the process goes to the log."""
 
     def __init__(self, descriptor: int, log_path: str | Path | None):
         width = os.get_terminal_size(descriptor).columns or 80
@@ -187,7 +189,7 @@ def clock(seconds: float) -> str:
 
 
 def _terminal() -> int | None:
-    """Return the terminal to draw on: the launcher's if it passed one, else standard output if it is a terminal."""
+    """Return the terminal to draw on: the launcher's, else standard output; None without one."""
     if "AREALITE_TTY_FD" in os.environ:
         return int(os.environ["AREALITE_TTY_FD"])
     try:

@@ -1,7 +1,7 @@
-"""Imported by the fork server before it forks workers: takes over the owner's `sys.path` and imports its script and one module.
+"""Imported by the fork server: imports the owner's script and one module before it forks workers.
 
-`process_pool.fork_context` selects it. Python's own preloading ignores the script and `sys.path` before 3.12.8, so every worker
-would import the script, and torch with it, again.
+`process_pool.fork_context` selects it. Python's own preloading ignores the script and `sys.path` before 3.12.8, so
+every worker would import the script, and torch with it, again.
 """
 
 from __future__ import annotations

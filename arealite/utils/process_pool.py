@@ -1,7 +1,8 @@
-"""Pools of worker processes: how they start, exchange messages, are replaced and end. Used for rewards and rollout workers.
+"""Pools of worker processes, for rewards and rollout workers: start, messages, replacement, end.
 
-Workers are forked from a fork server that has imported the user's script once: functions defined in the script work in them, and a
-new worker is ready within milliseconds. Every wait for a worker has a deadline. Workers end with their owner, also if it is killed.
+Workers are forked from a fork server that has imported the user's script once: functions defined in the script work in
+them, and a new worker is ready within milliseconds. Every wait for a worker has a deadline. Workers end with their
+owner, also if it is killed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HEADER = struct.Struct("<I")
 
 
 def fork_context(module: str) -> ForkServerContext:
-    """Return a context whose processes are forked from a server that has imported this process's script and `module`."""
+    """Return a context that forks processes from a server with the script and `module` imported."""
     script = {k: v for k, v in spawn.get_preparation_data("").items() if k in _SCRIPT_KEYS}
     os.environ[PRELOAD_ENV] = json.dumps({**script, "module": module})
     context = multiprocessing.get_context("forkserver")
@@ -42,7 +43,7 @@ def fork_context(module: str) -> ForkServerContext:
 
 
 def start_fork_server(module: str) -> None:
-    """Start the fork server, unless it runs or this process is itself a worker. Does not wait until it has imported anything."""
+    """Start the fork server in the background, unless it runs or this process is a worker."""
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if not is_importing and multiprocessing.parent_process() is None:
         fork_context(module)
@@ -67,7 +68,7 @@ def die_with_owner() -> None:
 
 
 class WorkerLost(Exception):
-    """A worker process ended or could not start. The message says how and completes a sentence: "was killed by signal 9"."""
+    """A worker process ended or could not start; the message continues "it …"."""
 
 
 class WorkerTimeout(WorkerLost):
@@ -98,7 +99,7 @@ def _read_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class Channel:
-    """Messages over one end of a socket pair, for code on an event loop. Any object that pickles is a message."""
+    """Sends and receives pickled messages over one end of a socket pair, on an event loop."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -109,12 +110,13 @@ class Channel:
         self._is_closed = False
 
     def send(self, message: Any) -> None:
-        """Send a message; a task sends what the socket does not take at once. Raises OSError if the other side is gone."""
+        """Send a message without waiting; raises OSError if the other side is gone."""
         data = memoryview(_encode(message))
         if not self._outbox:
             with contextlib.suppress(BlockingIOError):
                 data = data[self._socket.send(data) :]
         if data:
+            # The socket is full: a task sends the rest.
             self._outbox.append(data)
             if self._sender is None or self._sender.done():
                 self._sender = asyncio.create_task(self._send_outbox(), name="worker messages")
@@ -127,7 +129,7 @@ class Channel:
                 self._outbox.popleft()
 
     async def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the other side is gone. Only one task may receive."""
+        """Return the next message; raises EOFError or OSError when the other side is gone."""
         with self._in_use():
             (size,) = _HEADER.unpack(await self._read(_HEADER.size))
             return pickle.loads(await self._read(size))
@@ -160,7 +162,10 @@ class Channel:
 
 
 class WorkerProcess:
-    """One process and the channel to it. `target(socket, *args)` runs in it and sends one message when it is ready."""
+    """One process and the channel to it.
+
+    `target(socket, *args)` runs in it and sends one message when it is ready.
+    """
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], module: str, name: str, is_daemon: bool = True

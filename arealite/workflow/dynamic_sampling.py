@@ -1,6 +1,7 @@
-"""DAPO's dynamic sampling for any workflow: rejects groups whose rewards are all equal, which give no gradient.
+"""DAPO's dynamic sampling for any workflow: rejects groups whose rewards are all equal.
 
-The executor replaces a rejected prompt by another one at once, so batches keep their size.
+Such groups give no gradient. The executor replaces a rejected prompt by another one at once, so batches keep their
+size.
 """
 
 from __future__ import annotations

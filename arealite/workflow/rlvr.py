@@ -1,7 +1,8 @@
-"""`RLVRWorkflow`: one prompt, `n_samples` answers, a verifiable reward for each. A template for workflows of your own.
+"""`RLVRWorkflow`: one prompt, `n_samples` answers, a verifiable reward for each.
 
-A row has `messages` (the tokenizer's chat template makes them a prompt), `prompt` (text) or `input_ids`. The reward function gets
-its other columns. The executor adds `seed` to rows that have none, so that a run can be repeated.
+It is a template for workflows of your own. A row has `messages` (the tokenizer's chat template makes them a prompt),
+`prompt` (text) or `input_ids`. The reward function gets its other columns. The executor adds `seed` to rows that have
+none, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _RESERVED = ("completion", "prompt_ids", "completion_ids")
 class RLVRWorkflow(RolloutWorkflow):
     """Reinforcement learning with verifiable rewards.
 
-    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own). It runs on the event loop if it is a
-    coroutine function, or with `reward_inline=True`, which is only for functions that take microseconds.
+    `reward_fn` runs in a pool of processes with a deadline (`reward_pool`, or one of its own). It runs on the event
+    loop if it is a coroutine function, or with `reward_inline=True`, which is only for functions that take
+    microseconds.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import pytest
 from arealite.api.cli_args import FreqConfig, RecoverConfig
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, StepInfo
-from arealite.trainer.recover import Recover, complete
+from arealite.trainer.recover import Recover, list_complete
 from arealite.trainer.saver import Frequency, Saver
 from arealite.utils.rundir import RunDir
 
@@ -118,7 +118,7 @@ def test_a_failed_save_leaves_the_previous_one(tmp_path):
     again = make(tmp_path)
     assert again.load() == info(0) and again.engines["actor"].value == 1
     again.save(info(1))
-    assert [p.name for p in complete(tmp_path / "recover")] == ["step000002", "step000001"]
+    assert [p.name for p in list_complete(tmp_path / "recover")] == ["step000002", "step000001"]
 
 
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_what_cannot_be_resumed_is_an_error(tmp_path):
         make(tmp_path, "resume").load()
     make(tmp_path).save(info(0))
     other = Recover(RecoverConfig(mode="auto"), RunDir(tmp_path), {"critic": Engine()}, {})
-    with pytest.raises(CheckpointError, match="lacks the engines critic"):
+    with pytest.raises(CheckpointError, match="has no engines critic"):
         other.load()
 
 

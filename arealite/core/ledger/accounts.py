@@ -1,6 +1,7 @@
-"""`EpisodeAccounts`: records what becomes of every episode, for the ledger, the audit and the statistics of a step.
+"""`EpisodeAccounts`: records what becomes of every episode.
 
-`WorkflowExecutor` owns it and calls it under its lock or on the trainer's thread. Every admitted episode is closed exactly once.
+Its records go to the ledger, the audit and the statistics of a step. `WorkflowExecutor` owns it and calls it under its
+lock or on the trainer's thread. Every admitted episode is closed exactly once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_TEXTS_PER_STEP = 8
 
 
 class EpisodeAccounts:
-    """Writes to `ledger`, if there is a run directory; with `dump_rollouts` also some trajectories of each step as text."""
+    """Writes to `ledger`, if there is one; with `dump_rollouts` also trajectories as text."""
 
     def __init__(self, ledger: Ledger | None, dump_rollouts: bool):
         self.ledger = ledger

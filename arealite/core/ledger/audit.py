@@ -1,7 +1,8 @@
-"""Compares length and reward of trained and dropped episodes, and warns when the training data is biased.
+"""Compares trained and dropped episodes, and warns when the training data is biased.
 
-Staleness, timeouts and filters may drop long or hard prompts more often than others; the model then learns from a biased sample
-without any error. `EpisodeAccounts` adds every episode that ends. Sums decay with a half-life, so they describe the last steps.
+Staleness, timeouts and filters may drop long or hard prompts more often than others; the model then learns from a
+biased sample without any error. `EpisodeAccounts` adds every episode that ends. Sums decay with a half-life, so they
+describe the last steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Sums:
 
 @dataclass
 class Audit:
-    """Decayed sums per final state. `lost` means stale or failed: episodes that should have been trained on."""
+    """Decayed sums per final state; `lost` means stale or failed."""
 
     sums: dict[str, Sums] = field(default_factory=lambda: {state: Sums() for state in FINAL_STATES})
     has_alarmed: bool = False
@@ -85,7 +86,7 @@ class Audit:
         share = f"{values['audit/lost_share']:.0%} of the last episodes were dropped as stale or failed"
         if are_longer:
             return (
-                f"{share}; stale episodes have {stale:.0f} tokens on average, trained ones {trained:.0f}: long answers are "
-                "starved. Raise rollout.max_head_offpolicyness, or lower gconfig.max_new_tokens"
+                f"{share}; stale episodes have {stale:.0f} tokens on average, trained ones {trained:.0f}: long answers "
+                "are starved. Raise rollout.max_head_offpolicyness, or lower gconfig.max_new_tokens"
             )
         return f"{share}: see their reasons in run.sqlite, table episodes"

@@ -1,6 +1,7 @@
 """Converts episodes to rows of the ledger: their state in numbers, and trajectories as text.
 
-The writer thread calls the function that `rollout_rows` returns, so tokens are decoded there and not when a batch is returned.
+The writer thread calls the function that `rollout_rows` returns, so tokens are decoded there and not when a batch is
+returned.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def episode_row(episode: Episode, state: str, reason: str | None = None, step: i
 
 
 def rollout_rows(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
-    """Return a function that makes the rows; the workflow's `tokenizer`, if it has one, decodes the tokens."""
+    """Return a function that makes the rows, decoded by the workflow's `tokenizer` if it has one."""
     return lambda: (row for episode in episodes for row in _rows(episode, step))
 
 

@@ -1,8 +1,9 @@
 """The store behind the ledger: `run.sqlite` in the run directory, written by a thread of its own.
 
-Callers record rows in memory (one dict entry each) and commit once per training step; the writer thread writes each commit as one
-transaction, so neither training nor generation waits for the disk. An episode's row is keyed by its source and number there: it can
-be neither lost nor recorded twice. `rewind` removes what a killed process did after its last checkpoint.
+Callers record rows in memory (one dict entry each) and commit once per training step; the writer thread writes each
+commit as one transaction, so neither training nor generation waits for the disk. An episode's row is keyed by its
+source and number there: it can be neither lost nor recorded twice. `rewind` removes what a killed process did after its
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Job(NamedTuple):
 
 
 class Ledger:
-    """Batched writer of `run.sqlite`. `record` and `event` may be called from any thread, the rest from the trainer's."""
+    """Writes `run.sqlite`. Any thread may call `record` and `event`, the trainer's thread the rest."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -122,7 +123,8 @@ class Ledger:
     def commit(self, rollouts: Callable[[], Iterable[RolloutRow]] | None = None) -> None:
         """Write everything recorded so far in one transaction, in the background.
 
-        The writer thread calls `rollouts`, so that decoding tokens delays nobody. If it raises, the rest is written without it.
+        The writer thread calls `rollouts`, so that decoding tokens delays nobody. If it raises, the rest is written
+        without it.
         """
         with self._lock:
             rows, self._pending = list(self._pending.values()), {}
@@ -142,7 +144,7 @@ class Ledger:
         self._run_now(lambda db: None)
 
     def save_buffer(self, step: int, episodes: list[tuple[EpisodeId, Batch]]) -> None:
-        """Keep the trajectories of buffered episodes for a checkpoint at `step`; returns once they are on disk."""
+        """Keep buffered episodes for a checkpoint at `step`; returns once they are on disk."""
         rows = [(step, *episode_id, to_bytes(batch)) for episode_id, batch in episodes]
         self.commit()
 
@@ -215,8 +217,8 @@ class Ledger:
             if not self._has_warned_of_text:
                 self._has_warned_of_text = True
                 logger.warning(
-                    "rollouts of this step are not kept as text: the workflow's `tokenizer` cannot decode them (%s: %s). "
-                    "Fix it, or set rollout.dump_rollouts=false. Further failures are not logged",
+                    "rollouts of this step are not kept as text: the workflow's `tokenizer` cannot decode them (%s: "
+                    "%s). Fix it, or set rollout.dump_rollouts=false. Further failures are not logged",
                     type(error).__name__,
                     error,
                 )
@@ -298,8 +300,8 @@ def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
     # The base class itself means a damaged file; its subclasses mean a wrong statement.
     if type(error) is sqlite3.DatabaseError or isinstance(error, CheckpointError):
         return CheckpointError(
-            f"{text}. The file is damaged or foreign: move it and those beside it ({path.name}-*) away and start the run again. "
-            "It goes on from its checkpoint, without the history of earlier steps; buffered episodes run again"
+            f"{text}. The file is damaged or foreign: move it and those beside it ({path.name}-*) away and start the "
+            "run again. It goes on from its checkpoint without the history of earlier steps; buffered episodes run anew"
         )
     return AReaLiteError(
         f"{text}. Resume the run with recover.mode=auto; if that fails here too the file is damaged: move it away first"
