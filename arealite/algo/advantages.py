@@ -1,7 +1,7 @@
-"""From rewards to advantages: shaping, normalisation, KL penalties, and generalised advantage estimation.
+"""Turns rewards into advantages: shaping, normalisation, KL penalties, GAE.
 
-Pure functions on padded tensors, called by the actors. Nothing is changed in place. Group membership is always
-explicit (`group_ids`), never read off the position of a row.
+Pure functions on padded tensors, used by the actor. They change nothing in place. Group membership is explicit
+(`group_ids`) and does not depend on the position of a row.
 
 B sequences, T padded length.
 """
@@ -15,15 +15,18 @@ _MAX_LOG_RATIO = 20.0
 
 
 def shape_rewards(rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None) -> Tensor:
-    """`clip((r + bias)·scaling, ±clip)`, `[B]`."""
+    """Return `clip((r + bias)·scaling, ±clip)`, `[B]`."""
     shaped = (rewards.float() + bias) * scaling
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Return a penalty for long answers, `clip(−(len − (L − O)) / O, −1, 0)`, `[B]` (DAPO, arXiv 2503.14476 §3.4)."""
+    """Return DAPO's penalty for long answers (arXiv 2503.14476 §3.4), `[B]`.
+
+    `clip(−(len − (L − O)) / O, −1, 0)` with limit `L` and buffer `O`.
+    """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"the buffer must be in (0, max_length={max_length}], got {buffer}")
+        raise ValueError(f"buffer must be in (0, max_length={max_length}], got {buffer}")
     return (-(lengths.float() - (max_length - buffer)) / buffer).clamp(-1.0, 0.0)
 
 
@@ -35,12 +38,12 @@ def normalize(
     leave_one_out: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`(r − mean) / (std + eps)`, mean and std each over the group, the batch, or not at all; `[B]`.
+    """Return `(r − mean) / (std + eps)`, each over the group, the batch, or not at all; `[B]`.
 
-    GRPO (arXiv 2402.03300): group, group. Dr.GRPO (2503.20783): group, none. LitePPO (2508.08221): group, batch.
-    RLOO (2402.14740): group with `leave_one_out`: the mean of the others, `(Σ_g r − r) / (n_g − 1)`.
-    The deviation is the unbiased one over the unnormalised rewards. A group of one has deviation 0, and mean of the
-    others 0 under leave-one-out. Where the deviation is 0 there is nothing to scale by: the result is exactly 0.
+    GRPO (arXiv 2402.03300): group, group. Dr.GRPO (2503.20783): group, none. LitePPO (2508.08221): group, batch. RLOO
+    (2402.14740): group with `leave_one_out`, the mean of the other rows: `(Σ_g r − r) / (n_g − 1)`. The standard
+    deviation is the unbiased one of the raw rewards. A group of one has std 0, and with leave-one-out mean 0. Where
+    all rewards are equal, the result is exactly 0.
     """
     if values.shape != group_ids.shape:
         raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} differ in shape")
@@ -80,7 +83,7 @@ def _std(values: Tensor, owner: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, owner: Tensor) -> Tensor:
-    """Largest minus smallest value of each entry's group."""
+    """Return the largest minus the smallest value of each entry's group."""
     num = int(owner.max()) + 1 if len(owner) else 0
     high = values.new_full((num,), -torch.inf).scatter_reduce(0, owner, values, "amax")
     low = values.new_full((num,), torch.inf).scatter_reduce(0, owner, values, "amin")
@@ -88,10 +91,10 @@ def _spread(values: Tensor, owner: Tensor) -> Tensor:
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
-    """Per-token estimate of KL(π‖ref) from samples of π (Schulman 2020), `Δ = logp − ref_logp`.
+    """Estimate KL(π‖ref) per token from samples of π (Schulman 2020), with `Δ = logp − ref_logp`.
 
-    k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative). In k3 Δ is at least −20:
-    e^89 is infinite in fp32, and a token that far off gets no gradient.
+    k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative). In k3 Δ is at least
+    −20: e^89 is infinite in fp32, and a token that far off gets no gradient.
     """
     delta = logp - ref_logp
     if kind == "k1":
@@ -105,7 +108,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
 
 
 def token_rewards(rewards: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_ctl: float = 0.0) -> Tensor:
-    """`[B, T]`: the sequence's reward on its last trained token, minus `kl_ctl·kl` on every trained token."""
+    """Put the reward on the last trained token, minus `kl_ctl·kl` on every trained token; `[B, T]`."""
     mask = loss_mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).max(dim=1).values
@@ -123,11 +126,11 @@ def gae(
     gae_lambda: float = 1.0,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns `[B, T]` over trained tokens only (arXiv 1506.02438).
+    """Return advantages and returns `[B, T]` by generalised advantage estimation (arXiv 1506.02438).
 
-    `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens are
-    passed over. After the last one, `V` is 0 if the episode ended; if it was `truncated`, the value of where it stopped
-    (`final_values [B]`), or for want of that the last token's own. Returns are `A + V`. Both are 0 on tokens that are not trained.
+    `δ_t = r_t + γ·V_{t'} − V_t`, `A_t = δ_t + γλ·A_{t'}`, where `t'` is the next trained token: prompt and tool tokens
+    are skipped. After the last one, `V` is 0 if the episode ended. If it was `truncated`, `V` is `final_values [B]`,
+    or the last token's value if that is None. Returns are `A + V`. Both are 0 on tokens that are not trained.
     """
     mask = loss_mask.bool()
     num_rows, length = mask.shape
@@ -148,16 +151,16 @@ def gae(
 
 
 def rewards_to_go(token_rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """`Σ_{t' ≥ t} r_{t'}` over trained tokens, `[B, T]`: what `gae` gives without a critic and with γ = λ = 1."""
+    """Return `Σ_{t' ≥ t} r_{t'}` over trained tokens, `[B, T]`: GAE without critic, γ = λ = 1."""
     mask = loss_mask.bool()
     kept = torch.where(mask, token_rewards, 0.0)
     return torch.where(mask, kept.flip(1).cumsum(1).flip(1), 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor, count: float, total: float, square_total: float) -> Tensor:
-    """`(A − mean) / (std + 1e-8)` on masked entries, with the sums of the whole batch given (other ranks' too).
+    """Return `(A − mean) / (std + 1e-8)` on masked entries, from the sums over the batch of all ranks.
 
-    Of PPO and REINFORCE++ (arXiv 2501.03262): advantages over all tokens of the batch have mean 0 and deviation 1.
+    As in PPO and REINFORCE++ (arXiv 2501.03262), advantages of all tokens of the batch get mean 0 and std 1.
     """
     mean = total / max(count, 1.0)
     variance = max(square_total / max(count, 1.0) - mean * mean, 0.0)
@@ -165,7 +168,7 @@ def whiten(values: Tensor, mask: Tensor, count: float, total: float, square_tota
 
 
 def adapted_kl_ctl(kl_ctl: float, kl: float, target: float, num_sequences: float, horizon: float = 10_000.0) -> float:
-    """Adaptive KL weight (Ziegler et al., arXiv 1909.08593 §2.2) after a batch with `kl` per sequence.
+    """Return the adaptive KL weight (arXiv 1909.08593 §2.2) after a batch with `kl` per sequence.
 
     `β ← β·(1 + clip(kl/target − 1, ±0.2)·n / horizon)`.
     """
@@ -174,9 +177,9 @@ def adapted_kl_ctl(kl_ctl: float, kl: float, target: float, num_sequences: float
 
 
 def distillation_advantages(logp: Tensor, teacher_logp: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """On-policy distillation: each token's `coef·(teacher_logp − logp)`, `[B, T]`.
+    """Return `coef·(teacher_logp − logp)` per token, `[B, T]`, for on-policy distillation.
 
-    Its expected gradient is that of −coef·KL(π‖teacher) at that token (reverse KL, arXiv 2306.13649). Added to other
-    advantages, or alone where rewards are 0.
+    Its expected gradient is that of −coef·KL(π‖teacher) at that token (reverse KL, arXiv 2306.13649). It is added to
+    the other advantages.
     """
     return torch.where(mask.bool(), coef * (teacher_logp - logp), 0.0)

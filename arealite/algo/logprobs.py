@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of packed tokens from hidden states.
 
-The shift by one token happens here and nowhere else: index `t` refers to token `t`, whose log-prob comes from the hidden
-state at `t - 1` (`target_positions`). Logits are computed in chunks of tokens, once in the forward and again in the
-backward pass, so the `[M, V]` matrix never exists as a whole. Small batches keep their logits instead. The result does
-not depend on the chunk size. Used by the training engine.
+The shift by one token happens here and nowhere else: index `t` refers to token `t`, whose log-prob comes from the
+hidden state at `t - 1` (`target_positions`). Logits are computed in chunks of tokens, once in the forward and again in
+the backward pass, so the `[M, V]` matrix never exists as a whole. Small batches keep their logits instead. The result
+does not depend on the chunk size. Used by the training engine.
 
 N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -21,7 +21,7 @@ _KEEP_LOGITS = 1 << 22
 
 
 def target_positions(cu_seqlens: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """Return the tokens `[M]` that get a log-prob: those in `loss_mask`, except the first of each sequence."""
+    """Return the tokens `[M]` with a log-prob: those in `loss_mask`, except first tokens of sequences."""
     num_tokens = int(cu_seqlens[-1])
     wanted = torch.ones(num_tokens, dtype=torch.bool, device=cu_seqlens.device)
     if loss_mask is not None:
@@ -49,11 +49,12 @@ class _Settings(NamedTuple):
 def token_logprobs(
     states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return `logp [M]` of `labels [M]` predicted from `states [M, H]`, and `entropy [M]` of the predictions.
+    """Return `logp [M]` of `labels [M]` predicted from `states [M, H]`, and the `entropy [M]`.
 
-    `logp = log softmax(z)[label]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`; `entropy = −Σ_v p_v log p_v` (zeros
-    unless `with_entropy`). Both are fp32 and differentiable in `states`, `weight` and `bias`. Settings: `temperature`,
-    `softcap`, `chunk_size`, `with_entropy`, and `fused`, which compiles the operations on a chunk of logits.
+    `logp = log softmax(z)[label]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`; `entropy = −Σ_v p_v log p_v`
+    (zeros unless `with_entropy`). Both are fp32 and differentiable in `states`, `weight` and `bias`. Settings:
+    `temperature`, `softcap`, `chunk_size`, `with_entropy`, and `fused`, which compiles the operations on a chunk of
+    logits.
     """
     if states.dim() != 2 or labels.shape != states.shape[:1]:
         raise ValueError(f"expected states [M, H] and labels [M], got {states.shape}, {labels.shape}")
@@ -97,8 +98,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         several = len(states) > chunk
         if ctx.needs_input_grad[1]:
-            # Chunks are summed in fp32: a bf16 sum of many small parts loses most of them. Without any token the gradient
-            # is still zeros and not None, because sharded training needs one from every rank.
+            # Chunks are summed in fp32: a bf16 sum of many small parts loses most of them. Without any token the
+            # gradient is still zeros and not None, because sharded training needs one from every rank.
             grad_weight = torch.zeros_like(weight, dtype=torch.float32 if several else None)
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
@@ -176,8 +177,8 @@ def logits_grad(
 ) -> Tensor:
     """Return the gradient of the raw logits `[C, V]` as `dtype`.
 
-    `d logp / dz = onehot − p`, `d entropy / dz = −p·(log p + entropy)`. `here [C]` marks the rows whose label is among these
-    columns, if they are a part of the vocabulary.
+    `d logp / dz = onehot − p`, `d entropy / dz = −p·(log p + entropy)`. `here [C]` marks the rows whose label is among
+    these columns, if they are a part of the vocabulary.
     """
     logits = _scaled_logits(raw, temperature, softcap)
     log_p = (logits - top[:, None]).sub_(log_total[:, None])

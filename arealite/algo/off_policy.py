@@ -1,7 +1,7 @@
-"""How far the data is from the policy: proximal log-probs, importance weights against the sampling policy, M2PO's mask.
+"""Corrections for off-policy data: proximal log-probs, importance weights, M2PO's mask.
 
-Pure functions on packed (`[N]`) or padded (`[B, T]`) tensors. `logprobs` is what the inference server reported when it sampled;
-`prox_logp` is the policy at the start of the update. None of this is differentiated.
+Pure functions on packed (`[N]`) or padded (`[B, T]`) tensors. `logprobs` are those that the inference server reported
+when it sampled; `prox_logp` are those of the policy at the start of the update. Nothing here is differentiated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from arealite.api.io_struct import Stat
 
 
 def interpolated_prox(logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int) -> Tensor:
-    """Proximal log-probs without a forward pass: log-linear between behaviour and current policy by version distance.
+    """Interpolate proximal log-probs between behaviour and current policy, without a forward pass.
 
-    A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`: the proximal policy is one step before the one
-    being trained, so fresh data (a = 0) is its own proximal policy and old data is nearly the current one (AReaL docs,
-    "log-linear approximation"; FACTS §1).
+    A token sampled `a` versions ago has `prox = behav + (logp − behav)·a / (a + 1)`. The proximal policy is one step
+    before the one being trained: for fresh data (a = 0) it is the behaviour policy, for old data nearly the current
+    one.
     """
     age = (current_version - versions).clamp(min=0).to(logp.dtype)
     return logprobs + (logp.detach() - logprobs) * (age / (age + 1.0))
@@ -34,12 +34,12 @@ def behaviour_weights(
     floor: float = 0.0,
     mode: str = "token_mask",
 ) -> tuple[Tensor, Tensor]:
-    """`w = exp(prox − behav) [N]` within bounds, and which tokens are kept.
+    """Return `w = exp(prox − behav) [N]` within bounds, and which tokens are kept.
 
-    `token_mask`: tokens outside `[floor, cap]` are dropped (decoupled PPO, arXiv 2505.24298). `token_clamp`: clamped
-    (TIS). `sequence_*`: one weight per sequence, the geometric mean of its tokens', masked (MIS) or clamped. `prefix_clamp`: the
-    product over a token and all before it, so that also what precedes a token counts as often as the proximal policy would make it
-    (per-decision importance sampling, Precup 2000): less biased on old data, for answers of up to some hundred tokens.
+    `token_mask`: drop tokens outside `[floor, cap]` (decoupled PPO, arXiv 2505.24298). `token_clamp`: clamp them
+    (TIS). `sequence_*`: one weight per sequence, the geometric mean of its tokens' weights, masked (MIS) or clamped.
+    `prefix_clamp`: the product over a token and all before it (per-decision importance sampling, Precup 2000). It has
+    less bias on old data, and suits answers of up to a few hundred tokens.
     """
     log_weight = torch.where(mask, prox_logp - logprobs, 0.0).detach()
     level, action = mode.split("_")
@@ -58,7 +58,7 @@ def behaviour_weights(
 
 
 def _prefix_sum(values: Tensor, owner: Tensor) -> Tensor:
-    """Sums over each sequence up to and with each token, `[N]`."""
+    """Return the cumulative sum within each sequence, `[N]`."""
     running = values.double().cumsum(0)
     totals = running.new_zeros(int(owner[-1]) + 1 if len(owner) else 0)
     totals.index_add_(0, owner, values.double())
@@ -66,10 +66,10 @@ def _prefix_sum(values: Tensor, owner: Tensor) -> Tensor:
 
 
 def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: Tensor, mask: Tensor) -> dict[str, Stat]:
-    """Distance of sampling from proximal policy: KL(behaviour‖prox) by k1 and k3, weights, share of tokens dropped.
+    """Return statistics of the distance between sampling and proximal policy.
 
-    `behav_weight/mean` and `behav_weight/mean_square` give the effective sample size `mean² / mean_square` (a share of the
-    tokens), which the actor reports as `ess`.
+    KL(behaviour‖prox) by k1 and k3, weights, and the share of tokens dropped. The actor computes the effective sample
+    size `ess = mean² / mean_square` of the weights (a share of the tokens).
     """
     count = mask.sum()
     delta = torch.where(mask, logprobs - prox_logp, 0.0).detach()
@@ -84,15 +84,16 @@ def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: T
 
 
 def m2po_mask(prox_logp: Tensor, logprobs: Tensor, mask: Tensor, threshold: float = 0.04) -> Tensor:
-    """M2PO (arXiv 2510.01161): drop tokens with the largest `(prox − behav)²` until the mean of the rest is below `threshold`.
+    """Return the mask of M2PO (arXiv 2510.01161).
 
-    Takes all trained tokens of the batch at once, in any shape, and returns a mask of the same shape.
+    Drops the largest `(prox − behav)²` until the mean of the rest is below `threshold`. Takes all trained tokens of
+    the batch at once, in any shape, and returns a mask of the same shape.
     """
     squares = torch.where(mask, prox_logp - logprobs, 0.0).double().square()
     ordered, index = squares[mask].sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=mask.device)
     keep = torch.zeros_like(ordered, dtype=torch.bool)
-    # Means of a growing, ascending prefix only grow: the kept tokens are a prefix.
+    # The running mean of an ascending sequence never falls, so the kept tokens are a prefix.
     keep[index] = means < threshold
     result = torch.zeros_like(mask)
     result[mask] = keep

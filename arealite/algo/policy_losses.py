@@ -1,14 +1,15 @@
-"""Policy objectives, one pure function each: sums over the packed tokens of a micro-batch, and their statistics.
+"""Policy losses: one pure function each.
 
-The engine divides by a weight summed over the whole global batch, so every loss is a sum here. `weights` carries the mask and
-the way of averaging (`aggregation_weights`) times the behaviour weight (`off_policy`). All take `Tokens` and return
-the loss and how many tokens were clipped; `policy_loss` in the actor chooses by name.
+A loss returns a sum over the packed tokens of a micro-batch and its statistics. The engine divides the sum by a weight
+over the global batch. `weights` combines the mask, the way of averaging (`aggregation_weights`) and the behaviour
+weight (`off_policy`). `api.algorithms` names the loss of each algorithm, and `LOSSES` maps the names to the functions.
 
 N packed tokens, B sequences. logp: policy being trained; prox_logp: its weights at the start of the update.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,18 +17,19 @@ from torch import Tensor
 
 from arealite.api.io_struct import Stat
 
-# Beyond it a ratio says no more (e^20 = 5e8), and e^89 is infinite: times a gradient of 0, which clipping gives, that would be NaN.
+# e^89 is infinite in fp32, and infinity times the zero gradient of a clipped ratio would be NaN.
 _MAX_LOG_RATIO = 20.0
 
 
 class Tokens(NamedTuple):
-    """What every objective sees, `[N]` each. `weights` is 0 on tokens that are not trained."""
+    """Inputs of a policy loss, `[N]` each. `weights` is 0 on tokens that are not trained."""
 
     logp: Tensor
     prox_logp: Tensor
     advantages: Tensor
     weights: Tensor
-    owner: Tensor  # sequence of each token
+    # Sequence of each token.
+    owner: Tensor
 
     @property
     def mask(self) -> Tensor:
@@ -61,11 +63,11 @@ LossAndStats = tuple[Tensor, dict[str, Stat]]
 
 
 def aggregation_weights(loss_mask: Tensor, mode: str, max_length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Token weights `[B, T]` and each sequence's share of the normaliser `[B]`, for a padded `loss_mask [B, T]`.
+    """Return token weights `[B, T]` and each sequence's share of the divisor `[B]`.
 
     `token`: Σ m·ℓ / Σ m (DAPO). `sequence`: mean over each sequence, then over sequences (GRPO as published).
     `sequence_sum`: sum over each sequence, then mean over sequences (RLOO: the log-prob of an answer is Σ_t logp).
-    `constant`: Σ m·ℓ / (sequences · max_length) (Dr.GRPO: no preference for short or long answers).
+    `constant`: Σ m·ℓ / (sequences · max_length) (Dr.GRPO: independent of the length of answers).
     """
     mask = loss_mask.float()
     lengths = mask.sum(dim=1)
@@ -77,16 +79,16 @@ def aggregation_weights(loss_mask: Tensor, mode: str, max_length: int | None = N
         return mask, (lengths > 0).float()
     if mode == "constant":
         if not max_length:
-            raise ValueError("loss aggregation `constant` needs the length it divides by")
+            raise ValueError("loss aggregation `constant` needs max_length")
         return mask, torch.full_like(lengths, float(max_length)) * (lengths > 0)
     raise ValueError(f"unknown loss aggregation {mode!r}; use token, sequence, sequence_sum or constant")
 
 
 def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAndStats:
-    """PPO's clipped surrogate (arXiv 1707.06347), of GRPO, DAPO (2503.14476, high > low) and most others.
+    """PPO's clipped surrogate (arXiv 1707.06347), also of GRPO, DAPO (2503.14476, high > low) and others.
 
-    `u = exp(logp − prox)`, `ℓ = max(−A·u, −A·clip(u))`; dual clip for A < 0 (1912.09729): `ℓ = min(ℓ, −c·A)`. Weighted by
-    `exp(prox − behav)` it is decoupled PPO (2505.24298, 2110.00641); with prox = behaviour, ordinary PPO.
+    `u = exp(logp − prox)`, `ℓ = max(−A·u, −A·clip(u))`; dual clip for A < 0 (1912.09729): `ℓ = min(ℓ, −c·A)`. Weighted
+    by `exp(prox − behav)` it is decoupled PPO (2505.24298, 2110.00641); with prox = behaviour, ordinary PPO.
     """
     ratio = tokens.ratio()
     plain, bounded = -tokens.advantages * ratio, -tokens.advantages * clip(ratio)
@@ -102,7 +104,7 @@ def clip_loss(tokens: Tokens, clip: Clip, c_clip: float | None = None) -> LossAn
 
 
 def reinforce_loss(tokens: Tokens) -> LossAndStats:
-    """REINFORCE (Williams 1992), of RLOO (arXiv 2402.14740): `ℓ = −A·logp`."""
+    """REINFORCE (Williams 1992), also of RLOO (arXiv 2402.14740): `ℓ = −A·logp`."""
     logp = torch.where(tokens.mask, tokens.logp, 0.0)
     ratio = tokens.ratio()
     loss = -(tokens.weights * tokens.advantages * logp).sum()
@@ -121,9 +123,9 @@ def gspo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
 
 
 def cispo_loss(tokens: Tokens, clip: Clip) -> LossAndStats:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE weighted by the clipped ratio, so no token loses its gradient.
+    """CISPO (arXiv 2506.13585): REINFORCE weighted by the clipped ratio.
 
-    `ℓ = −sg(clip(u))·A·logp`.
+    `ℓ = −sg(clip(u))·A·logp`. Clipped tokens keep a gradient.
     """
     ratio = tokens.ratio().detach()
     bounded = clip(ratio)
@@ -144,18 +146,28 @@ def sapo_loss(tokens: Tokens) -> LossAndStats:
     return loss, _ratio_stats(ratio, torch.zeros_like(tokens.mask), tokens.mask)
 
 
+# Losses by the name in `api.algorithms` and in `actor.loss`, called with tokens, clip range and dual clip.
+LOSSES: dict[str, Callable[[Tokens, Clip, float | None], LossAndStats]] = {
+    "clip": clip_loss,
+    "reinforce": lambda tokens, _clip, _c_clip: reinforce_loss(tokens),
+    "gspo": lambda tokens, clip, _c_clip: gspo_loss(tokens, clip),
+    "cispo": lambda tokens, clip, _c_clip: cispo_loss(tokens, clip),
+    "sapo": lambda tokens, _clip, _c_clip: sapo_loss(tokens),
+}
+
+
 def kl_loss(kl: Tensor, weights: Tensor) -> Tensor:
-    """`Σ weights·kl` of a per-token estimate (`advantages.kl_estimate` with the policy's gradient)."""
+    """Return `Σ weights·kl` of a per-token estimate (`advantages.kl_estimate`)."""
     return (weights * torch.where(weights > 0, kl, 0.0)).sum()
 
 
 def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
-    """`−Σ weights·H`: added with a positive coefficient, it keeps the policy from collapsing."""
+    """Return `−Σ weights·H`: with a positive coefficient it keeps the policy from collapsing."""
     return -(weights * torch.where(weights > 0, entropy, 0.0)).sum()
 
 
 def sequence_mean(values: Tensor, mask: Tensor, owner: Tensor) -> Tensor:
-    """Mean over the trained tokens of each sequence, on each of its tokens `[N]`; differentiable."""
+    """Return the mean over the trained tokens of each sequence at its tokens `[N]`; differentiable."""
     num = int(owner[-1]) + 1 if len(owner) else 0
     kept = mask.to(values.dtype)
     total = values.new_zeros(num).index_add(0, owner, values * kept)

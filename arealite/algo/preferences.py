@@ -1,6 +1,6 @@
-"""Losses on values and preferences: critics, reward models, and DPO with its relatives. Pure functions, sums again.
+"""Losses of critics, reward models, DPO and related methods: pure functions that return sums.
 
-Sequence-level inputs are `[P]` (pairs) or `[B]` (answers); the engines gather them from packed tokens.
+Sequence-level inputs are `[P]` (pairs) or `[B]` (answers).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch.nn.functional import logsigmoid
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's critic: `Σ m·½·max((V − R)², (V_clip − R)²)`, `V_clip = V_old + clip(V − V_old, ±ε)`; and the clipped tokens.
+    """Return PPO's value loss and which tokens were clipped; inputs are `[N]`.
 
-    Shapes `[N]`. (arXiv 1707.06347; value clipping as in the authors' code.)
+    `Σ m·½·max((V − R)², (V_clip − R)²)`, `V_clip = V_old + clip(V − V_old, ±ε)` (arXiv 1707.06347 and its code).
     """
     loss = (values - returns).square()
     clipped = torch.zeros_like(mask, dtype=torch.bool)
@@ -38,24 +38,27 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """IPO (arXiv 2310.12036): `Σ (Δ_chosen − Δ_rejected − 1/(2β))²`, `Δ` averaged over the answer's tokens."""
+    """IPO (arXiv 2310.12036): `Σ (Δ_chosen − Δ_rejected − 1/(2β))²`, `Δ` averaged over tokens."""
     return (chosen - rejected - 1.0 / (2.0 * beta)).square().sum()
 
 
 def kto_loss(delta: Tensor, is_chosen: Tensor, baseline: Tensor | float, beta: float) -> Tensor:
-    """KTO (arXiv 2402.01306): answers need no partner, `[B]`.
+    """KTO (arXiv 2402.01306): single answers `[B]` instead of pairs.
 
-    `Σ 1 − σ(β(Δ − z))` where chosen, `Σ 1 − σ(β(z − Δ))` where rejected; `z ≥ 0` is the policy's distance from the
-    reference, estimated on the batch before the step and not differentiated.
+    `Σ 1 − σ(β(Δ − z))` if chosen, `Σ 1 − σ(β(z − Δ))` if rejected. `z ≥ 0` is the KL from the reference, estimated on
+    the batch before the step and not differentiated.
     """
     sign = torch.where(is_chosen.bool(), 1.0, -1.0)
     return (1.0 - torch.sigmoid(beta * sign * (delta - baseline))).sum()
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, nll: Tensor, beta: float) -> Tensor:
-    """ORPO (arXiv 2403.07691): `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`, no reference.
+    """ORPO (arXiv 2403.07691): NLL of the chosen answer and an odds ratio, no reference.
 
-    `chosen`, `rejected` are mean log-probs per token `[P]`, `odds = p / (1 − p)`; `nll [P]` is the chosen one's mean NLL.
+    `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`.
+
+    `chosen`, `rejected` are mean log-probs per token `[P]`, `odds = p / (1 − p)`; `nll [P]` is the chosen one's mean
+    NLL.
     """
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return (nll - beta * logsigmoid(log_odds)).sum()
@@ -67,6 +70,6 @@ def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, margin: float = 0.
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """`log(1 − e^x)` for x < 0, exact near 0 too."""
+    """Return `log(1 − e^x)` for x < 0, without cancellation near 0."""
     x = x.clamp(max=-1e-6)
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -1,7 +1,9 @@
-"""The policy-gradient algorithms by name: what each implies, and which switches contradict it.
+"""The policy-gradient algorithms: one entry each in `ALGORITHMS`.
 
-`resolve_objective(config)` gives the actor its objective; a config that asks for something its algorithm is not, or that sets a
-switch which would have no effect, is refused with what to change. `algorithm=custom` fixes nothing.
+An entry declares everything about an algorithm: how rewards become advantages, the loss (a function of
+`algo.policy_losses.LOSSES`, found there under the same name), how token losses are averaged, and what it needs.
+`resolve_objective(config)` returns the objective of an actor. It rejects configs that contradict their algorithm or
+set a key without effect. `algorithm=custom` fixes nothing.
 """
 
 from __future__ import annotations
@@ -15,50 +17,103 @@ from arealite.api.train_args import NormConfig, PPOActorConfig
 
 _LOSSES = ("clip", "reinforce", "gspo", "cispo", "sapo")
 _MEANS = ("token", "sequence", "sequence_sum", "constant")
-_NONE = NormConfig("none", "none")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What an algorithm is. Where several values are possible, the first is meant when nothing is said."""
+class Algorithm:
+    """Definition of one algorithm. Of several allowed values the first is the default."""
 
+    summary: str
+    # Normalisation of rewards into advantages (actor.reward_norm).
     norm: NormConfig
+    # Name in `algo.policy_losses.LOSSES` (actor.loss).
     loss: tuple[str, ...] = ("clip",)
+    # How token losses are averaged (actor.loss_mean; see `algo.policy_losses.aggregation_weights`).
     mean: tuple[str, ...] = ("token", "sequence")
+    # Whether advantages are whitened over all tokens of the batch (actor.norm_advantages).
     norm_advantages: tuple[bool, ...] = (False,)
+    # Default of actor.eps_clip_higher; None: as eps_clip.
     eps_clip_higher: float | None = None
+    # Whether tokens far off-policy are masked (`algo.off_policy.m2po_mask`).
     m2_mask: bool = False
     needs_overlong: bool = False
     needs_critic: bool = False
 
 
-RECIPES = {
-    "grpo": Recipe(NormConfig("group", "group")),  # arXiv 2402.03300
-    "dr_grpo": Recipe(NormConfig("group", "none"), mean=("constant",)),  # 2503.20783
-    "dapo": Recipe(  # 2503.14476
-        NormConfig("group", "group"), mean=("token",), eps_clip_higher=0.28, needs_overlong=True
+ALGORITHMS = {
+    "grpo": Algorithm(
+        "arXiv 2402.03300: clipped ratios, rewards normalised within each group", NormConfig("group", "group")
     ),
-    "rloo": Recipe(  # 2402.14740
-        NormConfig("group", "none", leave_one_out=True), loss=("reinforce", "clip"), mean=("sequence_sum", "token"),
+    "dr_grpo": Algorithm(
+        "arXiv 2503.20783: GRPO without the division by std and length, which favour easy prompts and long answers",
+        NormConfig("group", "none"),
+        mean=("constant",),
     ),
-    "reinforce_pp": Recipe(_NONE, norm_advantages=(True,)),  # 2501.03262
-    "reinforce_pp_baseline": Recipe(NormConfig("group", "none"), norm_advantages=(True,)),
-    "lite_ppo": Recipe(NormConfig("group", "batch"), mean=("token",)),  # 2508.08221
-    "gspo": Recipe(NormConfig("group", "group"), loss=("gspo",), mean=("sequence",)),  # 2507.18071
-    "cispo": Recipe(NormConfig("group", "group"), loss=("cispo",), mean=("token",)),  # 2506.13585
-    "sapo": Recipe(NormConfig("group", "group"), loss=("sapo",), mean=("sequence", "token")),  # 2511.20347
-    "m2po": Recipe(NormConfig("group", "group"), mean=("token",), m2_mask=True),  # 2510.01161
-    "ppo": Recipe(_NONE, norm_advantages=(True, False), needs_critic=True),  # 1707.06347
-    "custom": Recipe(
-        NormConfig("group", "group"), loss=_LOSSES, mean=_MEANS,
-        norm_advantages=(False, True),
+    "dapo": Algorithm(
+        "arXiv 2503.14476: GRPO with a higher upper clip, a token mean and a penalty for overlong answers",
+        NormConfig("group", "group"),
+        mean=("token",),
+        eps_clip_higher=0.28,
+        needs_overlong=True,
     ),
-}  # fmt: skip
+    "rloo": Algorithm(
+        "arXiv 2402.14740: REINFORCE on whole answers, with the mean reward of the other answers as baseline",
+        NormConfig("group", "none", leave_one_out=True),
+        loss=("reinforce", "clip"),
+        mean=("sequence_sum", "token"),
+    ),
+    "reinforce_pp": Algorithm(
+        "arXiv 2501.03262: no groups, advantages whitened over the batch, KL in the reward",
+        NormConfig("none", "none"),
+        norm_advantages=(True,),
+    ),
+    "reinforce_pp_baseline": Algorithm(
+        "arXiv 2501.03262: as reinforce_pp, with the group mean as baseline",
+        NormConfig("group", "none"),
+        norm_advantages=(True,),
+    ),
+    "lite_ppo": Algorithm(
+        "arXiv 2508.08221: group mean, batch std, token mean", NormConfig("group", "batch"), mean=("token",)
+    ),
+    "gspo": Algorithm(
+        "arXiv 2507.18071: one ratio per sequence, exp of its mean log-ratio",
+        NormConfig("group", "group"),
+        loss=("gspo",),
+        mean=("sequence",),
+    ),
+    "cispo": Algorithm(
+        "arXiv 2506.13585: REINFORCE weighted by the clipped ratio, so that clipped tokens keep their gradient",
+        NormConfig("group", "group"),
+        loss=("cispo",),
+        mean=("token",),
+    ),
+    "sapo": Algorithm(
+        "arXiv 2511.20347: a smooth gate on the ratio instead of a clip",
+        NormConfig("group", "group"),
+        loss=("sapo",),
+        mean=("sequence", "token"),
+    ),
+    "m2po": Algorithm(
+        "arXiv 2510.01161: GRPO without the tokens that are farthest off-policy, for very old data",
+        NormConfig("group", "group"),
+        mean=("token",),
+        m2_mask=True,
+    ),
+    "ppo": Algorithm(
+        "arXiv 1707.06347: clipped ratios with a critic and GAE",
+        NormConfig("none", "none"),
+        norm_advantages=(True, False),
+        needs_critic=True,
+    ),
+    "custom": Algorithm(
+        "any combination", NormConfig("group", "group"), loss=_LOSSES, mean=_MEANS, norm_advantages=(False, True)
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The resolved switches of one actor."""
+    """The algorithm of one actor with all choices made."""
 
     norm: NormConfig
     loss: str
@@ -70,41 +125,42 @@ class Objective:
 
 
 def resolve_objective(config: PPOActorConfig) -> Objective:
-    """What `config` trains, or a ConfigError that names the contradiction."""
-    recipe = RECIPES.get(config.algorithm)
-    if recipe is None:
-        known = ", ".join(RECIPES)
+    """Return the objective of `config`; raise `ConfigError` if it contradicts its algorithm."""
+    algorithm = ALGORITHMS.get(config.algorithm)
+    if algorithm is None:
+        known = ", ".join(ALGORITHMS)
         raise ConfigError(f"actor.algorithm is {config.algorithm!r}; use one of {known}")
     higher = config.eps_clip_higher
-    higher = recipe.eps_clip_higher if higher is None else higher
+    higher = algorithm.eps_clip_higher if higher is None else higher
     objective = Objective(
-        norm=_norm(config, recipe),
-        loss=_pick(config, "loss", recipe.loss, _LOSSES),
-        loss_mean=_pick(config, "loss_mean", recipe.mean, _MEANS),
-        norm_advantages=_pick(config, "norm_advantages", recipe.norm_advantages, (True, False)),
+        norm=_norm(config, algorithm),
+        loss=_pick(config, "loss", algorithm.loss, _LOSSES),
+        loss_mean=_pick(config, "loss_mean", algorithm.mean, _MEANS),
+        norm_advantages=_pick(config, "norm_advantages", algorithm.norm_advantages, (True, False)),
         eps_clip_higher=higher,
-        m2_mask=recipe.m2_mask,
-        needs_critic=recipe.needs_critic,
+        m2_mask=algorithm.m2_mask,
+        needs_critic=algorithm.needs_critic,
     )
-    _refuse_ineffective(config, objective)
-    _refuse_incomplete(config, objective, recipe)
+    _check_effective(config, objective)
+    _check_complete(config, objective, algorithm)
     return objective
 
 
-def _norm(config: PPOActorConfig, recipe: Recipe) -> NormConfig:
+def _norm(config: PPOActorConfig, algorithm: Algorithm) -> NormConfig:
     norm = config.reward_norm
     if norm is None:
-        return recipe.norm
+        return algorithm.norm
     norm.check()
-    if config.algorithm != "custom" and replace(norm, eps=recipe.norm.eps) != recipe.norm:
+    if config.algorithm != "custom" and replace(norm, eps=algorithm.norm.eps) != algorithm.norm:
         raise ConfigError(
-            f"actor.algorithm={config.algorithm} normalises rewards by {_told(recipe.norm)}, but actor.reward_norm says "
-            f"{_told(norm)}: leave reward_norm out, or set actor.algorithm=custom"
+            f"actor.algorithm={config.algorithm} normalises rewards by {_describe(algorithm.norm)}, but "
+            "actor.reward_norm is "
+            f"{_describe(norm)}: leave reward_norm out, or set actor.algorithm=custom"
         )
     return norm
 
 
-def _told(norm: NormConfig) -> str:
+def _describe(norm: NormConfig) -> str:
     extra = ", leave_one_out" if norm.leave_one_out else ""
     return f"mean {norm.mean_level}, std {norm.std_level}{extra}"
 
@@ -117,14 +173,14 @@ def _pick(config: PPOActorConfig, key: str, allowed: tuple[Any, ...], known: tup
         raise ConfigError(f"actor.{key} is {value!r}; use one of {known}")
     if value not in allowed:
         raise ConfigError(
-            f"actor.{key}={value} contradicts actor.algorithm={config.algorithm}, which is {' or '.join(map(str, allowed))}: leave "
-            f"{key} out, or set actor.algorithm=custom"
+            f"actor.{key}={value} contradicts actor.algorithm={config.algorithm}, which has "
+            f"{' or '.join(map(str, allowed))}: leave {key} out, or set actor.algorithm=custom"
         )
     return value
 
 
-def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
-    """No switch is silently ignored."""
+def _check_effective(config: PPOActorConfig, objective: Objective) -> None:
+    """Reject keys that would have no effect."""
     clips = objective.loss in ("clip", "gspo", "cispo")
     default = PPOActorConfig(path="")
     require(
@@ -138,7 +194,7 @@ def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
     for key in ("behav_imp_weight_floor", "behav_imp_weight_mode"):
         require(
             config.use_decoupled_loss or getattr(config, key) == getattr(default, key),
-            f"{key} acts on the prox/behaviour weight, which use_decoupled_loss=false leaves out",
+            f"{key} limits the prox/behaviour weight, which use_decoupled_loss=false leaves out",
         )
     require(
         config.use_decoupled_loss or config.prox_logp == default.prox_logp,
@@ -169,11 +225,12 @@ def _refuse_ineffective(config: PPOActorConfig, objective: Objective) -> None:
     )
     require(
         not (config.skip_zero_advantage and (config.kl_loss_coef or config.entropy_coef)),
-        "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too: set skip_zero_advantage=false",
+        "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too: set "
+        "skip_zero_advantage=false",
     )
 
 
-def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Recipe) -> None:
+def _check_complete(config: PPOActorConfig, objective: Objective, algorithm: Algorithm) -> None:
     length, buffer = config.max_answer_length, config.overlong_buffer
     require(
         objective.loss_mean != "constant" or length,
@@ -181,7 +238,7 @@ def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Rec
         "gconfig.max_new_tokens",
     )
     require(
-        not recipe.needs_overlong or buffer is not None,
+        not algorithm.needs_overlong or buffer is not None,
         f"algorithm={config.algorithm} punishes overlong answers: set actor.overlong_buffer (for example a fifth of "
         "max_answer_length) and actor.max_answer_length",
     )
@@ -191,7 +248,7 @@ def _refuse_incomplete(config: PPOActorConfig, objective: Objective, recipe: Rec
         f"overlong_buffer must be in (0, max_answer_length], got {buffer}",
     )
     require(
-        not recipe.m2_mask or (config.use_decoupled_loss and config.prox_logp == "recompute"),
+        not algorithm.m2_mask or (config.use_decoupled_loss and config.prox_logp == "recompute"),
         "algorithm=m2po compares proximal and behaviour log-probs before the update: set use_decoupled_loss=true and "
         "prox_logp=recompute",
     )

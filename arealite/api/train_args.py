@@ -1,6 +1,6 @@
-"""Configuration of what is trained: optimizer, engine, and the objectives of policies, critics and preference models.
+"""Configuration of training engines: optimizer, model and objectives.
 
-Part of the tree in `cli_args`. Which switches an algorithm implies, and which it refuses, is in `algorithms`.
+Part of the tree in `cli_args`. The values that each algorithm implies or rejects are in `algorithms`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     type: str = _choice(
-        "_bf16, _8bit: its states in two bytes or one, rounded stochastically.",
+        "_bf16, _8bit: optimizer states in two bytes or one, rounded stochastically.",
         "adamw", "adamw_bf16", "adamw_8bit",
     )  # fmt: skip
     lr: float = _help("Peak learning rate.", 1e-5, POSITIVE)
@@ -26,33 +26,33 @@ class OptimizerConfig(Section):
     beta1: float = _help("AdamW beta 1.", 0.9, SHARE)
     beta2: float = _help("AdamW beta 2.", 0.95, SHARE)
     eps: float = _help("AdamW epsilon.", 1e-8, NOT_NEGATIVE)
-    lr_scheduler_type: str = _choice("After the warm-up.", "constant", "linear", "cosine")
-    warmup_steps_proportion: float = _help("Share of all steps that warm up from 0.", 0.001, SHARE)
+    lr_scheduler_type: str = _choice("Schedule after the warm-up.", "constant", "linear", "cosine")
+    warmup_steps_proportion: float = _help("Share of all steps with linear warm-up.", 0.001, SHARE)
     min_lr_ratio: float = _help("The schedule ends at this share of the peak.", 0.0, SHARE)
     gradient_clipping: float = _help("Largest global gradient norm; 0 is off.", 1.0, NOT_NEGATIVE)
 
 
 @dataclass
 class TrainEngineConfig(Section):
-    """One model that is trained (or, without an optimizer, only evaluated)."""
+    """A model that is trained, or only evaluated if it has no optimizer."""
 
     path: str = _help("Hugging Face folder or hub name of the model.")
-    init_from_scratch: bool = _help("Random weights; of `path` only config and tokenizer.", False)
-    seed: int = _help("Of weights that are not loaded: a new head, adapters, random ones.", 1)
+    init_from_scratch: bool = _help("Random weights; only config and tokenizer are read from `path`.", False)
+    seed: int = _help("Seed of weights that are not loaded: a new head, adapters, random weights.", 1)
     dtype: str = _choice("Compute type.", "bfloat16", "float32", "float16")
-    param_dtype: str = _choice("What the optimizer holds.", "float32", "bfloat16", "float16")
-    device: str = _choice("auto: cuda where there is one.", "auto", "cpu", "cuda")
+    param_dtype: str = _choice("Type of the weights that the optimizer updates.", "float32", "bfloat16", "float16")
+    device: str = _choice("auto: cuda if there is one.", "auto", "cpu", "cuda")
     max_tokens_per_mb: int = _help("Token budget of a rank's micro-batch.", 16384, AT_LEAST_1)
-    share_prefix: bool = _help("Compute a prompt once for all samples of its group (exact).", True)
+    share_prefix: bool = _help("Compute a prompt once for all answers of its group (exact).", True)
     gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
-    compile: bool = _help("torch.compile each layer (a minute at the start, then faster).", False)
+    compile: bool = _help("Compile each layer (takes a minute at the start).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
     lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
-    logprob_chunk_size: int = _help("Tokens of a chunk of logits.", 1024, AT_LEAST_1)
-    collective_timeout_s: float = _help("Longest wait of a rank for the others.", 1800.0, POSITIVE)
+    logprob_chunk_size: int = _help("Tokens per chunk of logits.", 1024, AT_LEAST_1)
+    collective_timeout_s: float = _help("Timeout of collectives between ranks.", 1800.0, POSITIVE)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 
@@ -62,14 +62,15 @@ class TrainEngineConfig(Section):
             _require(self.lora_rank or not getattr(self, key), f"{key} is set but lora_rank is 0: set lora_rank too")
         _require(
             not self.cpu_offload or self.device != "cpu",
-            "cpu_offload moves weights from the accelerator to the host: with device=cpu they are there already",
+            "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu",
         )
 
     def check_tensor_parallel(self, size: int) -> None:
         _require(
             size == 1 or not self.lora_rank,
-            f"lora_rank={self.lora_rank} with t{size}: layers with adapters are not split over tensor ranks. Use t1 and give those ranks to d "
-            "(FSDP spreads the weights over them too) or c",
+            f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. Use t1 "
+            "and give "
+            "those ranks to d (FSDP shards the weights over them too) or c",
         )
 
 
@@ -88,12 +89,12 @@ class FrozenEngineConfig(TrainEngineConfig):
 
 @dataclass
 class NormConfig(Section):
-    """Where a mean is subtracted and a deviation divided out."""
+    """Normalisation of rewards: which mean is subtracted, and by which std the result is divided."""
 
-    mean_level: str = _choice("Over what the mean is taken.", "group", "batch", "none")
-    std_level: str = _choice("Over what the deviation is taken.", "group", "batch", "none")
-    leave_one_out: bool = _help("Leave the sample itself out of its mean (RLOO).", False)
-    eps: float = _help("Added to the deviation.", 1e-6)
+    mean_level: str = _choice("The mean is over the group, the batch, or not subtracted.", "group", "batch", "none")
+    std_level: str = _choice("The std is over the group, the batch, or not used.", "group", "batch", "none")
+    leave_one_out: bool = _help("Exclude the row itself from its mean (RLOO).", False)
+    eps: float = _help("Added to the std.", 1e-6)
 
     def check(self) -> None:
         super().check()
@@ -105,10 +106,11 @@ class NormConfig(Section):
 
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
-    """The trained policy and its objective. Switches that are null are as `algorithm` says."""
+    """The trained policy and its objective. `algorithm` sets the keys that are null."""
 
     algorithm: str = _help(
-        "grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, lite_ppo, gspo, cispo, sapo, m2po, ppo, custom.",
+        "grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, lite_ppo, gspo, cispo, sapo, m2po, ppo, "
+        "custom.",
         "grpo",
     )
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
@@ -123,23 +125,24 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: float | None = _help("Dual clip for A < 0; null is off.", None, Range(1, above=True))
     use_decoupled_loss: bool = _help("Clip around prox, weight by prox/behaviour.", True)
     prox_logp: str = _choice(
-        "recompute: a pass over the batch; first_pass: only where the update brings none; interpolate: no pass.",
+        "recompute: a pass over the batch; first_pass: only for later minibatches; interpolate: no pass.",
         "recompute", "first_pass", "interpolate",
     )  # fmt: skip
     behav_imp_weight_cap: float | None = _help("Largest prox/behaviour weight; null is off.", 5.0)
     behav_imp_weight_floor: float = _help("Smallest prox/behaviour weight.", 0.0, NOT_NEGATIVE)
     behav_imp_weight_mode: str = _choice(
-        "Outside these bounds (token_clamp: TIS, sequence_mask: MIS; prefix_clamp: the weight of all tokens so far).",
+        "What happens outside these bounds (token_clamp: TIS, sequence_mask: MIS, prefix_clamp: product over the "
+        "prefix).",
         "token_mask", "token_clamp", "sequence_mask", "sequence_clamp", "prefix_clamp",
     )  # fmt: skip
     m2_threshold: float = _help("M2PO: largest mean (prox - behaviour)^2 kept.", 0.04, NOT_NEGATIVE)
-    temperature: float = _help("Of the log-probs; as in gconfig.", 1.0, POSITIVE)
+    temperature: float = _help("Temperature of the log-probs; equal to gconfig.temperature.", 1.0, POSITIVE)
     reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0)
     reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0)
     reward_clip: float = _help("Shaped rewards are clipped to +- this.", 20.0, NOT_NEGATIVE)
     max_answer_length: int | None = _help("gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None)
     overlong_buffer: int | None = _help(
-        "Answers in the last so many tokens before max_answer_length lose up to 1.", None
+        "Penalty from 0 to -1 over the last so many tokens before max_answer_length.", None
     )
     reward_norm: NormConfig | None = _help("Normalisation of rewards into advantages.", None)
     norm_advantages: bool | None = _help("Whiten advantages over all tokens of the batch.", None)
@@ -153,7 +156,7 @@ class PPOActorConfig(TrainEngineConfig):
     distill_coef: float = _help("Weight of the reverse KL to the teacher.", 0.0)
     discount: float = _help("GAE gamma.", 1.0, SHARE)
     gae_lambda: float = _help("GAE lambda.", 1.0, SHARE)
-    skip_zero_advantage: bool = _help("Leave out sequences without any advantage.", True)
+    skip_zero_advantage: bool = _help("Skip sequences whose advantages are all 0.", True)
 
     def check(self) -> None:
         super().check()
@@ -169,7 +172,7 @@ class PPOCriticConfig(TrainEngineConfig):
     """The value function of PPO."""
 
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
-    value_eps_clip: float | None = _help("New values stay this near the old; null is off.", 0.5)
+    value_eps_clip: float | None = _help("Clip range of new values around the old; null is off.", 0.5)
     value_norm: bool = _help("Learn values of normalised returns (running mean and std).", False)
 
 
@@ -178,7 +181,7 @@ class PreferenceConfig(TrainEngineConfig):
     """A model trained on chosen and rejected answers."""
 
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
-    beta: float = _help("How strongly the reference (simpo: the margin) binds.", 0.1, POSITIVE)
+    beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)
     margin: float = _help("simpo: target margin between chosen and rejected.", 0.0)
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """`FSDPEngine`: trains a Hugging Face model with PyTorch FSDP2, on one rank or many, CPU or CUDA.
 
 Owns the model, its optimizer and their distribution over ranks; knows no algorithm. `train_batch` takes the loss as a
-function that returns a sum over one packed micro-batch; the engine divides by the weight summed over all micro-batches and
-ranks. Actors, critics and supervised engines are subclasses. What the engine is built from is in `engine/fsdp/`.
+function that returns a sum over one packed micro-batch; the engine divides by the weight summed over all micro-batches
+and ranks. Actors, critics and supervised engines are subclasses. What the engine is built from is in `engine/fsdp/`.
 
 B sequences, T padded length, N packed tokens.
 """
@@ -243,7 +243,8 @@ class FSDPEngine(TrainEngine):
         self, micro_batches: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, backward: bool
     ) -> dict[str, Stat]:
         weight = self._total_weight(micro_batches, loss_weight_fn)
-        # float16 flushes gradients of a small share of a large batch to zero: divide them later, in the optimizer's dtype.
+        # float16 flushes gradients of a small share of a large batch to zero: divide them later, in the optimizer's
+        # dtype.
         divides_later = self.config.dtype == "float16"
         share = 1.0 if divides_later else 1.0 / weight
         stats: dict[str, Stat] = {}
@@ -259,7 +260,7 @@ class FSDPEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Batch:
-        """Implement `TrainEngine.forward`; tokens outside `loss_mask`, if the batch has one, have log-prob 0 too."""
+        """Implement `TrainEngine.forward`; tokens outside `loss_mask` have log-prob 0 too."""
         self._module.eval()
         result: Batch = {}
         for mb in self._micro_batches(batch):
@@ -285,7 +286,8 @@ class FSDPEngine(TrainEngine):
             weight = float(total)
         if not weight > 0:
             raise TrainingError(
-                f"the batch has no trained token (weight {weight} over {self.dp_size} ranks): loss_mask is 0 everywhere. "
+                f"the batch has no trained token (weight {weight} over {self.dp_size} ranks): loss_mask is 0 "
+                "everywhere. "
                 "Check that max_length does not cut off the answers, and that the workflow sets loss_mask"
             )
         return weight
@@ -326,7 +328,8 @@ class FSDPEngine(TrainEngine):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"the gradient was not finite {self._bad_in_a_row} times in a row (max_bad_steps="
-                f"{self.config.max_bad_steps}): lower optimizer.lr, check rewards and log-probs for NaN, or use dtype=float32"
+                f"{self.config.max_bad_steps}): lower optimizer.lr, check rewards and log-probs for NaN, or use "
+                "dtype=float32"
             )
 
     def step_lr_scheduler(self) -> None:

@@ -1,7 +1,8 @@
-"""Operations on batches, which are dictionaries of tensors: join, select, pack, and split them by tokens.
+"""Operations on batches (dictionaries of tensors): join, select, pack, split by tokens.
 
-Used by engines, the executor and workflows. Padded form: `[B, T]`, right-padded, with `attention_mask`. Packed form: `[N]`
-with `cu_seqlens [B + 1]`, `max_seqlen` and `position_ids [N]`; values per sequence stay `[B]`. `unpack` reverses `pack`.
+Used by engines, the executor and workflows. Padded form: `[B, T]`, right-padded, with `attention_mask`. Packed form:
+`[N]` with `cu_seqlens [B + 1]`, `max_seqlen` and `position_ids [N]`; values per sequence stay `[B]`. `unpack` reverses
+`pack`.
 
 B sequences, T padded length, N packed tokens.
 """
@@ -30,7 +31,7 @@ def num_rows(batch: Batch) -> int:
 
 
 def is_per_token(batch: Batch, key: str) -> bool:
-    """Return whether `key` has one entry per token of the padded `batch`; other keys have one per sequence."""
+    """Return whether `key` of a padded batch has one entry per token, not one per sequence."""
     value = batch[key]
     shaped = value.dim() >= 2 and value.shape[:2] == batch["attention_mask"].shape
     return shaped and key not in VISION_KEYS
@@ -60,9 +61,9 @@ def trajectory(
 
 
 def concat_padded(batches: list[Batch]) -> Batch:
-    """Concatenate padded batches, padding each to the longest `T` on the right (`versions` with -1, the rest with 0).
+    """Concatenate padded batches, padding each on the right to the longest.
 
-    All must have the same keys: a missing key would shift the rows of that key.
+    Padding is 0, and -1 for `versions`. All must have the same keys: a missing key would shift the rows of that key.
     """
     if not batches:
         raise ValueError("concat_padded needs at least one batch")
@@ -99,7 +100,7 @@ def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
 
 
 def pack(batch: Batch) -> Batch:
-    """Turn a padded batch into a packed one: drop the padding and concatenate the tokens of all sequences."""
+    """Pack a padded batch: drop the padding and concatenate the tokens of all sequences."""
     mask = batch["attention_mask"].bool()
     lengths = mask.sum(dim=1)
     index = mask.flatten().nonzero(as_tuple=True)[0]
@@ -138,8 +139,8 @@ def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
 def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
     """Group rows by first-fit decreasing into at least `min_count` groups of at most `max_tokens`.
 
-    A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`, the
-    last groups are empty.
+    A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`,
+    the last groups are empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups: list[list[int]] = []
@@ -159,7 +160,7 @@ def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1)
 
 
 def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
-    """Partition rows into exactly `parts` groups of nearly equal tokens: longest first, onto the lightest group.
+    """Partition rows into `parts` groups of nearly equal tokens, longest first.
 
     Deterministic; rows ascend within a group. Every group gets a row if there are at least `parts` rows.
     """
@@ -181,7 +182,8 @@ def split_groups(batch: Batch, parts: int) -> list[Batch]:
         rows_of.setdefault(group, []).append(row)
     if len(rows_of) < parts:
         raise ConfigError(
-            f"a batch of {len(rows_of)} groups cannot be split over {parts} ranks: each needs one. Raise train_dataset.batch_size "
+            f"a batch of {len(rows_of)} groups cannot be split over {parts} ranks: each needs one. Raise "
+            "train_dataset.batch_size "
             f"(for an evaluation, the rows of valid_dataset) to at least {parts}"
         )
     lengths = seq_lengths(batch).tolist()

@@ -1,8 +1,9 @@
-"""Loads Hugging Face decoders and rejects those that the engines cannot compute; used by trainer and server alike.
+"""Loads Hugging Face decoders and rejects those that trainer and server cannot compute.
 
-A token may attend to all earlier tokens, or to a window of them, and to nothing else: recurrent states, chunks or a view of
-later tokens can be neither paged nor packed. The config shows most of it. `check_trial` finds the rest by comparing
-log-probs with the model's own forward pass (in servers of one rank, and in trainers without tensor or context parallelism).
+A token may attend to all earlier tokens, or to a window of them, and to nothing else: recurrent states, chunks or a
+view of later tokens can be neither paged nor packed. The config shows most of it. `check_trial` finds the rest by
+comparing log-probs with the model's own forward pass (in servers of one rank, and in trainers without tensor or
+context parallelism).
 """
 
 from __future__ import annotations
@@ -82,20 +83,21 @@ def check_decoder(config: PreTrainedConfig) -> None:
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ConfigError(
-            f"model type {text.model_type!r} has layers of type {sorted(map(str, unknown))}; supported are {sorted(_LAYER_TYPES)}: "
-            + _ELSEWHERE
+            f"model type {text.model_type!r} has layers of type {sorted(map(str, unknown))}; supported are "
+            f"{sorted(_LAYER_TYPES)}: " + _ELSEWHERE
         )
     window = getattr(text, "sliding_window", None)
     if window and text.model_type in _WINDOW_IN_MASK_ONLY and window < text.max_position_embeddings:
         raise ConfigError(
-            f"model type {text.model_type!r} does not pass its sliding_window of {window} to its attention: {_ELSEWHERE}"
+            f"model type {text.model_type!r} does not pass its sliding_window of {window} to its attention: "
+            f"{_ELSEWHERE}"
         )
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ConfigError(f"model type {text.model_type!r} lets tokens attend to later ones: {_ELSEWHERE}")
 
 
 def check_interface(model: type[PreTrainedModel]) -> None:
-    """Raise `ConfigError` if the attention of the model cannot be replaced, or if it has a recurrent state."""
+    """Raise `ConfigError` if the model's attention cannot be replaced, or if it is recurrent."""
     if getattr(model, "_is_stateful", False):
         raise ConfigError(f"{model.__name__} carries a state along the sequence: {_ELSEWHERE}")
     if not model._supports_attention_backend:
@@ -121,14 +123,15 @@ def load_decoder(
     missing = sorted(n for n in info["missing_keys"] if n.startswith(body) or not has_new_head)
     if missing:
         raise ConfigError(
-            f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of {type(model).__name__} "
+            f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of "
+            f"{type(model).__name__} "
             f"are missing, first {missing[0]!r}: copy or download them again"
         )
     return model
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the model's tensor-parallel plan: a style for each kind of module, named relative to the decoder.
+    """Return the model's tensor-parallel plan: a style for each module name below the decoder.
 
     Some versions of transformers include the embeddings, which the engines split by their own rules.
     """
@@ -149,7 +152,7 @@ def original_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-    """Raise `ConfigError` if `logprobs` of the last `ids` differ from those of Hugging Face's own forward pass."""
+    """Raise `ConfigError` if `logprobs` of the last `ids` differ from the model's own forward pass."""
     config: Any = model.config
     names = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
     before = {key: part._attn_implementation for key, part in names.items() if part is not None}
@@ -158,7 +161,8 @@ def check_trial(model: PreTrainedModel, ids: torch.Tensor, logprobs: torch.Tenso
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     config._attn_implementation = before
     own = logits.float().log_softmax(-1).gather(1, ids[1:, None])[-len(logprobs) :, 0]
-    # Rounding adds up over layers and may route a few tokens to other experts. An unsupported computation changes nearly all.
+    # Rounding adds up over layers and may route a few tokens to other experts. An unsupported computation changes
+    # nearly all.
     tolerance = 0.1 if logits.dtype == torch.float32 else 0.5
     gap = (own.cpu() - logprobs).abs().quantile(0.75).item()
     if gap > tolerance:

@@ -38,9 +38,10 @@ _replica_size = 1
 
 
 def set_replica_size(size: int) -> None:
-    """Set how many ranks hold one replica of the trained model (tensor × context parallel); they get the same data.
+    """Set how many ranks hold one replica of the trained model; they get the same data.
 
-    The training engine sets it once. It belongs to the process group, like the number of ranks.
+    It is the product of tensor and context parallelism. The training engine sets it once. It belongs to the process
+    group, like the number of ranks.
     """
     global _replica_size
     _replica_size = size
@@ -52,13 +53,14 @@ def data_size() -> int:
 
 
 def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; do nothing without WORLD_SIZE."""
+    """Join the group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if WORLD_SIZE is set."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not: start ranks with a launcher "
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not: start ranks with a "
+            "launcher "
             "(python -m arealite.launcher.local) or torchrun"
         )
     if device == "cuda":
@@ -78,7 +80,7 @@ def barrier() -> None:
 
 
 def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """Wait up to `timeout_s` for rank 0, which may take longer than other collectives; raise `TimeoutError` after that."""
+    """Wait for rank 0, longer than other collectives; raise `TimeoutError` after `timeout_s`."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
     group = group or dist.group.WORLD
@@ -105,7 +107,7 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
-    """Return this rank's share of `shares`, which rank 0 passes: one batch for each of `data_size` replicas (on the host)."""
+    """Return this rank's share; rank 0 passes one batch per replica (`data_size` of them)."""
     if world_size() == 1:
         assert shares is not None
         return shares[0]
@@ -153,7 +155,7 @@ def _padded(size: int) -> int:
 
 
 def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, int]:
-    """Return the rows of all ranks in rank order, and the index of this rank's first. Ranks may differ in row count."""
+    """Return the rows of all ranks in rank order, and the index of this rank's first row."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value, 0
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -168,7 +170,7 @@ def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = None) -> Stats:
-    """Reduce each statistic over ranks to Σtotal / Σweight; keys with `/max` and `/min` to the maximum and minimum.
+    """Reduce each statistic over ranks to Σtotal / Σweight, `/max` and `/min` keys to the extreme.
 
     Every rank must pass the same keys. Statistics whose weights sum to zero are left out: nothing was measured.
     """

@@ -1,7 +1,8 @@
 """Checks the JSON files of a Hugging Face model folder before anything is loaded.
 
 `check_model(path)` needs neither torch nor transformers, so launchers can call it before they start a process. The
-trainer and the embedded server call it too (through `utils.decoders.read_model_config`), so both reject the same folders.
+trainer and the embedded server call it too (through `utils.decoders.read_model_config`), so both reject the same
+folders.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _SIZES = (
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16", "float", "double", "half")
-# Families that carry a state along the sequence instead of attending. Engines ask the model class; this needs no import.
+# Families that carry a state along the sequence instead of attending. Engines ask the model class; this needs no
+# import.
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm")
 _TABLES = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 
 def check_model(path: str | Path) -> None:
-    """Raise `ConfigError` if the model folder `path` is damaged or of a kind that cannot be trained or served.
+    """Raise `ConfigError` if the model in `path` is damaged or cannot be trained or served.
 
     Reads JSON only. A hub name that is not a local folder passes: what it holds is not known yet.
     """

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states: values and gradients equal those of whole logits, for any chunking."""
+"""Log-probs and entropies from hidden states equal those of full logits, for any chunk size."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each objective against a loop over tokens that follows its formula: values by the loop, gradients by differences."""
+"""Each objective equals a loop over tokens that follows its formula, in value and gradient."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from arealite.algo.off_policy import behaviour_weights, interpolated_prox, m2po_mask
 from arealite.algo.policy_losses import (
+    LOSSES,
     Clip,
     Tokens,
     aggregation_weights,
@@ -57,9 +58,14 @@ OBJECTIVES = {
 }
 
 
+def rows(*values):
+    """Iterate over numbers at the same index of each tensor or list."""
+    return zip(*(v if isinstance(v, list) else v.tolist() for v in values), strict=True)
+
+
 def naive_total(tokens, logp, token_loss):
     total = 0.0
-    for lp, px, a, w in zip(logp, tokens.prox_logp.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+    for lp, px, a, w in rows(logp, tokens.prox_logp, tokens.advantages, tokens.weights):
         if w > 0:
             total += w * token_loss(math.exp(lp - px), a, lp)
     return total
@@ -92,7 +98,7 @@ def test_clip_share_counts_clipped_tokens():
     tokens = example()
     _, stats = clip_loss(tokens, CLIP)
     clipped = 0
-    for u, a, w in zip((tokens.logp - tokens.prox_logp).exp().tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+    for u, a, w in rows((tokens.logp - tokens.prox_logp).exp(), tokens.advantages, tokens.weights):
         clipped += w > 0 and -a * clamp(u) > -a * u
     assert int(stats["clip_share"].total) == clipped > 0
 
@@ -102,7 +108,7 @@ def test_cispo_weights_reinforce_by_the_clipped_ratio():
     loss, stats = cispo_loss(tokens, CLIP)
     loss.backward()
     expected, grads = 0.0, []
-    for lp, px, a, w in zip(tokens.logp.tolist(), tokens.prox_logp.tolist(), tokens.advantages.tolist(), tokens.weights.tolist(), strict=True):  # fmt: skip
+    for lp, px, a, w in rows(tokens.logp, tokens.prox_logp, tokens.advantages, tokens.weights):
         bounded = clamp(math.exp(lp - px))
         expected += -w * bounded * a * lp
         grads.append(-w * bounded * a)  # the ratio is not differentiated
@@ -144,20 +150,27 @@ def test_gspo_averages_before_it_bounds_the_ratio():
     assert logp.grad.tolist() == pytest.approx([-ratio, -ratio], rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_fn", [lambda t: clip_loss(t, CLIP), lambda t: gspo_loss(t, CLIP), lambda t: cispo_loss(t, CLIP), sapo_loss, reinforce_loss])  # fmt: skip
-def test_tokens_that_are_not_trained_may_hold_anything(loss_fn):
+@pytest.mark.parametrize("name", LOSSES)
+def test_tokens_that_are_not_trained_may_hold_anything(name):
+    def loss_fn(tokens):
+        return LOSSES[name](tokens, CLIP, None)
+
     tokens = example()
-    rubbish = torch.where(tokens.mask, tokens.prox_logp, -math.inf)
-    loss, _ = loss_fn(tokens._replace(prox_logp=rubbish))
+    garbage = torch.where(tokens.mask, tokens.prox_logp, -math.inf)
+    loss, _ = loss_fn(tokens._replace(prox_logp=garbage))
     loss.backward()
     assert loss.item() == pytest.approx(loss_fn(tokens)[0].item())
     assert torch.isfinite(tokens.logp.grad).all()
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("loss_fn", [lambda t: clip_loss(t, CLIP, 3.0), lambda t: gspo_loss(t, CLIP), sapo_loss])  # fmt: skip
-def test_a_ratio_beyond_all_numbers_costs_its_own_gradient_only(loss_fn, advantage):
-    """exp(200) is infinite in fp32; the other sequence's gradient is as without it."""
+@pytest.mark.parametrize("name", ["clip", "gspo", "sapo"])
+def test_an_infinite_ratio_loses_only_its_own_gradient(name, advantage):
+    """exp(200) is infinite in fp32; the gradient of the other sequence is the same as without it."""
+
+    def loss_fn(tokens):
+        return LOSSES[name](tokens, CLIP, 3.0)
+
     prox, owner = torch.full((4,), -201.0), torch.tensor([0, 0, 1, 1])
     logp = torch.tensor([-1.0, -1.0, -201.05, -200.9], requires_grad=True)
     tokens = Tokens(logp, prox, torch.full((4,), advantage), torch.ones(4), owner)
@@ -175,8 +188,8 @@ def test_all_objectives_agree_on_policy():
     tokens = example()
     tokens = tokens._replace(prox_logp=tokens.logp.detach().clone())
     grads = []
-    for loss_fn in (reinforce_loss, lambda t: clip_loss(t, CLIP), lambda t: cispo_loss(t, CLIP), sapo_loss):  # fmt: skip
-        (grad,) = torch.autograd.grad(loss_fn(tokens)[0], tokens.logp)
+    for name in ("reinforce", "clip", "cispo", "sapo"):
+        (grad,) = torch.autograd.grad(LOSSES[name](tokens, CLIP, None)[0], tokens.logp)
         grads.append(grad)
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0])
@@ -247,7 +260,7 @@ def test_aggregation():
     assert mean("sequence") == pytest.approx((1.5 + 5) / 2)
     assert mean("sequence_sum") == pytest.approx((0 + 1 + 2 + 3 + 5) / 2)
     assert mean("constant", max_length=10) == pytest.approx(11 / 20)
-    with pytest.raises(ValueError, match="needs the length"):
+    with pytest.raises(ValueError, match="needs max_length"):
         aggregation_weights(mask, "constant")
 
 

@@ -1,8 +1,9 @@
-"""Algorithms by name: what each resolves to, and that contradictions and idle switches are refused with what to do."""
+"""Algorithms by name: their definitions, and rejection of contradictions and keys without effect."""
 
 import pytest
 
-from arealite.api.algorithms import RECIPES, resolve_objective
+from arealite.algo.policy_losses import LOSSES
+from arealite.api.algorithms import ALGORITHMS, resolve_objective
 from arealite.api.cli_args import (
     DatasetConfig,
     DPOConfig,
@@ -26,10 +27,14 @@ def actor(algorithm="grpo", **kwargs):
     return PPOActorConfig(path="m", algorithm=algorithm, **{**NEEDED.get(algorithm, {}), **kwargs})
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_resolves(name):
     objective = resolve_objective(actor(name))
-    assert objective.loss in RECIPES[name].loss and objective.loss_mean in RECIPES[name].mean
+    assert objective.loss in ALGORITHMS[name].loss and objective.loss_mean in ALGORITHMS[name].mean
+
+
+def test_every_loss_has_a_function():
+    assert {loss for algorithm in ALGORITHMS.values() for loss in algorithm.loss} == set(LOSSES)
 
 
 def test_some_definitions():

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models made from config, and real gloo ranks in processes of their own."""
+"""Fixtures: tiny Hugging Face models, and real gloo ranks in separate processes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _no_group_left():
-    """An engine of two types makes a process group, also for one rank; whoever comes later would be its rank 0."""
+    """Destroy the process group that an engine with two dtypes makes even for one rank."""
     yield
     distributed.destroy_process_group()
 

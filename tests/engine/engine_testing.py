@@ -63,8 +63,8 @@ def make_model(path, kind: str) -> str:
 
 
 def engine_config(path: str, cls=TrainEngineConfig, lr: float = 1e-2, **kwargs) -> TrainEngineConfig:
-    # Adam divides by √v + eps: with the usual 1e-8 a gradient of rounding errors alone would still make a full step, and no
-    # two ways of adding up the same numbers could be compared.
+    # Adam divides by √v + eps: with the usual 1e-8 a gradient of rounding errors alone would still make a full step,
+    # and no two ways of adding up the same numbers could be compared.
     optimizer = OptimizerConfig(lr=lr, warmup_steps_proportion=0.0, weight_decay=0.1, eps=1e-4)
     return cls(path=path, dtype="float32", device="cpu", optimizer=optimizer, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: variable-length attention, mixed precision, offloading, compiled layers."""
+"""The engine on CUDA: variable-length attention, mixed precision, offloading, compiled layers."""
 
 import pytest
 import torch
@@ -38,7 +38,10 @@ def test_packed_logprobs_equal_padded_ones(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"compile": True}, {"param_dtype": "float32"}, {"param_dtype": "float32", "cpu_offload": True}, {"gradient_checkpointing": True}],
+    [
+        {}, {"compile": True}, {"param_dtype": "float32"}, {"param_dtype": "float32", "cpu_offload": True},
+        {"gradient_checkpointing": True},
+    ],
     ids=["bf16", "compile", "mixed", "offload", "checkpointing"],
 )  # fmt: skip
 def test_training_lowers_the_loss_alike(tmp_path, settings):
@@ -50,12 +53,13 @@ def test_training_lowers_the_loss_alike(tmp_path, settings):
 
 
 def test_a_step_returns_before_the_optimizer_is_done(tmp_path):
-    """So that the servers are told of new weights, and the first are gathered, beside its end."""
+    """So that publishing the weights can begin while the optimizer still runs."""
     engine = cuda_engine(make_model(tmp_path, "qwen2"))
     batch = random_batch(LENGTHS)
     engine.train_lm(batch)
     step = engine.optimizer.step
-    engine.optimizer.step = lambda: (torch.cuda._sleep(2_000_000_000), step())  # about a second
+    # Sleeps about a second.
+    engine.optimizer.step = lambda: (torch.cuda._sleep(2_000_000_000), step())
     engine.train_lm(batch)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Families of decoders, tiny and random: served as `generate` generates, trained as their own forward pass computes, or refused by name.
+"""Decoder families: served like `generate`, trained like their own forward pass, or rejected.
 
 Each is served with prompts longer than its window, samples that share a prompt, chunks, and a cache too small for all.
 """

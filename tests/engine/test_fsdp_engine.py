@@ -1,4 +1,4 @@
-"""The engine's arithmetic: packed equals padded, ranks equal one process, bad steps are skipped and told."""
+"""The engine: packed equals padded, ranks equal one process, non-finite steps are skipped."""
 
 import math
 
@@ -29,7 +29,7 @@ def make_engine(path, cls=FSDPLMEngine, **kwargs):
 
 
 def padded_logp(model, batch):
-    """The reference: one padded forward pass of plain transformers, the whole logits, a loop over nothing."""
+    """Reference: one padded forward pass of plain transformers with full logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     logp = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
     return torch.nn.functional.pad(logp, (1, 0))
@@ -206,8 +206,9 @@ def test_8_bit_moments_are_near_and_a_quarter():
         square.mul_(0.95).addcmul_(weight.grad, weight.grad, value=0.05)
         optimizer.step()
     state = optimizer.state[weight]
-    near = (load_moment(state, "exp_avg") / load_moment(state, "exp_avg_sq").sqrt()) / (mean / square.sqrt())  # fmt: skip
-    assert near.mean() == pytest.approx(1.0, abs=0.05) and near.median() == pytest.approx(1.0, abs=0.02)  # fmt: skip
+    found = load_moment(state, "exp_avg") / load_moment(state, "exp_avg_sq").sqrt()
+    ratio = found / (mean / square.sqrt())
+    assert ratio.mean() == pytest.approx(1.0, abs=0.05) and ratio.median() == pytest.approx(1.0, abs=0.02)
     used = sum(v.numel() * v.itemsize for v in state.values())
     assert used < 0.27 * 8 * weight.numel()
 

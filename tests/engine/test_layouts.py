@@ -1,4 +1,4 @@
-"""Layouts of four ranks: data, tensor and context parallel combined train like one rank, and so do their checkpoints."""
+"""Four ranks with data, tensor and context parallelism combined train like one rank."""
 
 import pytest
 import torch

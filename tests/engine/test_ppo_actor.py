@@ -1,4 +1,4 @@
-"""The actor's three steps: what they compute, and that nothing depends on skipping, splitting or ranks."""
+"""The actor: log-probs, advantages and updates do not depend on skipping, splitting or ranks."""
 
 import pytest
 import torch
@@ -81,12 +81,12 @@ def test_skipping_idle_rows_gives_the_same_update(model_dirs):
     assert sum(s["num_tokens"] for s in results[0][1]) < sum(s["num_tokens"] for s in results[1][1])
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("gpt2", {"gradient_checkpointing": False}), ("gpt2", {"gradient_checkpointing": True}), ("opt", {}), ("mixtral", {}),
-])  # fmt: skip
-def test_on_policy_ratios_are_one_for_models_with_dropout(noisy_model_dirs, kind, settings):
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [("gpt2", False), ("gpt2", True), ("opt", False), ("mixtral", False)]
+)
+def test_on_policy_ratios_are_one_for_models_with_dropout(noisy_model_dirs, kind, checkpointing):
     """Dropout, layer drop and router noise are off: both passes compute the same log-probs."""
-    actor = make_actor(noisy_model_dirs[kind], lr=1e-6, **settings)
+    actor = make_actor(noisy_model_dirs[kind], lr=1e-6, gradient_checkpointing=checkpointing)
     batch = random_batch(LENGTHS)
     batch["logprobs"] = batch["prox_logp"] = actor.compute_logp(batch)
     actor.compute_advantages(batch)
@@ -106,7 +106,7 @@ def test_supervised_training_keeps_dropout_and_exports_keep_its_config(noisy_mod
 
 
 def test_rloo_sums_log_probs_over_each_answer(model_dirs):
-    """The gradient is that of −1/B Σ_i A_i Σ_t log π, computed by plain transformers, one answer at a time."""
+    """The gradient is that of −1/B Σ_i A_i Σ_t log π by plain transformers, one answer at a time."""
     actor = make_actor(model_dirs["qwen2"], algorithm="rloo")
     batch = random_batch(LENGTHS)
     reference = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"], attn_implementation="eager")

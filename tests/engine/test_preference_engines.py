@@ -1,4 +1,4 @@
-"""Critic, reward model and preference engines: what they compute equals plain transformers; they learn; ranks agree."""
+"""Critic, reward model and preference engines equal plain transformers, learn, and agree over ranks."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_value_norm_keeps_values_on_the_scale_of_returns(model_dirs, tmp_path):
 
 
 def test_the_first_update_of_a_normalised_critic_is_not_clipped_away(model_dirs):
-    """Returns far from 0 change the scale at once; clipping goes by what the network gave, not by that scale."""
+    """Returns far from 0 change the scale at once; clipping uses the network's outputs, not that scale."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig, value_norm=True))
     batch = random_batch(LENGTHS)
     mask = batch["loss_mask"].bool()
@@ -163,10 +163,16 @@ def test_kto_baseline_is_that_of_mismatched_rows(model_dirs):
     for side in (1, 0):  # the naive way: the prompt of each row, the answer of the next one of its side
         rows = [i for i in range(8) if pairs["is_chosen"][i] == side]
         for here, there in zip(rows, rows[1:] + rows[:1], strict=True):
-            prompt = [int(t) for t, a, m in zip(*(pairs[k][here] for k in ("input_ids", "attention_mask", "loss_mask")), strict=True) if a and not m]  # fmt: skip
+            columns = (pairs[key][here] for key in ("input_ids", "attention_mask", "loss_mask"))
+            prompt = [int(t) for t, a, m in zip(*columns, strict=True) if a and not m]
             answer = pairs["input_ids"][there][pairs["loss_mask"][there].bool()].tolist()
             ids = torch.tensor(prompt + answer)
-            match = [r for r in range(8, 16) if batch["input_ids"][r, : len(ids)].equal(ids) and batch["attention_mask"][r].sum() == len(ids)]  # fmt: skip
+            size = len(ids)
+            match = [
+                r
+                for r in range(8, 16)
+                if batch["input_ids"][r, :size].equal(ids) and batch["attention_mask"][r].sum() == size
+            ]
             assert len(match) == 1 and batch["pair_ids"][match[0]] == -1
             layout = PackedLayout.make(torch.tensor([0, len(ids)]), [len(ids)])
             positions = torch.arange(len(ids))[None]

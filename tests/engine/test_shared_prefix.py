@@ -18,7 +18,7 @@ SMALL = dict(
 
 
 def grouped_batch(seed: int = 0) -> Batch:
-    """Groups of different sizes, with prompts and answers of different lengths; one row has a prompt of its own."""
+    """Groups of different sizes, prompts and answers of different lengths; one row has its own prompt."""
     rng = torch.Generator().manual_seed(seed)
     rows, groups = [], []
     for group, (size, prompt_len) in enumerate([(4, 9), (3, 20), (1, 5), (5, 2), (2, 7)]):

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs are those of the whole vocabulary, and shared prompts stay exact under context parallel."""
+"""Tensor and context parallelism: log-probs of vocabulary shards, shared prompts, equal rounding."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_entropy_and_values_on_two_ranks(model_dirs, two_ranks, kind, layout):
 
 
 def _replicated_weights(rank, path, optimizer):
-    """After some steps, what each rank of a tensor group holds whole; ranks have random states of their own."""
+    """Return the replicated weights of a tensor group after some steps with different random states."""
     engine = FSDPLMEngine(engine_config(path, param_dtype="bfloat16"), AllocationMode.from_str("t2").train)
     engine.config.optimizer.type = optimizer
     engine.initialize(SPEC)

@@ -1,4 +1,4 @@
-"""Vision-language models through the same engine: packed equals one row at a time; the language model learns; ranks agree."""
+"""Vision-language models: packed equals one row at a time, the model learns, ranks agree."""
 
 import pytest
 import torch

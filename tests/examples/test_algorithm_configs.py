@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arealite.api.algorithms import RECIPES
+from arealite.api.algorithms import ALGORITHMS
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -68,4 +68,4 @@ def test_config_trains(overlay, model_path):
 
 
 def test_every_algorithm_has_a_config():
-    assert set(RECIPES) - {"custom"} <= {path.stem for path in OVERLAYS}
+    assert set(ALGORITHMS) - {"custom"} <= {path.stem for path in OVERLAYS}

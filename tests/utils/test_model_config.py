@@ -1,4 +1,4 @@
-"""Damaged and foreign model folders: the launcher's check, the trainer and the server all give one clear line."""
+"""Damaged and foreign models: launcher, trainer and server give one clear line."""
 
 import json
 import subprocess

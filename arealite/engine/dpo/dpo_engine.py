@@ -1,7 +1,7 @@
 """`FSDPDPOEngine`: preference learning without a reward model: DPO, IPO, KTO, ORPO, SimPO.
 
-Batches are as for the reward model (`pair_ids`, `is_chosen`), with `loss_mask` on the answers; losses that compare with a
-reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`, KTO's of `with_mismatched(batch)`.
+Batches are those of the reward model (`pair_ids`, `is_chosen`), with `loss_mask` on the answers. Losses with a
+reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`; KTO needs it for `with_mismatched(batch)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from arealite.utils.data import select_rows, sequence_sums
 
 
 class FSDPDPOEngine(FSDPEngine):
-    """A policy trained on preferences."""
+    """A policy trained on preference pairs."""
 
     config: PreferenceConfig
 
@@ -32,7 +32,7 @@ class FSDPDPOEngine(FSDPEngine):
         return self.eval_batch(*self._task(batch))
 
     def _task(self, batch: Batch) -> tuple[Batch, LossFn, LossWeightFn]:
-        """Real rows, their loss, and what it is averaged over: answers (KTO) or pairs."""
+        """Return the rows to train on, their loss, and its divisor: the number of answers (KTO) or pairs."""
         is_kto = self.config.loss == "kto"
         if not is_kto:
             check_pairs(batch)
@@ -47,15 +47,16 @@ class FSDPDPOEngine(FSDPEngine):
         return rows, loss_fn, num_answers if is_kto else num_pairs
 
     def _kto_baseline(self, batch: Batch) -> float:
-        """How far the policy is from the reference: the mean log-ratio of mismatched rows of all ranks, at least 0 (arXiv 2402.01306 §4)."""
+        """Return the mean log-ratio of mismatched rows, at least 0 (arXiv 2402.01306 §4)."""
         others = select_rows(batch, (batch["pair_ids"] < 0).nonzero().flatten())
         mask = others["loss_mask"].bool()
         delta = torch.where(mask, self.forward(others)["logp"] - others["ref_logp"], 0.0).sum()
         stats = self.reduce_stats({"delta": Stat(delta, float(len(mask)))})
         if "delta" not in stats:
             raise TrainingError(
-                "KTO takes its baseline from prompts with answers to other prompts, and this batch has none: use "
-                "batch = with_mismatched(batch) before ref.forward(batch), and train_dataset.batch_size of at least 2 a rank"
+                "KTO needs prompts with answers to other prompts for its baseline, and this batch has none: call "
+                "batch = with_mismatched(batch) before ref.forward(batch), with at least 2 rows of train_dataset per "
+                "rank"
             )
         return max(stats["delta"], 0.0)
 
@@ -67,15 +68,17 @@ def num_answers(mb: Batch) -> torch.Tensor:
 def preference_loss(
     outputs: Batch, mb: Batch, config: PreferenceConfig, baseline: float
 ) -> tuple[torch.Tensor, dict[str, Stat]]:
-    """The configured loss on one packed micro-batch."""
+    """Return the configured loss and its statistics on one packed micro-batch."""
     logp, cu_seqlens = outputs["logp"], mb["cu_seqlens"]
     mask = mb["loss_mask"].bool() & (mb["position_ids"] > 0)
     lengths = sequence_sums(mask.float(), cu_seqlens).clamp(min=1)
-    totals = sequence_sums(logp, cu_seqlens)  # log-probs outside the answers are 0
+    # Log-probs outside the answers are 0.
+    totals = sequence_sums(logp, cu_seqlens)
     if config.needs_reference:
         totals = totals - sequence_sums(torch.where(mask, mb["ref_logp"], 0.0), cu_seqlens)
     scores = totals if config.loss in ("dpo", "kto") else totals / lengths
-    filler = 0.0 * logp.sum()  # keeps every rank in the backward pass
+    # Keeps every rank in the backward pass.
+    filler = 0.0 * logp.sum()
     if config.loss == "kto":
         real = mb["pair_ids"] > 0
         loss = kto_loss(scores[real], mb["is_chosen"][real], baseline, config.beta)

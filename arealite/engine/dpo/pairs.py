@@ -1,7 +1,6 @@
-"""Preference pairs in packed micro-batches: checking them, matching chosen with rejected, sums over answers.
+"""Preference pairs in packed micro-batches: checks them and matches chosen with rejected rows.
 
-Rows say explicitly which pair they belong to (`pair_ids > 0`; 0 marks a filler, −1 a mismatched row) and which side they are
-(`is_chosen`).
+`pair_ids` is positive for the rows of a pair, 0 for a filler and −1 for a mismatched row; `is_chosen` is the side.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from arealite.utils.data import concat_padded, select_rows
 
 
 def check_pairs(batch: Batch) -> None:
-    """Every pair has exactly one chosen and one rejected row."""
+    """Raise `DatasetError` unless every pair has one chosen and one rejected row."""
     ids, chosen = batch["pair_ids"], batch["is_chosen"].bool()
     good, bad = ids[chosen].sort().values, ids[~chosen].sort().values
     if len(ids) and int(ids.min()) < 1:
-        raise DatasetError("pair_ids must be 1 or larger: 0 marks rows without meaning")
+        raise DatasetError("pair_ids must be 1 or larger: 0 marks filler rows")
     if len(good.unique()) != len(good) or not torch.equal(good, bad):
         raise DatasetError(
-            f"preference rows do not pair up: {len(good)} chosen and {len(bad)} rejected rows; every pair_id needs one of "
+            f"preference rows do not pair up: {len(good)} chosen and {len(bad)} rejected rows; every pair_id needs "
+            "one of "
             "each"
         )
 
 
 def with_mismatched(batch: Batch) -> Batch:
-    """`batch` and, for KTO's baseline, each prompt once more with an answer to another one (`pair_ids` −1, of the same side)."""
+    """Add rows for KTO's baseline: each prompt with an answer to another (`pair_ids` −1)."""
     rows = []
     for side in batch["is_chosen"].unique().tolist():
         members = ((batch["is_chosen"] == side) & (batch["pair_ids"] > 0)).nonzero().flatten()
@@ -38,7 +38,7 @@ def with_mismatched(batch: Batch) -> Batch:
 
 
 def _joined(batch: Batch, prompt_row: int, answer_row: int) -> Batch:
-    """The prompt of one row with the answer of another, as a batch of one row."""
+    """Return the prompt of one row with the answer of another, as a batch of one row."""
     one, other = (select_rows(batch, [row]) for row in (prompt_row, answer_row))
     prompt = int(one["attention_mask"].sum() - one["loss_mask"].sum())
     answer = other["loss_mask"].bool()
@@ -53,7 +53,7 @@ def num_pairs(mb: Batch) -> torch.Tensor:
 
 
 def split_pairs(values: torch.Tensor, mb: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-row `values [B]` as those of the chosen and of the rejected, `[P]` each, in the same order."""
+    """Split `values [B]` into chosen and rejected, `[P]` each, with pairs in the same order."""
     ids, chosen = mb["pair_ids"], mb["is_chosen"].bool()
     real = ids > 0
     sides = []

@@ -1,8 +1,8 @@
 """Hugging Face folders of an engine's weights, and what all checkpoints share.
 
-A folder is written under a temporary name and renamed when it is complete, so a crash or a full disk leaves the previous
-one as it was. All ranks call these functions together, and they fail on all ranks together. Sharded checkpoints to resume
-from are in `sharded_checkpoint`.
+A folder is written under a temporary name and renamed when it is complete, so a crash or a full disk leaves the
+previous one as it was. All ranks call these functions together, and they fail on all ranks together. Sharded
+checkpoints to resume from are in `sharded_checkpoint`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def tensor_specs(engine: EngineState) -> list[tuple[str, torch.Size, torch.dtype
 
 
 def gathered_parameters(engine: EngineState, borrow: bool = False) -> Iterator[Named]:
-    """Yield each parameter in full with adapters merged, one at a time, so no rank holds all; every rank must iterate.
+    """Yield the full parameters one at a time, with adapters merged; every rank must iterate.
 
     The tensors are copies. With `borrow` they may be the parameters themselves: copy them before the next one.
     """
@@ -80,7 +80,7 @@ def gathered_parameters(engine: EngineState, borrow: bool = False) -> Iterator[N
 
 
 def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
-    """Yield tensors under the names and in the parts of checkpoint files; transformers fuses experts, files do not."""
+    """Yield tensors as checkpoint files hold them; transformers fuses experts, files do not."""
     for name, tensor in tensors:
         yield from revert_weight_conversion(engine.model, {name: tensor}).items()
 
@@ -94,16 +94,16 @@ def _file_specs(engine: EngineState, adapters: bool) -> dict[str, tuple[torch.Si
 
 
 def _saved_buffers(engine: EngineState) -> list[Named]:
-    """Return buffers that belong to a checkpoint, such as a router's correction bias; they are equal on all ranks."""
+    """Return buffers that belong to a checkpoint, such as a router's correction bias."""
     saved = engine.model.state_dict().keys()
     return [(lora.plain_name(n), b) for n, b in engine.model.named_buffers() if n in saved]
 
 
 def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = False) -> None:
-    """Write a folder that `from_pretrained` reads: weights, config, tokenizer. `durable` flushes it to disk.
+    """Write a folder that `from_pretrained` reads: weights, config, tokenizer.
 
-    An engine with adapters writes a PEFT folder, unless `merge` is set. A PEFT folder that is not `durable` is read by
-    servers at once and holds no tokenizer.
+    `durable` flushes it to disk. An engine with adapters writes a PEFT folder, unless `merge` is set. A PEFT folder
+    that is not `durable` is read by servers at once and holds no tokenizer.
     """
     final, aside = Path(path), Path(f"{path}.partial")
     adapters = engine.config.lora_rank > 0 and not merge
@@ -125,7 +125,7 @@ def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = 
 
 
 def load_hf(engine: EngineState, path: str) -> None:
-    """Load the model (or its adapters) from a folder of `save_hf`; check all shapes before changing anything."""
+    """Load a folder of `save_hf`; check all shapes before changing anything."""
     adapters = engine.config.lora_rank > 0
     found: dict[str, tuple[Path, list[int]]] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -172,8 +172,8 @@ def _open_folder(engine: EngineState, aside: Path, adapters: bool, companions: b
 
 
 def _whole(value: torch.Tensor, borrow: bool = False) -> torch.Tensor:
-    # FSDP leaves the root's parameters gathered after a forward pass. Copy them: once their memory is exposed as bytes, FSDP
-    # can no longer free it.
+    # FSDP leaves the root's parameters gathered after a forward pass. Copy them: once their memory is exposed as
+    # bytes, FSDP can no longer free it.
     if not isinstance(value, DTensor) and not borrow:
         return value.detach().clone()
     return whole(value)

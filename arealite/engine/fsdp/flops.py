@@ -1,7 +1,7 @@
-"""Counts the floating-point operations of a batch, from which the engine computes the model FLOPs utilization (MFU).
+"""Counts the floating-point operations of a batch, for the model FLOPs utilization (MFU).
 
-Two operations per weight and token of every matrix product, attention over the causal half, twice as many for the backward
-pass. Recomputation (gradient checkpointing, log-prob chunks) is not counted.
+Two operations per weight and token of every matrix product, attention over the causal half, twice as many for the
+backward pass. Recomputation (gradient checkpointing, log-prob chunks) is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 # Dense bf16 peak of one device in FLOP/s, by a part of its name.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12}  # fmt: skip
+_PEAKS = {
+    "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12,
+}  # fmt: skip
 
 
 def peak_flops(device: str) -> float | None:

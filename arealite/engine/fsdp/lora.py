@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA) with PEFT: injects them into a model, merges them for servers, saves them in PEFT's format.
+"""Low-rank adapters (LoRA) with PEFT: injects, merges and saves them.
 
-The model keeps its class; adapted linear layers hold `base_layer`, `lora_A` and `lora_B`. With `rollout.weight_update=disk`
-servers get the adapter alone, otherwise merged weights under the model's own names. Checkpoints are adapter folders that
-`PeftModel.from_pretrained` reads. The scalar head of critics and reward models is new, so it is trained and saved in full.
+The model keeps its class; adapted linear layers hold `base_layer`, `lora_A` and `lora_B`. With
+`rollout.weight_update=disk` servers get the adapter alone, otherwise merged weights under the model's own names.
+Checkpoints are adapter folders that `PeftModel.from_pretrained` reads. The scalar head of critics and reward models is
+new, so it is trained and saved in full.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def plain_name(name: str) -> str:
 
 
 def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return `W + scale·B·A` for the full weight of an adapted layer, any other value unchanged. Collective if sharded."""
+    """Return `W + scale·B·A` for the weight of an adapted layer, other values unchanged. Collective."""
     if not name.endswith(".base_layer.weight"):
         return value
     layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))

@@ -1,8 +1,8 @@
 """Cuts this rank's padded batch into packed micro-batches of at most `max_tokens_per_mb` tokens.
 
-Used by `FSDPEngine` for every pass. All data-parallel ranks get the same number of micro-batches, because sharded layers
-need every rank in every pass. Rows of a preference pair stay together; rows of a group stay together while they fit, so
-that they can share their prompt.
+Used by `FSDPEngine` for every pass. All data-parallel ranks get the same number of micro-batches, because sharded
+layers need every rank in every pass. Rows of a preference pair stay together; rows of a group stay together while they
+fit, so that they can share their prompt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _check_rows(batch: Batch, vocab_size: int) -> None:
     unknown = ids[(ids < 0) | (ids >= vocab_size)]
     if len(unknown):
         raise TrainingError(
-            f"the batch has token id {int(unknown[0])}, but the model's vocabulary has {vocab_size} tokens: use the tokenizer of "
+            f"the batch has token id {int(unknown[0])}, but the model's vocabulary has {vocab_size} tokens: use the "
+            "tokenizer of "
             "this model, and check the ids that the workflow returns"
         )
 
@@ -90,7 +91,7 @@ def _split_rows(batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | Non
 
 
 def _inseparable_rows(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """Return rows that stay together: those of a pair always, those of a group (they share a prompt) while they fit."""
+    """Return rows that stay together: those of a pair always, those of a group while they fit."""
     key = "pair_ids" if "pair_ids" in batch else "group_ids"
     if key not in batch:
         return [[row] for row in range(len(batch["attention_mask"]))]

@@ -120,10 +120,11 @@ class PackedModel(nn.Module):
         check_trial(self.model, ids.to(device), logp[mb["target_positions"]].cpu())
 
     def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None) -> tuple[torch.Tensor, int]:
-        """Return the last hidden states of this rank's piece of the computed tokens, and where the piece begins."""
+        """Return the hidden states of this rank's piece of the tokens, and where the piece begins."""
         if self.max_length is not None and max(lengths) > self.max_length:
             raise ConfigError(
-                f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on the "
+                f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on "
+                "the "
                 "other sequences of a batch: make prompts and answers shorter"
             )
         ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
@@ -194,7 +195,8 @@ def resolve_path(path: str) -> Path:
         return Path(snapshot_download(path))
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"model {path!r} is neither a local folder nor available from the hub ({error}): give an existing folder, or "
+            f"model {path!r} is neither a local folder nor available from the hub ({error}): give an existing folder, "
+            "or "
             "check the name and the network"
         ) from error
 
@@ -204,7 +206,8 @@ def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
-            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another model"
+            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another "
+            "model"
         )
     if scalar_head:
         config.num_labels = 1
@@ -271,7 +274,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
-    """Shard `module`, which is on the meta device, layer by layer; then fill it from `full`, which only rank 0 has."""
+    """Shard the meta `module` layer by layer, then fill it from `full`, which only rank 0 has."""
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if config.cpu_offload:
@@ -286,7 +289,7 @@ def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, c
 
 
 def check_logprobs(module: PackedModel, device: str) -> None:
-    """Raise `ConfigError` if packed log-probs of a few tokens differ from those of the model's own forward pass."""
+    """Raise `ConfigError` if packed log-probs differ from those of the model's own forward pass."""
     # Layers are compiled for training batches, not for this one.
     with torch.compiler.set_stance("force_eager"):
         module.check_logprobs(device)

@@ -31,7 +31,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the rate of training step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
+    """Return the rate of step `step` (from 0): linear warm-up, then constant, linear or cosine."""
     warmup = round(config.warmup_steps_proportion * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)

@@ -1,12 +1,12 @@
-"""Causal attention over packed sequences, registered with transformers' attention and mask interfaces.
+"""Causal attention over packed sequences, registered with transformers' interfaces.
 
 `PackedLayout` describes the sequences of one micro-batch. It is made once per micro-batch and passed down through the
-model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU builds
-have no such kernel: there, sequences of similar length are gathered into a few padded buckets and run through SDPA.
-Padding follows the real tokens, so causal attention over a bucket is exact.
+model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU
+builds have no such kernel: there, sequences of similar length are gathered into a few padded buckets and run through
+SDPA. Padding follows the real tokens, so causal attention over a bucket is exact.
 
-N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a row,
-p tokens of the shared prefix before them.
+N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a
+row, p tokens of the shared prefix before them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PackedLayout:
     """The sequences of a packed micro-batch, and attention over them.
 
     With a context group each rank passes its piece of the tokens and gets attention for that piece. In between, ranks
-    either trade tokens for heads (all tokens, a share of the heads), or fetch the keys and values of `ring_hops` earlier
-    ranks (own tokens, all heads).
+    either trade tokens for heads (all tokens, a share of the heads), or fetch the keys and values of `ring_hops`
+    earlier ranks (own tokens, all heads).
     """
 
     def __init__(self, kernel: _Kernel, context_group: dist.ProcessGroup | None = None, ring_hops: int | None = None):
@@ -90,7 +90,7 @@ class PackedLayout:
         context_group: dist.ProcessGroup | None = None,
         ring: bool = False,
     ) -> PackedLayout:
-        """Describe sequences of `lengths`; with a context group, those of all its ranks (they fill equal pieces)."""
+        """Describe sequences of `lengths`; with a context group, those of all its ranks."""
         kernel: _Kernel
         hops = None
         if context_group is not None and ring:
@@ -125,7 +125,7 @@ class PackedLayout:
 
 @dataclass
 class Varlen:
-    """torch's variable-length attention. `kv_index` repeats the keys of shared prefixes for each sequence."""
+    """torch's variable-length attention; `kv_index` repeats the keys of shared prefixes."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -204,7 +204,7 @@ class Buckets:
 
 
 class _Bucket:
-    """Rows of similar size: the tokens of their queries `[b, s]` and keys `[b, p + s]`; padding may be any token."""
+    """Rows of similar size: tokens of their queries `[b, s]` and keys `[b, p + s]`."""
 
     def __init__(self, segments: list[Segment]):
         start, length, prefix_start, self.prefix = torch.tensor(segments).T[:, :, None]
@@ -225,9 +225,9 @@ class _Bucket:
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """Return which keys a query sees, `[b or 1, 1, s, p + s]`, or None if plain causal attention is correct.
+        """Return which keys a query sees, `[b or 1, 1, s, p + s]`, or None for plain causal attention.
 
-        It is correct without prefixes and windows: padding comes last and only padding sees it.
+        Plain causal attention is correct without prefixes and windows: padding comes last and only padding sees it.
         """
         if not len(self.shared) and (window is None or window >= len(self.own)):
             return None
@@ -261,10 +261,10 @@ def _group_by_size(segments: list[Segment]) -> list[list[Segment]]:
 
 
 class _Move(torch.autograd.Function):
-    """Select rows by `index`, where each real row is used once: the gradient is a gather too, not a scatter.
+    """Select rows by `index` with a gather as gradient.
 
-    Rows of padding repeat another token, and their gradient is dropped. `unused` marks the input rows that `index` leaves
-    out; their gradient is 0.
+    Each real row is used once, so no scatter is needed. Rows of padding repeat another token, and their gradient is
+    dropped. `unused` marks the input rows that `index` leaves out; their gradient is 0.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""Distribution of a model over ranks: a mesh of data (FSDP), context and tensor (DTensor) parallel dimensions.
+"""Distribution of a model over a mesh of data, context and tensor parallel ranks.
 
-`check_layout` checks it against the model before anything is loaded. Ranks with the same data-parallel index get the same
-batch. Context parallelism splits the packed tokens into equal pieces; around attention, ranks exchange pieces for heads with
-an all-to-all (Ulysses), or pass keys and values around a ring if the heads cannot be divided. The tensor group splits linear
-layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and `packed_attention`.
+`check_layout` checks it against the model before anything is loaded. Ranks with the same data-parallel index get the
+same batch. Context parallelism splits the packed tokens into equal pieces; around attention, ranks exchange pieces for
+heads with an all-to-all (Ulysses), or pass keys and values around a ring if the heads cannot be divided. The tensor
+group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and
+`packed_attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
 
 
 def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
-    """Return `d64` for `d32p2`: FSDP shards every layer over all ranks, so pipeline stages become data ranks."""
+    """Return `d64` for `d32p2`: FSDP shards layers over all ranks, so stages become data ranks."""
     return replace(strategy, data=strategy.data * strategy.pipeline, pipeline=1)
 
 
@@ -33,7 +34,8 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     """Raise `AllocationError` if the layout does not fit the ranks or the model."""
     if strategy.expert > 1:
         raise AllocationError(
-            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism, but {strategy} has e{strategy.expert}: set e1"
+            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism, but {strategy} has "
+            f"e{strategy.expert}: set e1"
         )
     if strategy.world_size != world_size:
         raise AllocationError(
@@ -54,14 +56,16 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     unknown = {s for s in plan.values() if s not in _STYLES + _EXPERT_STYLES}
     if unknown or not plan:
         raise AllocationError(
-            f"model type {text.model_type!r} has no supported tensor-parallel plan (unknown styles: {sorted(unknown)}): use t1 "
+            f"model type {text.model_type!r} has no supported tensor-parallel plan (unknown styles: "
+            f"{sorted(unknown)}): use t1 "
             "and give those ranks to d (FSDP shards the weights over them too) or c"
         )
 
 
 def _num_heads(config: PreTrainedConfig) -> tuple[int, int]:
     text = config.get_text_config()
-    return text.num_attention_heads, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)  # fmt: skip
+    heads = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
 def num_experts(config: PreTrainedConfig) -> int:
@@ -125,7 +129,7 @@ def _exchange(pieces: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def tokens_to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[n, heads, D]` of this rank's tokens → `[N, heads / c, D]` of all tokens (Ulysses, arXiv 2309.14509)."""
+    """Exchange `[n, heads, D]` of own tokens for `[N, heads / c, D]` of all (arXiv 2309.14509)."""
     size = dist.get_world_size(group)
     if x.shape[1] < size:
         x = x.repeat_interleave(size // x.shape[1], dim=1)
@@ -173,7 +177,7 @@ def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor
 
 
 class _Ring(torch.autograd.Function):
-    """Rows of the `hops` ranks before this one, the farthest first; gradients are summed on their way back."""
+    """Rows of the `hops` ranks before this one, the farthest first; gradients go back and add up."""
 
     @staticmethod
     def forward(ctx, x, hops, group):

@@ -43,7 +43,7 @@ def save_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
 
 
 def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
-    """Load on any number of ranks; reject an incomplete checkpoint or another model's before changing anything."""
+    """Load on any number of ranks; check that it is complete and fits before changing anything."""
     metadata = _read_metadata(path)
     state = _model_state(engine)
     if with_optim:
@@ -58,7 +58,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
         if saved is None or tuple(saved.size) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{path} does not fit this engine: {name} is "
-                f"{'missing' if saved is None else tuple(saved.size)}, expected {tuple(tensor.shape)}. It belongs to another "
+                f"{'missing' if saved is None else tuple(saved.size)}, expected {tuple(tensor.shape)}. It belongs to "
+                "another "
                 "model, or was saved without the optimizer"
             )
     try:
@@ -98,8 +99,8 @@ def _read_metadata(path: str) -> dict:
 
 def _model_state(engine: EngineState) -> dict[str, torch.Tensor]:
     if isinstance(engine.module, FSDPModule):
-        # After a forward pass without a backward pass the root's weights are still gathered, in tensors that the optimizer
-        # does not have.
+        # After a forward pass without a backward pass the root's weights are still gathered, in tensors that the
+        # optimizer does not have.
         engine.module.reshard()
     return {f"model/{n}": p.detach() for n, p in engine.model.named_parameters()}
 
@@ -160,7 +161,7 @@ def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _may_lack(key: str, stepped: set[str]) -> bool:
-    """Return whether a complete checkpoint may lack `key`: a new rank's random state, or an unstepped parameter's."""
+    """Return whether a complete checkpoint may lack `key`: a new rank's, or an unstepped parameter's."""
     kind, name, *_ = f"{key}/".split("/")
     return kind == "rng" or (kind == "optim" and name not in stepped)
 

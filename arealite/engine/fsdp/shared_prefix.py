@@ -1,8 +1,8 @@
 """Plans the sharing of prompts: the tokens of a group's common prompt are computed once.
 
 The first row of a group is computed in full. Of the other rows only the tokens after the prompt are computed; their
-queries attend to the first row's prompt and to themselves. This is exact, because causal attention makes the states of the
-prompt independent of what follows. `micro_batches` makes a plan per micro-batch and `packed_attention` uses it.
+queries attend to the first row's prompt and to themselves. This is exact, because causal attention makes the states of
+the prompt independent of what follows. `micro_batches` makes a plan per micro-batch and `packed_attention` uses it.
 
 N packed tokens, U computed tokens.
 """
@@ -55,10 +55,10 @@ class PrefixPlan:
 
 
 def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, int]:
-    """Return the plan of a ring rank's piece of the packed tokens, and how many earlier ranks' keys it needs (`hops`).
+    """Return the plan of a ring rank's piece, and from how many earlier ranks it needs keys (`hops`).
 
-    The first sequence of a piece may begin in earlier pieces: those tokens are its prefix. Keys are this rank's, then those
-    of the `hops` ranks before it. `hops` is the same on all ranks.
+    The first sequence of a piece may begin in earlier pieces: those tokens are its prefix. Keys are this rank's, then
+    those of the `hops` ranks before it. `hops` is the same on all ranks.
     """
     ends = torch.tensor(lengths).cumsum(0)
     length = int(ends[-1]) // size
@@ -111,7 +111,7 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int | None, int]]:
-    """Return for each row the first row of its group and the number of shared tokens; (None, 0) if it shares none."""
+    """Return for each row the first row of its group and the number of shared tokens, or (None, 0)."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         members.setdefault(group, []).append(row)

@@ -73,7 +73,7 @@ class _SumGrads(torch.autograd.Function):
 
 
 def _distribute_experts(experts: Any, layout: Layout) -> None:
-    """Give rank `i` the `i`-th range of experts. It skips tokens routed to other ranks; outputs are summed over ranks."""
+    """Give each rank a range of the experts; it skips tokens of other ranks, and outputs are summed."""
     group, original = layout.tp_group, experts.forward
     _split_rows(experts, layout)
     experts.num_experts //= layout.strategy.tensor
@@ -147,17 +147,18 @@ class VocabularyShard(NamedTuple):
 
 
 def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softcap, chunk_size):
-    """Return log-prob and entropy `[M]` as `algo.logprobs.token_logprobs` does, with a vocabulary split over ranks."""
+    """Return log-prob and entropy `[M]` as `token_logprobs`, with a vocabulary split over ranks."""
     index, here = shard.find(labels)
     settings = (temperature, softcap, max(chunk_size, 1), shard.group)
     return _ShardedLogprobs.apply(states, shard.weight, index, here, settings)
 
 
 class _ShardedLogprobs(torch.autograd.Function):
-    """Each rank computes the logits of its rows, chunk by chunk, in the forward and again in the backward pass.
+    """Log-probs from vocabulary shards, in chunks.
 
-    Ranks exchange `[t, 5, M]` numbers: the sums of `softmax_sums` over their rows, and which of them has the label.
-    Relative to the largest logit of all, `Σ exp(z − top) = Σ_r e^{top_r − top}·total_r`, and so for the other sums.
+    Each rank computes the logits of its rows in the forward and again in the backward pass. Ranks exchange `[t, 5, M]`
+    numbers: the sums of `softmax_sums` over their rows, and which of them has the label. Relative to the largest logit
+    of all, `Σ exp(z − top) = Σ_r e^{top_r − top}·total_r`, and so for the other sums.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Images in packed micro-batches, so that vision-language models train with the same engine as text models.
+"""Images in packed micro-batches: vision-language models train with the same engine.
 
 Rows hold the output of the model's processor for their images, padded along dimension 1: `pixel_values` with
-`image_grid_thw [B, K, 3]` (Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`). Packing
-removes the padding and keeps the order of the placeholders. The language model is trained; the vision tower and its
-projector too, unless `freeze_vision` is set.
+`image_grid_thw [B, K, 3]` (Qwen-VL: patches `[B, P, D]`) or with `num_images [B]` (LLaVA: images `[B, K, C, H, W]`).
+Packing removes the padding and keeps the order of the placeholders. The language model is trained; the vision tower
+and its projector too, unless `freeze_vision` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def has_vision(config: PreTrainedConfig) -> bool:
 def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) -> None:
     if has_vision(config) and strategy.context > 1:
         raise AllocationError(
-            f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and give "
+            f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and "
+            "give "
             "those ranks to d or t"
         )
 

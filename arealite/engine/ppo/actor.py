@@ -1,8 +1,8 @@
-"""`FSDPPPOActor`: the trained policy of the GRPO/PPO family, as three steps of a visible loop.
+"""`FSDPPPOActor`: the trained policy of the GRPO/PPO family.
 
-`compute_logp` → `compute_advantages` → `ppo_update`, each on this rank's padded share of the batch. The formulas are pure
-functions in `algo/`; here configuration is read, statistics over the whole batch are agreed between ranks, and
-minibatches are cut. Results do not depend on how rows are spread over ranks (with one minibatch).
+A training loop calls `compute_logp`, `compute_advantages` and `ppo_update` on this rank's padded share of the batch.
+The formulas are pure functions in `algo/`. This class reads the configuration, reduces statistics over ranks and makes
+minibatches. With one minibatch, results do not depend on how rows are distributed over ranks.
 
 B sequences, T padded length.
 """
@@ -39,7 +39,7 @@ from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_l
 
 
 class FSDPPPOActor(FSDPEngine):
-    """A policy with an objective. Engine methods (`save`, `update_weights`, …) are inherited."""
+    """A policy trained with the algorithm of its config (`api.algorithms`)."""
 
     config: PPOActorConfig
 
@@ -52,14 +52,14 @@ class FSDPPPOActor(FSDPEngine):
 
     @returns_column
     def compute_logp(self, batch: Batch) -> torch.Tensor:
-        """Log-probs `[B, T]` of the trained tokens under the current weights (0 elsewhere)."""
+        """Return log-probs `[B, T]` of the trained tokens under the current weights (0 elsewhere)."""
         return self.forward(batch)["logp"]
 
     @adds_columns
     def compute_advantages(self, batch: Batch) -> None:
-        """Add `advantages` and `returns` `[B, T]` and `shaped_rewards` `[B]`.
+        """Add `advantages` and `returns` `[B, T]` and `shaped_rewards` `[B]` to the batch.
 
-        Rewards are shaped and normalised over the whole batch of all ranks; a group may be spread over several.
+        Rewards are normalised over the batch of all ranks; the rows of a group may be on different ranks.
         """
         config = self.config
         mask = _trained(batch)
@@ -101,8 +101,8 @@ class FSDPPPOActor(FSDPEngine):
         norm = self.objective.norm
         if norm.mean_level == "group" and len(groups.unique()) == len(groups):
             raise TrainingError(
-                "every group of this batch has one trajectory, and compared with itself alone each has advantage zero: let the "
-                "workflow return gconfig.n_samples trajectories of one row (see RLVRWorkflow), or set actor.algorithm=reinforce_pp"
+                "every group of this batch has one trajectory, so all advantages are zero: let the workflow return "
+                "gconfig.n_samples trajectories of one row (see RLVRWorkflow), or set actor.algorithm=reinforce_pp"
             )
         scores = normalize(everything, groups, **vars(norm))
         return scores[start : start + len(shaped)]
@@ -132,7 +132,7 @@ class FSDPPPOActor(FSDPEngine):
 
     @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
-        """`ppo_n_minibatches` optimizer steps; returns the statistics of each, reduced over ranks."""
+        """Run `ppo_n_minibatches` optimizer steps; return the statistics of each, reduced over ranks."""
         self._check(batch)
         batch, length = dict(batch), self.config.max_answer_length
         mask = _trained(batch)
@@ -146,13 +146,13 @@ class FSDPPPOActor(FSDPEngine):
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
         minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
         if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass":
-            # The first step's own forward pass is still that of the proximal policy; later ones' are not.
+            # The first step's forward pass runs the proximal policy itself; the later ones run changed weights.
             for later in minibatches[1:]:
                 later["prox_logp"] = self.compute_logp(later)
         return [overall | self._minibatch_step(minibatch) for minibatch in minibatches]
 
     def _m2_kept(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
-        """M2PO's choice over the trained tokens of all ranks, this rank's part of it, `[B, T]`."""
+        """Return this rank's part of M2PO's mask over the trained tokens of all ranks, `[B, T]`."""
         prox, start = self.gather_rows(batch["prox_logp"][mask])
         behaviour, _ = self.gather_rows(batch["logprobs"][mask])
         everywhere = torch.ones_like(prox, dtype=torch.bool)
@@ -175,10 +175,10 @@ class FSDPPPOActor(FSDPEngine):
             _required(batch, "ref_logp", "actor.kl_loss_coef", "ref")
 
     def _without_idle_rows(self, batch: Batch) -> Batch:
-        """Leave out rows whose advantage is 0 everywhere: their gradient is 0, and computing it is not.
+        """Drop rows whose advantages are all 0: their gradient is 0.
 
-        The normaliser stays that of all rows (what the left-out ones would have added moves to the first kept row), so the
-        gradient is the same to the last bit of rounding. One row always stays, to carry it.
+        The first kept row takes over the `loss_norm` of the dropped rows, so the divisor of the loss and the gradient
+        stay the same up to rounding. At least one row is kept.
         """
         if not self.config.skip_zero_advantage or not num_rows(batch):
             return batch
@@ -190,7 +190,7 @@ class FSDPPPOActor(FSDPEngine):
         return kept
 
     def _minibatch_step(self, minibatch: Batch) -> dict[str, float]:
-        """One optimizer step, or none where no rank has anything to learn: it would only follow old momentum."""
+        """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
@@ -203,7 +203,7 @@ class FSDPPPOActor(FSDPEngine):
         return stats
 
     def _batch_stats(self, batch: Batch) -> dict[str, float]:
-        """Statistics of the batch as a whole, before anything is left out."""
+        """Return statistics of the whole batch, before any rows are dropped."""
         mask = _trained(batch)
         rows, tokens = float(num_rows(batch)), mask.sum()
         advantages = batch["advantages"]
@@ -234,14 +234,14 @@ class FSDPPPOActor(FSDPEngine):
         return self.reduce_stats(stats) | self._signal_stats(batch)
 
     def _signal_stats(self, batch: Batch) -> dict[str, float]:
-        """Count groups over all ranks, and those in which some row has an advantage; a group may be spread over ranks."""
+        """Count the groups of all ranks, and those in which some row has an advantage."""
         groups, _ = self.gather_rows(batch["group_ids"])
         active, _ = self.gather_rows((batch["advantages"] != 0).any(dim=1).long())
         return {"groups": float(len(groups.unique())), "groups_with_signal": float(len(groups[active.bool()].unique()))}
 
 
 def _trained(batch: Batch) -> torch.Tensor:
-    """Trained tokens; the first token of a sequence has no log-prob and cannot be one."""
+    """Return the mask of trained tokens; first tokens have no log-prob and are never trained."""
     mask = batch["loss_mask"].bool() & batch["attention_mask"].bool()
     mask[:, :1] = False
     return mask

@@ -1,8 +1,8 @@
 """`FSDPPPOCritic`: the value function of PPO with GAE.
 
-`compute_values` before the actor's `compute_advantages` (which puts `returns` into the batch), `ppo_update` after it. Index `t`
-holds the value of what precedes token `t`, as log-probs do. With `value_norm` the network learns returns that are
-normalised by their running mean and deviation; values outside this class are always on the scale of rewards.
+Call `compute_values` before the actor's `compute_advantages` (which adds `returns` to the batch), and `ppo_update`
+after it. Index `t` holds the value of the tokens before `t`. With `value_norm` the network learns returns normalised
+by their running mean and std; values outside this class are always on the scale of rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.data import partition_balanced, select_rows, seq_lengths
 
-_DECAY = 0.99  # of the running statistics of returns
+# Decay of the running statistics of returns.
+_DECAY = 0.99
 
 
 class FSDPPPOCritic(FSDPEngine):
@@ -30,14 +31,14 @@ class FSDPPPOCritic(FSDPEngine):
 
     def __init__(self, config: PPOCriticConfig, parallel: ParallelStrategy | None = None):
         super().__init__(config, parallel)
-        # Running Σ of (1, R, R²), decayed: mean and deviation are ratios of them.
+        # Decayed running sums of (1, R, R²), from which mean and std are computed.
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     @returns_column
     def compute_values(self, batch: Batch) -> torch.Tensor:
-        """Values `[B, T]` of the trained tokens (0 elsewhere). Adds `final_values [B]`, of what follows the last token.
+        """Return values `[B, T]` of the trained tokens (0 elsewhere); add `final_values [B]`.
 
-        Advantages of truncated sequences are bootstrapped from the latter.
+        The advantages of truncated sequences are bootstrapped from `final_values`, the values after the last token.
         """
         mean, std = self._scale()
         raw = self.forward(batch)["values"] * std + mean
@@ -48,7 +49,7 @@ class FSDPPPOCritic(FSDPEngine):
 
     @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
-        """`ppo_n_minibatches` steps on the value loss; statistics of each."""
+        """Run `ppo_n_minibatches` optimizer steps on the value loss; return the statistics of each."""
         missing = [key for key in ("values", "returns") if key not in batch]
         if missing:
             raise TrainingError(
@@ -57,11 +58,11 @@ class FSDPPPOCritic(FSDPEngine):
             )
         mask = batch["loss_mask"].bool()
         batch = dict(batch)
-        # Old values as the network gave them, on the scale that `compute_values` had: it has yet to learn the new one.
+        # Old values on the scale that `compute_values` used: the network has not learned the new one yet.
         mean, std = self._scale()
         batch["values"] = (batch["values"] - mean) / std
         if self.config.value_norm:
-            self._take_in(batch["returns"][mask])
+            self._add_returns(batch["returns"][mask])
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
@@ -81,8 +82,8 @@ class FSDPPPOCritic(FSDPEngine):
             "return/mean": Stat(spread.sum(), mask.sum()),
         }
 
-    def _take_in(self, returns: torch.Tensor) -> None:
-        """Add a batch of returns, of all ranks, to the running statistics."""
+    def _add_returns(self, returns: torch.Tensor) -> None:
+        """Add the returns of all ranks to the running statistics."""
         returns = returns.double()
         counts = (torch.tensor(len(returns)), returns.sum(), returns.square().sum())
         new = torch.tensor(self.sum_over_ranks(*counts), dtype=torch.float64)

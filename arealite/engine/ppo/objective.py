@@ -1,6 +1,6 @@
-"""The configured policy objective on one packed micro-batch: which pure functions of `algo/` are added up, and how.
+"""The policy loss of an actor on one packed micro-batch: policy term, KL term and entropy term.
 
-Called by the actor for every micro-batch. Everything the configuration chooses is chosen here; formulas are in `algo/`.
+The actor calls it for every micro-batch. Formulas are in `algo/`, the choice of the algorithm in `api/algorithms`.
 """
 
 from __future__ import annotations
@@ -9,25 +9,15 @@ import torch
 
 from arealite.algo.advantages import kl_estimate
 from arealite.algo.off_policy import behaviour_stats, behaviour_weights, interpolated_prox
-from arealite.algo.policy_losses import (
-    Clip,
-    LossAndStats,
-    Tokens,
-    cispo_loss,
-    clip_loss,
-    entropy_bonus,
-    gspo_loss,
-    kl_loss,
-    reinforce_loss,
-    sapo_loss,
-)
+from arealite.algo.policy_losses import LOSSES, Clip, LossAndStats, Tokens, entropy_bonus, kl_loss
 from arealite.api.algorithms import Objective
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.io_struct import Batch, Stat
+from arealite.utils.data import sequence_of_token
 
 
 def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int) -> LossAndStats:
-    """Objective, KL and entropy terms; `mb` holds `loss_weights`, `advantages`, `logprobs` and what the config needs."""
+    """Return the loss and its statistics; `mb` holds `loss_weights`, `advantages` and log-probs."""
     logp, weights = outputs["logp"], mb["loss_weights"]
     mask = weights > 0
     owner = sequence_of_token(mb["cu_seqlens"])
@@ -37,9 +27,10 @@ def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Ob
         config.behav_imp_weight_cap, config.behav_imp_weight_floor, config.behav_imp_weight_mode,
     )  # fmt: skip
     tokens = Tokens(logp, prox, mb["advantages"], weights * behaviour, owner)
-    loss, stats = _surrogate(tokens, config, objective)
+    high = config.eps_clip if objective.eps_clip_higher is None else objective.eps_clip_higher
+    loss, stats = LOSSES[objective.loss](tokens, Clip(config.eps_clip, high), config.c_clip)
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
-    # how far the update has come from where it began
+    # KL between the policy at the start of the update and now.
     moved = kl_estimate(prox, logp.detach(), "k3")
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
     entropy = torch.where(mask, outputs["entropy"], 0.0)
@@ -53,37 +44,16 @@ def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Ob
     return loss, stats
 
 
-def _surrogate(tokens: Tokens, config: PPOActorConfig, objective: Objective) -> LossAndStats:
-    high = config.eps_clip if objective.eps_clip_higher is None else objective.eps_clip_higher
-    clip = Clip(config.eps_clip, high)
-    if objective.loss == "clip":
-        return clip_loss(tokens, clip, config.c_clip)
-    if objective.loss == "gspo":
-        return gspo_loss(tokens, clip)
-    if objective.loss == "cispo":
-        return cispo_loss(tokens, clip)
-    if objective.loss == "sapo":
-        return sapo_loss(tokens)
-    assert objective.loss == "reinforce", objective.loss
-    return reinforce_loss(tokens)
-
-
 def proximal(logp: torch.Tensor, mb: Batch, config: PPOActorConfig, version: int) -> torch.Tensor:
-    """Log-probs of the policy that ratios are taken against."""
+    """Return the log-probs that ratios are relative to."""
     if not config.use_decoupled_loss:
         return mb["logprobs"]
     if config.prox_logp == "interpolate":
         return interpolated_prox(logp, mb["logprobs"], mb["versions"], version)
-    # Absent in the first minibatch of prox_logp=first_pass: there this pass is the proximal policy's.
+    # The first minibatch of prox_logp=first_pass has none: its own pass is that of the proximal policy.
     return mb.get("prox_logp", logp.detach())
 
 
-def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Which sequence each packed token belongs to, `[N]`."""
-    lengths = cu_seqlens.diff().long()
-    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
-
-
 def loss_norm(mb: Batch) -> torch.Tensor:
-    """What the summed loss is divided by: Σ over all sequences of the batch, the left-out ones included."""
+    """Return the divisor of the summed loss: a sum over all sequences of the batch, also those left out."""
     return mb["loss_norm"].sum()

@@ -1,7 +1,9 @@
-"""`FSDPRWEngine`: a reward model from chosen and rejected answers (Bradley–Terry), scored at the last token.
+"""`FSDPRWEngine`: trains a reward model on chosen and rejected answers (Bradley–Terry).
 
-Batches hold both answers of a pair as rows of their own: `pair_ids [B]` says which belong together, `is_chosen [B]` which is which.
-A pair is never split over micro-batches.
+The score of an answer is that of its last token.
+
+The two answers of a pair are separate rows of a batch, with the same `pair_ids [B]` and different `is_chosen [B]`.
+Both are in the same micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class FSDPRWEngine(FSDPEngine):
 
     @returns_column
     def score(self, batch: Batch) -> torch.Tensor:
-        """One score per row, `[B]`."""
+        """Return one score per row, `[B]`."""
         values = self.forward(batch)["values"]
         last = batch["attention_mask"].sum(dim=1) - 1
         return values.gather(1, last[:, None]).squeeze(1)
@@ -40,7 +42,7 @@ def rw_loss(outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
     scores = outputs["values"][mb["cu_seqlens"][1:].long() - 1]
     chosen, rejected = split_pairs(scores, mb)
     pairs = num_pairs(mb)
-    # A filler row keeps its place in the graph: sharded layers need a gradient from every rank.
+    # Filler rows must stay in the graph: FSDP needs gradients from every rank.
     loss = reward_model_loss(chosen, rejected) + 0.0 * scores.sum()
     return loss, {
         "accuracy": Stat((chosen > rejected).sum(), pairs),

@@ -1,4 +1,4 @@
-"""`FSDPLMEngine`: supervised fine-tuning, the mean negative log-likelihood of the tokens in `loss_mask`."""
+"""`FSDPLMEngine`: supervised fine-tuning on the negative log-likelihood of trained tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 
 
 class FSDPLMEngine(FSDPEngine):
-    """`batch`: padded `input_ids`, `attention_mask`, `loss_mask`, this rank's share. Statistics are over all ranks."""
+    """Trains a language model on this rank's padded batches, with the dropout of its config."""
 
     uses_dropout = True
 
@@ -21,12 +21,12 @@ class FSDPLMEngine(FSDPEngine):
 
 
 def num_trained_tokens(mb: Batch) -> torch.Tensor:
-    """Trained tokens of a packed micro-batch. The first token of a sequence has nothing to be predicted from."""
+    """Count the trained tokens of a packed micro-batch. The first token of a sequence has no prediction."""
     mask = mb["loss_mask"].bool()
     return (mask & (mb["position_ids"] > 0)).sum()
 
 
 def lm_loss(outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
-    """Token mean NLL as a sum: `−Σ logp` over trained tokens (all others have log-prob 0)."""
+    """Return `−Σ logp` over trained tokens; all others have log-prob 0."""
     total = -outputs["logp"].sum()
     return total, {"nll": Stat(total.detach(), num_trained_tokens(mb))}
