@@ -4,7 +4,7 @@ Importing these packages takes five seconds of a core. `start(["-m", "arealite.c
 milliseconds a process that otherwise behaves like `python -m arealite.cli.serve ...`: own pid, environment, working
 directory, output and exit code. All pytest workers share one such process; it ends with the pytest that started it.
 
-Python programs that such a process starts with `subprocess.Popen` are forked, too: the servers and ranks of a launcher.
+Python programs that such a process starts are forked, too: servers and ranks of a launcher, fork servers of rewards.
 
 Use a plain `subprocess` where the start itself is tested, or where a test reads /proc/PID/cmdline or environ.
 """
@@ -19,6 +19,7 @@ import importlib
 import itertools
 import json
 import logging
+import multiprocessing.util
 import os
 import random
 import runpy
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,6 +221,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
         os.close(descriptor)
     os.chdir(request["cwd"])
     subprocess.Popen = _ForkingPopen
+    multiprocessing.util.spawnv_passfds = _fork_passfds
     _run_program(request["command"], request["env"])
 
 
@@ -229,10 +232,8 @@ class _ForkingPopen(subprocess.Popen):
         def become() -> NoReturn:
             if preexec_fn is not None:
                 preexec_fn()
-            # exec would close these. The parent waits until one of them is closed.
-            keep = sorted({2, *pass_fds})
-            for low, high in itertools.pairwise([*keep, os.sysconf("SC_OPEN_MAX")]):
-                os.closerange(low + 1, high)
+            # The parent waits until one of them is closed.
+            _close_all_but(pass_fds)
             gc.enable()
             _run_program(args[1:], os.environ if env is None else env)
 
@@ -240,8 +241,23 @@ class _ForkingPopen(subprocess.Popen):
         super().__init__(args, env=env, preexec_fn=become if is_program else preexec_fn, pass_fds=pass_fds, **options)
 
 
+def _fork_passfds(path: str, args: list[Any], passfds: Sequence[int]) -> int:
+    """Replaces the function with which `multiprocessing` starts its fork server and its resource tracker."""
+    pid = os.fork()
+    if pid == 0:
+        _close_all_but(passfds)
+        _run_program(args[args.index("-c") :], os.environ)
+    return pid
+
+
+def _close_all_but(descriptors: Sequence[int]) -> None:
+    """Close what exec would close."""
+    for low, high in itertools.pairwise([*sorted({2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(low + 1, high)
+
+
 def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
-    """Run `-m MODULE ARGUMENTS...` or `SCRIPT ARGUMENTS...` as a new interpreter would, and end the process."""
+    """Run `-m MODULE ...`, `-c CODE ...` or `SCRIPT ...` as a new interpreter would, and end the process."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -274,6 +290,11 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _run_main(command: list[str]) -> None:
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(command[1], main.__dict__)
+        return
     is_module = command[0] == "-m"
     name, *arguments = command[is_module:]
     folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

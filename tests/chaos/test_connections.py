@@ -2,11 +2,7 @@
 
 import asyncio
 import contextlib
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +13,7 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
+from tests import warm_python
 from tests.core.conftest import Echo, StubEngine
 from tests.engine.test_fleet import connect, request, run, until  # noqa: F401
 from tests.server_process import server_process
@@ -102,28 +99,33 @@ def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect): 
             proxy.close()
 
 
-def test_a_hundred_thousand_queued_episodes(monkeypatch):
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_many_queued_episodes(monkeypatch, count):
     config = InferenceEngineConfig(max_concurrent_rollouts=20000, max_head_offpolicyness=1 << 20, batch_timeout_s=120)
     executor = WorkflowExecutor(config, StubEngine(), 1000)
     executor.start()
     workflow = Echo()
-    # nothing that counts time for a deadline may look at the wall clock
+    # Deadlines must not depend on the wall clock.
     real, jump = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
-    for x in range(100_000):
+    for x in range(count):
         executor.submit({"x": x, "length": 1}, workflow)
     jump[0] = -3600.0
-    seen = executor.wait(60_000)["group_ids"].unique().numel()
+    seen = executor.wait(count // 2)["group_ids"].unique().numel()
     jump[0] = 86400.0
-    seen += executor.wait(40_000)["group_ids"].unique().numel()
+    seen += executor.wait(count // 2)["group_ids"].unique().numel()
     executor.staleness.counts.check()
     executor.stop()
-    assert seen == 100_000
+    assert seen == count
 
 
 FULL_DISK = """
 import os
+import resource
+import signal
 import sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))  # as if half a megabyte were left on the disk
 sys.path.insert(0, sys.argv[2])
 from tests.core.conftest import Echo, StubEngine
 from arealite.api.cli_args import InferenceEngineConfig
@@ -132,16 +134,16 @@ from arealite.core.ledger import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 executor = WorkflowExecutor(InferenceEngineConfig(max_head_offpolicyness=9), StubEngine(), 8, ledger=Ledger(sys.argv[1]))
 executor.start()
-rows = [{"x": i} for i in range(8)]
+loader = [[{"x": i} for i in range(8)]]
 try:
     for version in range(3000):
         executor.engine.version = version
-        executor.prepare_batch([rows] if version == 0 else executor._stream.dataloader, Echo())
+        executor.prepare_batch(loader, Echo())
         executor.set_version(version + 1)
 except AReaLiteError as error:
     print("STOPPED", error, flush=True)
     executor.runner.stop()
-    os._exit(3)  # how libraries take the end of an interpreter that cannot write is not what is tested
+    os._exit(3)  # libraries may fail at the end of an interpreter that cannot write
 """
 
 
@@ -149,13 +151,6 @@ def test_a_full_disk_stops_the_run_with_one_clear_message(tmp_path):
     script = tmp_path / "full.py"
     script.write_text(FULL_DISK)
 
-    def no_more_than_half_a_megabyte():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, 512 << 10))
-
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "run.sqlite", ROOT], capture_output=True, text=True, timeout=100,
-        preexec_fn=no_more_than_half_a_megabyte, cwd=ROOT,
-    )  # fmt: skip
+    done = warm_python.run([script, tmp_path / "run.sqlite", ROOT], timeout=100)
     assert done.returncode == 3, done.stderr
     assert "STOPPED the ledger" in done.stdout and "Free space" in done.stdout

@@ -25,6 +25,7 @@ def job(tmp_path, model_path):
         each.end()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_server_and_killed_trainer_cost_no_episode(job):
     run = job()
