@@ -56,7 +56,11 @@ async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> N
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    engine.on_failure = lambda: loop.call_soon_threadsafe(stop.set)
+
+    def stop_soon() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    engine.on_failure = stop_soon
     if not config.join:
         return await serve(engine, config, sock, stop)
     host, port = sock.getsockname()[:2]

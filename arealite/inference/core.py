@@ -108,7 +108,7 @@ class EngineCore:
         request = seq.request
         seq.output = self.post.output(seq)
         if seq.slot >= 0:
-            if "status_code" in seq.finish_reason:
+            if seq.finish_reason and "status_code" in seq.finish_reason:
                 self.scheduler.pool.spoil(seq.blocks)
             self.scheduler.release(seq)
         request.num_unfinished -= 1

@@ -94,7 +94,8 @@ def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[
     if group is not None:
         return load_shards(config.model_path, model_config, dtype, device, group)
     model = load_decoder(AutoModelForCausalLM, config.model_path, config=model_config, dtype=dtype)
-    return prepare_model(model.to(device)), Shards()
+    nn.Module.to(model, device)
+    return prepare_model(model), Shards()
 
 
 def load_shards(
@@ -110,7 +111,8 @@ def load_shards(
     if not is_read:  # other names than the model's, or no safetensors: transformers knows what to do
         model = load_decoder(AutoModelForCausalLM, path, config=model_config, dtype=dtype)
         shards = shard_model(model, group)
-        return prepare_model(model.to(device)), shards
+        nn.Module.to(model, device)
+        return prepare_model(model), shards
     model.tie_weights()
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -125,7 +127,7 @@ def _parameters_without_memory() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), False))
 
-    nn.Module.register_parameter = register_on_meta
+    nn.Module.register_parameter = register_on_meta  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -155,15 +157,15 @@ def _read_shards(model: PreTrainedModel, shards: Shards, path: str, device: torc
 def _weight_files(path: str) -> dict[str, str]:
     """The safetensors file of each tensor; empty if the model has none."""
     try:
-        single = cached_file(path, SAFE_WEIGHTS_NAME)
+        single = str(cached_file(path, SAFE_WEIGHTS_NAME))
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), single)
     except OSError:
         pass
     try:
-        index = Path(cached_file(path, SAFE_WEIGHTS_INDEX_NAME))
+        index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME)))
         found = json.loads(index.read_text())["weight_map"]
-        return {name: cached_file(path, file) for name, file in found.items()}
+        return {name: str(cached_file(path, file)) for name, file in found.items()}
     except OSError:
         return {}
 
@@ -184,7 +186,8 @@ def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
     if context_length is not None and not 2 <= context_length <= own:
         raise ConfigError(f"context_length={context_length} must be between 2 and the model's {own}")
     num_layers, num_kv_heads, head_dim = _cache_shape(model)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    head: Any = model.get_output_embeddings()
+    vocab_size = head.weight.shape[0]
     return ModelShape(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,

@@ -95,19 +95,23 @@ class Scheduler:
         needy = np.flatnonzero(
             slots.decoding & (slots.length < slots.limit) & ((slots.length - 1) // size >= slots.num_blocks)
         )
-        for ticket, slot in sorted(zip(slots.ticket[needy], needy, strict=True)):
+        for ticket, slot in sorted(zip(slots.ticket[needy].tolist(), needy.tolist(), strict=True)):
             while self.pool.num_free == 0 and slots.ticket[slot] == ticket:
                 self._preempt_youngest()
             if slots.ticket[slot] == ticket:
                 block = self.pool.allocate()
-                slots.sequence[slot].blocks.append(block)
+                sequence = slots.sequence[slot]
+                assert sequence is not None
+                sequence.blocks.append(block)
                 slots.add_block(slot, block)
 
     def _preempt_youngest(self) -> None:
         self.settle()
         if self.pool.num_free:  # what was in flight has ended a sequence
             return
-        self.preempt(self.slots.sequence[int(self.slots.ticket.argmax())])
+        youngest = self.slots.sequence[int(self.slots.ticket.argmax())]
+        assert youngest is not None
+        self.preempt(youngest)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the sequence's blocks away; it will be prefilled again with the tokens it has."""

@@ -83,6 +83,7 @@ class TensorGroup:
 
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
         self.rank, self.size = rank, size
+        self._group: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
@@ -100,7 +101,7 @@ class TensorGroup:
 class RowLinear(nn.Module):
     """A linear layer whose input is cut over the ranks: each computes a summand, and the bias is added once."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: TensorGroup):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup):
         super().__init__()
         self.weight, self.bias, self._sum = weight, bias, group.sum
 

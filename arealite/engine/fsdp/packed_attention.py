@@ -113,7 +113,9 @@ class PackedLayout:
         if group is None:
             return self.kernel.attend(query, key, value, scaling, window)
         if self.ring_hops is not None:
-            both = with_earlier_pieces(torch.stack([key, value], dim=1), self.ring_hops, group)
+            pair = torch.stack([key, value], dim=1)
+            # torch.compiler.disable loses the signature.
+            both = with_earlier_pieces(pair, self.ring_hops, group)  # pyright: ignore[reportCallIssue]
             key, value = both.unbind(dim=1)
             return self.kernel.attend(query, key, value, scaling, window)
         query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))

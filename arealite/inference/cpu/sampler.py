@@ -59,6 +59,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, to
     if batch.banned is not None:
         scores = scores.masked_fill(batch.banned, float("-inf"))
     if batch.top_k is not None:
+        assert batch.top_p is not None and batch.min_p is not None
         scores = truncate(scores, batch.top_k, batch.top_p, batch.min_p)
     if not batch.all_greedy:
         noise = gumbel_noise(batch.seeds, batch.positions, logits.shape[1])
@@ -109,6 +110,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Repetition (prompt and output), frequency and presence (output only) penalties."""
+    assert batch.counts is not None and batch.seen is not None and batch.repetition is not None
+    assert batch.frequency is not None and batch.presence is not None
     scaled = torch.where(logits > 0, logits / batch.repetition, logits * batch.repetition)
     logits = torch.where(batch.seen, scaled, logits)
     return logits - batch.frequency * batch.counts - batch.presence * (batch.counts > 0)

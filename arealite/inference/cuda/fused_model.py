@@ -25,8 +25,9 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, max_len: int):
         self.model = model
-        self.body = model.base_model
-        self.head = model.get_output_embeddings()
+        # Modules of a Llama-like model, whose attributes PreTrainedModel does not declare.
+        self.body: Any = model.base_model
+        self.head: Any = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.num_heads = config.num_attention_heads
         # Unrounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
@@ -83,7 +84,7 @@ class PlainDecoder:
 class _FusedLayer:
     """The parameters of one decoder layer, joined where one product can serve several."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
         self.norm1, self.norm2 = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.norm1.variance_epsilon

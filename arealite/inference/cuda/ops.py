@@ -3,6 +3,8 @@
 Nothing here allocates on the host or reads from the device, so every function can be captured in a CUDA graph.
 """
 
+# A launch, kernel[grid](…), has no type where Triton is not installed.
+# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -161,7 +163,7 @@ def attend(
     if splits > 1:
         part = torch.empty(splits, n, num_heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, n, num_heads, dtype=torch.float32, device=q.device)
-    tiles = n if decode else batch.tile_first.shape[0]
+    tiles = n if batch.tile_first is None else batch.tile_first.shape[0]
     wide = max(16, triton.next_power_of_2(dim))  # a matrix unit's smallest side
     precise = q.dtype == torch.float32
     rows = group if decode else tokens_per_tile(group) * group

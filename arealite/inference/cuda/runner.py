@@ -166,7 +166,9 @@ class CudaRunner(Runner):
     def _decode(self, slots: np.ndarray) -> DeviceStep:
         count = len(slots)
         lengths = self.slots.length[slots]
-        result = StepResult(slots, self.slots.ticket[slots], lengths, *[None] * 3)
+        # `DeviceStep.collect` fills in what was sampled.
+        empty = np.empty(0)
+        result = StepResult(slots, self.slots.ticket[slots], lengths, empty, empty, None)
         if count == 0:
             return DeviceStep(result, self.out, None)
         b = self._send_rows(slots)
@@ -312,7 +314,7 @@ class CudaRunner(Runner):
 
     def stage(self, pairs: Pairs) -> Pairs:
         """Bring new weights onto the device while generation goes on (called from another thread)."""
-        if not self.on_gpu:
+        if self.stage_stream is None:
             return pairs
         with torch.cuda.stream(self.stage_stream):
             staged = [(target, value.to(self.device, target.dtype)) for target, value in pairs]
@@ -325,7 +327,7 @@ class CudaRunner(Runner):
         with torch.cuda.stream(self.stream):
             for target, value in pairs:
                 target.copy_(value)
-        if self.on_gpu:
+        if self.stream is not None:
             self.stream.synchronize()
 
     @torch.inference_mode()
