@@ -148,7 +148,7 @@ def _as_rows(values: Any, file: Path) -> Iterator[Row]:
 
 def _read_parquet(file: Path) -> list[Row]:
     try:
-        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet
     except ImportError as error:
         raise DatasetError(f"reading {file} needs pyarrow: pip install 'arealite[hub]'") from error
     return pyarrow.parquet.read_table(file).to_pylist()
@@ -156,7 +156,7 @@ def _read_parquet(file: Path) -> list[Row]:
 
 def _load_from_hub(config: DatasetConfig) -> list[Row]:
     try:
-        import datasets  # pyright: ignore[reportMissingImports]
+        import datasets
     except ImportError as error:
         raise DatasetError(
             f"{config.path!r} is no local path, and hub datasets need `datasets`: pip install 'arealite[hub]', or give "
