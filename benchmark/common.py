@@ -1,4 +1,4 @@
-"""What every benchmark prints besides its numbers: the machine, the versions, the commit, and a table."""
+"""Shared by all benchmarks: describe machine, versions and commit, and print tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 
 
 def describe_machine() -> dict[str, object]:
+    """Commit, hardware and versions for the JSON line of a benchmark."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -28,7 +29,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def gap(delta: torch.Tensor) -> dict[str, float]:
-    """How far log-probs are apart: size of the difference, and the KL that it means."""
+    """Statistics of a difference of log-probs: its absolute size, and the k3 estimate of the KL divergence."""
     size = delta.abs()
     return {
         "mean": size.mean().item(),
@@ -39,6 +40,7 @@ def gap(delta: torch.Tensor) -> dict[str, float]:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Print rows in aligned columns."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)))

@@ -1,10 +1,10 @@
-"""How long does the demo's task take: asynchronous, synchronous, and (where it is installed) TRL's GRPOTrainer?
+"""Time to solve the demo's task: asynchronous, synchronous, and TRL's GRPOTrainer where it is installed.
 
     python benchmark/demo.py [--runs 3] [--trl-python PATH]
 
-All sides start from the same supervised weights and use the same batch, group size, learning rate, clipping and number
-of optimizer steps; they take turns, so that a noisy machine is noisy for all. Prints a table of medians and one JSON line.
-`--trl-python` names an interpreter that has TRL; without it TRL is left out unless this interpreter has it.
+All start from the same supervised weights and use the same batch, group size, learning rate, clipping and number of
+optimizer steps. Runs alternate, so that other load on the machine affects all. Prints a table of medians and one JSON
+line. `--trl-python` names an interpreter that has TRL. Without it TRL is left out, unless this interpreter has it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ETA = {"asynchronous": 2, "synchronous": 0}
 
 
 def run_arealite(name: str, model: Path, work: Path) -> list[tuple[float, float]]:
-    """One run through the launcher; (seconds so far, reward) of each step."""
+    """Run once through the launcher. Returns (seconds so far, reward) of each step."""
     command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLES / "reverse_grpo.py")]
     command += ["--config", str(EXAMPLES / "configs" / "demo.yaml"), f"actor.path={model}"]
     command += [f"rollout.max_head_offpolicyness={ETA[name]}", f"cluster.fileroot={work}"]
@@ -47,6 +47,7 @@ def run_arealite(name: str, model: Path, work: Path) -> list[tuple[float, float]
 
 
 def run_trl(python: str, model: Path, work: Path) -> list[tuple[float, float]]:
+    """Run TRL once in a process of its own. Returns (seconds so far, reward) of each step."""
     out = work / "trl.jsonl"
     script = Path(__file__).with_name("trl_reverse.py")
     log = (work / "trl.log").open("w")
@@ -56,7 +57,7 @@ def run_trl(python: str, model: Path, work: Path) -> list[tuple[float, float]]:
 
 
 def seconds_to_goal(curve: list[tuple[float, float]]) -> float:
-    """When the mean reward of the last few batches first reached the goal (infinity: never)."""
+    """Seconds until the mean reward of the last few batches first reached the goal; infinity if it never did."""
     for i in range(SMOOTH - 1, len(curve)):
         if sum(reward for _, reward in curve[i - SMOOTH + 1 : i + 1]) / SMOOTH >= GOAL:
             return curve[i][0]

@@ -1,10 +1,11 @@
-"""How long from the command to the first rollout, for each launcher? Prints a table and one JSON line.
+"""Time from the command to the first rollout, for each launcher. Prints a table and one JSON line.
 
     python benchmark/launch.py [--rounds 3] [local torchrun slurm ray controller]
 
-A tiny random model, one embedded server and one trainer rank on this machine. The clock starts before the launcher's process and stops when the
-first training batch has been collected; medians over rounds in which the launchers take turns. Ray and Slurm run on clusters of one machine that are
-up already, as they would be; `controller` is Ray's controller mode. A launcher whose cluster cannot be made here is left out, with the reason.
+Uses a tiny random model, one embedded server and one trainer rank on this machine. The time runs from the start of
+the launcher's process until the first training batch is collected. Medians over rounds in which the launchers
+alternate. Ray and Slurm use one-machine clusters that are already running; `controller` is Ray's controller mode. A
+launcher whose cluster cannot be started here is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LAUNCHERS = ["local", "torchrun", "slurm", "ray", "controller"]
 
 
 def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str, str]) -> dict:
-    """Seconds until servers are ready, until the first batch, and until everything has ended."""
+    """Seconds until the first batch, and until all processes have ended."""
     argv = arguments(folder, "embedded", model, rows, "embedded.d1p1t1+d1p1t1", steps=1)
     argv += ["controller=true"] if launcher == "controller" else []
     module = "ray" if launcher == "controller" else launcher
@@ -51,7 +52,7 @@ def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str,
 
 @contextlib.contextmanager
 def cluster(launcher: str, folder: Path):
-    """Variables under which the launcher finds its cluster; None if there can be none here."""
+    """Start the launcher's cluster. Yields its environment variables, or None if it cannot be started here."""
     if launcher == "slurm":
         reason = why_not()
         if reason:
@@ -67,7 +68,7 @@ def cluster(launcher: str, folder: Path):
             print("ray is left out: it is not installed (pip install 'arealite[ray]')")
             yield None
             return
-        # As the others, for a fair comparison.
+        # The other launchers do not lower priorities either.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
         yield {"RAY_ADDRESS": made.address}
@@ -80,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("launchers", nargs="*", default=LAUNCHERS)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     found: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -88,8 +89,8 @@ def main() -> None:
         rows = folder / "gsm8k.jsonl"
         row = {"question": "1 + 1?", "answer": "#### 2"}
         rows.write_text("".join(json.dumps(row) + "\n" for _ in range(16)))
-        for number in range(given.rounds):
-            for launcher in given.launchers:
+        for number in range(options.rounds):
+            for launcher in options.launchers:
                 here = folder / f"{launcher}{number}"
                 with cluster(launcher, here) as env:
                     if env is not None:
@@ -101,7 +102,7 @@ def main() -> None:
         for launcher, all_took in found.items()
     }
     print_table(["launcher", *keys], [[n, *(f"{r[k]:.1f}" for k in keys)] for n, r in results.items()])  # fmt: skip
-    about = {"benchmark": "launch", "rounds": given.rounds, **describe_machine()}
+    about = {"benchmark": "launch", "rounds": options.rounds, **describe_machine()}
     print(json.dumps({**about, "results": results}))
 
 

@@ -1,11 +1,12 @@
-"""How fast and how lean is training? Prints a table and one JSON line.
+"""Speed and memory of training. Prints a table and one JSON line.
 
-    python benchmark/training.py                     CPU: packed against padded
-    python benchmark/training.py --device cuda       MFU of the 1.5B and 0.5B shapes through the whole engine, log-prob memory,
-                                                     32k tokens in one sequence
-    … --part trl [--trl-python PYTHON]               one GRPO step against TRL's trainer on the same batch (PYTHON has TRL)
+    python benchmark/training.py                  CPU: packed compared with padded
+    python benchmark/training.py --device cuda    MFU of the 1.5B and 0.5B shapes through the whole engine, memory of
+                                                  log-probs, one sequence of 32k tokens
+    … --part trl [--trl-python PYTHON]            one GRPO step compared with TRL's trainer on the same batch
 
-Lengths are log-normal like GSM8K answers. The model is made from its shape with random weights: nothing is downloaded.
+Sequence lengths are log-normal, like answers to GSM8K. Models have random weights: nothing is downloaded. PYTHON is an
+interpreter that has TRL.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SHAPES = {
 
 
 def make_config_folder(shape: str, vocab_size: int, folder: str) -> str:
+    """Write the config of a model of this shape, without weights."""
     config = Qwen2Config(
         **SHAPES[shape], num_key_value_heads=2, vocab_size=vocab_size, tie_word_embeddings=True,
         max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"],
@@ -48,7 +50,7 @@ def make_config_folder(shape: str, vocab_size: int, folder: str) -> str:
 
 
 def lognormal_batch(num_tokens: int, mean: float, longest: int, vocab_size: int) -> Batch:
-    """`num_tokens` in sequences of log-normal length; every token but the first of a sequence is trained."""
+    """Make a batch of `num_tokens` in sequences of log-normal length. All tokens are trained."""
     g = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
@@ -58,6 +60,7 @@ def lognormal_batch(num_tokens: int, mean: float, longest: int, vocab_size: int)
 
 
 def fixed_batch(lengths: list[int], vocab_size: int) -> Batch:
+    """Make a batch of random tokens in sequences of these lengths."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, mask.shape, generator=g)
@@ -65,7 +68,7 @@ def fixed_batch(lengths: list[int], vocab_size: int) -> Batch:
 
 
 def grouped_batch(num_groups: int, group_size: int, num_prompt: int, mean: float, vocab_size: int) -> Batch:
-    """Groups of samples that share a prompt, as in GRPO; only the answers are trained."""
+    """Make a batch of groups that share a prompt, as in GRPO. Only the answers are trained."""
     g = torch.Generator().manual_seed(0)
     draws = torch.empty(num_groups * group_size).log_normal_(0.0, 0.6, generator=g) * mean
     batch = fixed_batch([num_prompt + int(n) for n in draws.clamp(16, 8 * mean)], vocab_size)
@@ -89,14 +92,15 @@ def make_engine(path: str, device: str, **kwargs) -> FSDPLMEngine:
 
 
 def timed_step(engine: FSDPLMEngine, batch: Batch, repeats: int, warmup: int) -> dict[str, float]:
-    """Seconds of the fastest step, with its statistics and the peak memory."""
+    """Time training steps. Returns the statistics of the fastest step, its seconds and the peak memory."""
     cuda = engine.device == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     best: dict[str, float] = {}
     for i in range(warmup + repeats):
         start = time.perf_counter()
-        stats = engine.train_lm(batch)  # ends in a copy to the host, so the device is done
+        # It ends with a copy to the host, so no synchronization is needed.
+        stats = engine.train_lm(batch)
         seconds = time.perf_counter() - start
         if i >= warmup and seconds < best.get("seconds", float("inf")):
             best = {**stats, "seconds": seconds}
@@ -106,7 +110,7 @@ def timed_step(engine: FSDPLMEngine, batch: Batch, repeats: int, warmup: int) ->
 
 
 def matmul_peak() -> float:
-    """FLOP/s of a large bf16 product on random data: what this device really gives."""
+    """FLOP/s of a large bf16 matrix product on random data: the reference for MFU."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -119,6 +123,7 @@ def matmul_peak() -> float:
 
 
 def bench_mfu(shape: str, batch_kind: str, batch: Batch, peak: float, **kwargs) -> dict:
+    """Tokens per second, MFU and peak memory of training steps of a model of this shape."""
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(make_config_folder(shape, 151936, folder), "cuda", **kwargs)
     start = time.perf_counter()
@@ -141,7 +146,7 @@ def bench_mfu(shape: str, batch_kind: str, batch: Batch, peak: float, **kwargs) 
 
 
 def bench_logprob_memory(num_tokens: int = 16384, vocab_size: int = 151936) -> dict:
-    """Peak memory above the inputs of log-prob and entropy, forward and backward, against whole logits."""
+    """Peak memory of log-probs and entropy, forward and backward, in chunks and with full logits."""
     hidden = torch.randn(num_tokens, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab_size, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ids = torch.randint(0, vocab_size, (num_tokens,), device="cuda")
@@ -191,16 +196,24 @@ def run_cuda(quick: bool) -> list[dict]:
         print(rows[-1], flush=True)
     long = fixed_batch([32768], 151936)
     rows.append(
-        bench_mfu("1.5B", "one sequence of 32k", long, peak, compile=True, gradient_checkpointing=True, max_tokens_per_mb=32768)
-    )  # fmt: skip
+        bench_mfu(
+            "1.5B",
+            "one sequence of 32k",
+            long,
+            peak,
+            compile=True,
+            gradient_checkpointing=True,
+            max_tokens_per_mb=32768,
+        )
+    )
     return rows
 
 
-# ------------------------------------------------------------------------------------------- against TRL
+# ------------------------------------------------------------------------------------ comparison with TRL
 
 
 def grpo_batch(num_groups: int, group_size: int, scale: float, vocab_size: int) -> Batch:
-    """GSM8K-like: prompts and answers of log-normal length (medians 100 and 200 times `scale`), groups share a prompt."""
+    """Make a batch like GSM8K: log-normal lengths with medians of 100 and 200 times `scale`, groups share a prompt."""
     g = torch.Generator().manual_seed(0)
     prompts = torch.empty(num_groups).log_normal_(0.0, 0.3, generator=g) * 100 * scale
     answers = torch.empty(num_groups * group_size).log_normal_(0.0, 0.6, generator=g) * 200 * scale
@@ -221,7 +234,7 @@ def grpo_batch(num_groups: int, group_size: int, scale: float, vocab_size: int) 
 
 
 def time_actor(path: str, device: str, batch: Batch, **kwargs) -> dict[str, float]:
-    """Median seconds of `ppo_update` (one optimizer step), the first step's gradient norm, peak memory."""
+    """Median seconds of `ppo_update` (one optimizer step), gradient norm of the first step, peak memory."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = PPOActorConfig(
         path=path, device=device, dtype=dtype, param_dtype=dtype, prox_logp="first_pass", loss_mean="sequence",
@@ -233,7 +246,8 @@ def time_actor(path: str, device: str, batch: Batch, **kwargs) -> dict[str, floa
     seconds, norms = [], []
     for _ in range(6):
         start = time.perf_counter()
-        norms.append(actor.ppo_update(batch)[0]["grad_norm"])  # on the host: the device is done
+        # The norm is on the host, so no synchronization is needed.
+        norms.append(actor.ppo_update(batch)[0]["grad_norm"])
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     actor.destroy()
@@ -247,6 +261,7 @@ def time_actor(path: str, device: str, batch: Batch, **kwargs) -> dict[str, floa
 
 
 def time_trl(python: str, path: str, batch_file: str, *options: str) -> dict[str, float]:
+    """Run trl_step.py in another process. Returns its result, or an empty dict after an error, which is printed."""
     script = str(Path(__file__).with_name("trl_step.py"))
     command = [python, script, path, batch_file, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -258,7 +273,7 @@ def time_trl(python: str, path: str, batch_file: str, *options: str) -> dict[str
 
 
 def bench_trl(shape: str, device: str, python: str) -> list[dict]:
-    """One GRPO step on the same batch and weights: TRL's trainer, and the engine without and with shared prompts."""
+    """Time one GRPO step on the same batch and weights: TRL's trainer, our engine without and with shared prompts."""
     cuda = device == "cuda"
     batch = grpo_batch(8 if cuda else 4, 8, 1.0 if cuda else 0.1, 151936 if cuda else 512)
     real, cells = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
@@ -273,22 +288,24 @@ def bench_trl(shape: str, device: str, python: str) -> list[dict]:
         sides = {
             "TRL GRPOTrainer": lambda: time_trl(python, folder, f"{folder}/batch.pt", "16"),
             "TRL GRPOTrainer, torch_compile": lambda: time_trl(python, folder, f"{folder}/batch.pt", "16", "compile"),
-            "ours, compiled, prompts not shared": lambda: time_actor(folder, device, batch, share_prefix=False, compile=True),
+            "ours, compiled, prompts not shared": lambda: time_actor(
+                folder, device, batch, share_prefix=False, compile=True
+            ),
             "ours, compiled": lambda: time_actor(folder, device, batch, compile=True),
-        }  # fmt: skip
+        }
         rows = []
         for side, measure in sides.items():
             result = measure()
             seconds = result.get("seconds", float("inf"))
-            rows.append({"what": f"GRPO step, {shape}, {real} tokens in {len(batch['rewards'])} sequences (padded {cells})",
-                         "side": side, "tokens_per_s": round(real / seconds), **result})  # fmt: skip
+            what = f"GRPO step, {shape}, {real} tokens in {len(batch['rewards'])} sequences (padded {cells})"
+            rows.append({"what": what, "side": side, "tokens_per_s": round(real / seconds), **result})
             print(rows[-1], flush=True)
     trl = min(row.get("seconds", float("inf")) for row in rows[:2])
-    return [*rows, {"what": f"{shape} TRL's best / ours compiled", "speedup": round(trl / rows[-1]["seconds"], 2)}]  # fmt: skip
+    return [*rows, {"what": f"{shape} TRL's best / ours compiled", "speedup": round(trl / rows[-1]["seconds"], 2)}]
 
 
 def run_cpu() -> list[dict]:
-    """The same batch packed, and padded to its longest sequence (as rows of full length whose pads are not trained)."""
+    """Time a step on a packed batch, and on the same batch padded to its longest sequence."""
     batch = lognormal_batch(4096, 64, 512, 512)
     padded = dict(batch)
     padded["attention_mask"] = torch.ones_like(batch["attention_mask"])
@@ -296,7 +313,8 @@ def run_cpu() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = make_config_folder("tiny", 512, folder)
         engines = {what: make_engine(path, "cpu", max_tokens_per_mb=1 << 20) for what in seconds}
-        for _ in range(6):  # in turn, so that other work on the machine meets both
+        # Alternating, so that other load on the machine affects both.
+        for _ in range(6):
             for what, data in (("packed", batch), ("padded", padded)):
                 seconds[what].append(timed_step(engines[what], data, repeats=1, warmup=0)["seconds"])
     real = int(batch["attention_mask"].sum())
@@ -306,7 +324,10 @@ def run_cpu() -> list[dict]:
         for what, median in medians.items()
     ]
     speedup = round(medians["padded"] / medians["packed"], 2)
-    return [*rows, {"what": "packed / padded", "fill": round(real / padded["attention_mask"].numel(), 2), "speedup": speedup}]  # fmt: skip
+    return [
+        *rows,
+        {"what": "packed / padded", "fill": round(real / padded["attention_mask"].numel(), 2), "speedup": speedup},
+    ]
 
 
 def main() -> None:
@@ -315,7 +336,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="compiled runs only")
     parser.add_argument("--part", default="engine", choices=["engine", "trl"])
-    parser.add_argument("--trl-python", default=sys.executable, help="a Python that has TRL")
+    parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has TRL")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.part == "trl":

@@ -1,4 +1,4 @@
-"""The demo's task trained by TRL's GRPOTrainer with the demo's settings; benchmark/demo.py runs it as a process.
+"""Train the demo's task with TRL's GRPOTrainer and the demo's settings. benchmark/demo.py runs it in a process.
 
     python benchmark/trl_reverse.py MODEL_FOLDER OUT.jsonl
 
@@ -24,7 +24,8 @@ NUM_PROMPTS, GROUP_SIZE, MINIBATCHES, GENERATIONS = 64, 8, 2, 120
 
 
 def main(model_folder: str, out_path: str) -> None:
-    torch.set_num_threads(2)  # it is one process: give it both cores
+    # One process for training and generation: it gets both cores.
+    torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id

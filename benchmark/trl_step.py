@@ -1,11 +1,12 @@
-"""TRL's GRPOTrainer on a given batch: seconds of its optimizer step without generation; benchmark/training.py runs it as a process.
+"""Time an optimizer step of TRL's GRPOTrainer without generation. benchmark/training.py runs it in a process.
 
     python benchmark/trl_step.py MODEL_FOLDER BATCH.pt ROWS [compile]
 
-The batch stands in for what the trainer generates and scores; everything after that is the trainer's own: `ROWS` sequences at a
-time through the model (its fused log-prob kernel included), GRPO's loss, backward, clipping, fused AdamW, its metrics. Weights and
-arithmetic are bf16 on CUDA, no autocast, no gradient checkpointing. It pads and has no packing; with FlashAttention (not used
-here, it is not part of torch) it could leave pads out of attention only. Prints one JSON line.
+The batch replaces what the trainer would generate and score. Everything after that is the trainer's own code: `ROWS`
+sequences at a time through the model (with its fused log-prob kernel), the GRPO loss, backward, clipping, fused AdamW
+and metrics. Weights and arithmetic are bf16 on CUDA, without autocast and gradient checkpointing. The trainer pads
+and does not pack. With FlashAttention, which is not part of torch and not used here, it could skip padding in
+attention only. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 GROUP_SIZE, STEPS, WARMUP = 8, 4, 2
 
 
-class GivenBatchTrainer(trl.GRPOTrainer):
-    """Trains on one batch again and again instead of generating."""
+class FixedBatchTrainer(trl.GRPOTrainer):
+    """Trains on the same batch in each step instead of generating."""
 
-    given: dict[str, torch.Tensor]
+    fixed_batch: dict[str, torch.Tensor]
 
     def _generate_and_score_completions(self, inputs):
-        return {k: v.to(self.accelerator.device) for k, v in self.given.items()}
+        return {k: v.to(self.accelerator.device) for k, v in self.fixed_batch.items()}
 
 
 class Stopwatch(TrainerCallback):
-    """Times from the first micro-batch of a step to the end of the optimizer's step."""
+    """Measures the time from the first micro-batch of a step to the end of the optimizer step."""
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -58,12 +59,13 @@ def _now() -> float:
 
 
 def as_trl(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Prompts padded on the left, completions on the right, each to the longest of the batch, as the trainer itself does."""
+    """Pad prompts on the left and completions on the right, each to the longest of the batch, as the trainer does."""
     trained = batch["loss_mask"].bool()
     total, answer = batch["attention_mask"].sum(1), trained.sum(1)
     prompt = total - answer
     p, c = torch.arange(int(prompt.max())), torch.arange(int(answer.max()))
-    source = p - (len(p) - prompt[:, None])  # [B, P] position in the row; negative on the padding
+    # [B, P] position in the row; negative on the padding.
+    source = p - (len(p) - prompt[:, None])
     prompt_mask, completion_mask = source >= 0, c < answer[:, None]
     last = batch["input_ids"].shape[1] - 1
     ids = batch["input_ids"]
@@ -89,12 +91,13 @@ def main(folder: str, batch_file: str, rows: str, *options: str) -> None:
     args = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=not cuda, bf16=False, num_generations=GROUP_SIZE,
         per_device_train_batch_size=int(rows), gradient_accumulation_steps=num_rows // int(rows),
-        loss_type="grpo", beta=0.0, epsilon=0.2, temperature=1.0, learning_rate=1e-5, adam_beta2=0.95, weight_decay=0.01,
-        max_grad_norm=1.0, lr_scheduler_type="constant", max_steps=WARMUP + STEPS, gradient_checkpointing=False,
+        loss_type="grpo", beta=0.0, epsilon=0.2, temperature=1.0, learning_rate=1e-5, adam_beta2=0.95,
+        weight_decay=0.01, max_grad_norm=1.0, lr_scheduler_type="constant", max_steps=WARMUP + STEPS,
+        gradient_checkpointing=False,
         torch_compile="compile" in options, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
     stopwatch = Stopwatch()
-    trainer = GivenBatchTrainer(
+    trainer = FixedBatchTrainer(
         model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=args,
@@ -102,7 +105,7 @@ def main(folder: str, batch_file: str, rows: str, *options: str) -> None:
         processing_class=tokenizer,
         callbacks=[stopwatch],
     )
-    trainer.given = as_trl(batch)
+    trainer.fixed_batch = as_trl(batch)
     trainer.train()
     result = {
         "trl": trl.__version__,

@@ -1,11 +1,13 @@
-"""How long does an update of weights take, each way, against a plain memory copy, and how long does generation stand still?
+"""Duration of a weight update by each transport, compared with a plain memory copy, and the pause in generation.
 
     python benchmark/weight_update.py [--hidden 1024] [--layers 12] [--repeats 5] [--device cuda]
 
-A training engine publishes, a real server in another process loads while it generates, and its fingerprints are compared. `publish` and most of
-`load` run while generation goes on (of a broadcast, much of `load` already while it is published); `pause` is the longest time without a token during an update, less what a token
-usually takes. An update needs two copies, out of the trainer and into the server; the last column is its whole time over that of two plain ones. On CUDA (bfloat16, trainer and server on one
-GPU) shared memory is measured both ways: through the host (`shm`) and on the device (`ipc`). Prints a table and one JSON line.
+A training engine publishes weights, a real server in another process loads them while it generates, and fingerprints
+are compared. `publish` and most of `load` run while generation continues; a broadcast loads while it publishes.
+`pause` is the longest time without a token during an update, less the usual time of a token. An update needs two
+copies, out of the trainer and into the server; the last column divides its duration by that of two plain copies. On
+CUDA (bfloat16, trainer and server on one GPU) shared memory is measured through the host (`shm`) and on the device
+(`ipc`). Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tests.server_process import server_process  # noqa: E402
 
 
 class Stream(threading.Thread):
-    """Reads one generation token by token and notes when each came."""
+    """Reads a stream of generated tokens and records the time of each."""
 
     def __init__(self, address: str):
         super().__init__(daemon=True)
@@ -47,7 +49,8 @@ class Stream(threading.Thread):
         self.times: list[float] = []
 
     def run(self) -> None:
-        while not self.ended.is_set():  # a GPU is done with one request before the updates are
+        # On a GPU one request ends before the updates do: send another.
+        while not self.ended.is_set():
             with urllib.request.urlopen(self.request, timeout=600) as response:
                 for line in response:
                     if line.startswith(b"data: {"):
@@ -56,7 +59,7 @@ class Stream(threading.Thread):
                         break
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """The longest time without a token between two moments, less what a token usually takes."""
+        """Longest time without a token between two moments, less the usual time of a token."""
         gaps = [(b, b - a) for a, b in itertools.pairwise(self.times)]
         usual = statistics.median(gap for _, gap in gaps)
         inside = [gap for when, gap in gaps if begin <= when and when - gap <= end]
@@ -76,7 +79,7 @@ def make_model(folder: Path, hidden: int, layers: int, dtype: torch.dtype) -> Qw
 
 
 def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
-    """A plain copy of all weights into memory that exists: what nothing can beat."""
+    """Seconds of a plain copy of all weights into allocated memory: the lower bound."""
     target = {name: torch.empty_like(value) for name, value in weights.items()}
     times = []
     for _ in range(5):
@@ -90,7 +93,7 @@ def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
 
 
 def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, float]:
-    """Medians over `repeats` updates while one long request is being answered."""
+    """Medians over `repeats` updates while the server answers one long request."""
     segment = f"/dev/shm/arealite-bench-{os.getpid()}"
     path = {"disk": work / "weights", "shm": segment, "ipc": f"{segment}.cuda"}.get(way, "")
     device = {"device": actor.device, "dtype": actor.config.dtype, "max_running_requests": 8}
@@ -111,7 +114,8 @@ def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, 
             published = time.perf_counter()
             engine.update_weights(meta)
             ended = time.perf_counter()
-            if version > 1:  # the first one makes segments and connections
+            # The first update creates segments and connections.
+            if version > 1:
                 seconds["publish_s"].append(published - began)
                 seconds["load_s"].append(ended - published)
                 moments.append((began, ended))
