@@ -1,7 +1,7 @@
 """The inference backends: for each kind of server its name, client class, command line and environment.
 
-Launchers build commands from here and the engines resolve the client class. To add a backend, add a class and list it in
-`BACKENDS`. Imports neither torch nor engines: a launcher only starts servers.
+Launchers build commands from here and the engines resolve the client class. To add a backend, add a class and list
+it in `BACKENDS`. Imports neither torch nor engines: a launcher only starts servers.
 
 Flags of SGLang and vLLM pass through from the configuration unchanged (`sglang.mem_fraction_static=0.8` becomes
 `--mem-fraction-static 0.8`). Two keys are AReaLite's own: `command` (how the server is started, for one that lives in
@@ -87,13 +87,13 @@ class Backend(abc.ABC):
         if strategy.context > 1 or strategy.expert > 1:
             raise ConfigError(
                 f"allocation_mode={config.allocation_mode}: servers have data (d), pipeline (p) and tensor (t) "
-                "parallelism: leave out c and e on the generating side (SGLang and vLLM have flags of their own, such as "
-                "sglang.ep_size)"
+                "parallelism: leave out c and e on the generating side (SGLang and vLLM have their own flags, such "
+                "as sglang.ep_size)"
             )
         if "api_key" in self.options(config):
             raise ConfigError(
-                f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed privately "
-                "to every kind of server"
+                f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed "
+                "privately to every kind of server"
             )
 
     def options(self, config: ServerSettings) -> dict[str, Any]:

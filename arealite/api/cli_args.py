@@ -1,8 +1,8 @@
 """The configuration tree: dataclasses with one line of help per field, and `check()` methods.
 
-Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`: YAML files first, then
-`key=value` overrides. A configuration does not change after loading. Flags of inference servers are not repeated here:
-they pass through the dicts `sglang` and `vllm`. `train_args` configures training engines.
+Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`: YAML files first,
+then `key=value` overrides. A configuration does not change after loading. Flags of inference servers are not repeated
+here: they pass through the dicts `sglang` and `vllm`. `train_args` configures training engines.
 """
 
 from __future__ import annotations
@@ -370,9 +370,9 @@ class GRPOConfig(BaseExperimentConfig):
         for name, part in (("actor", self.actor), ("critic", self.critic)):
             _require(
                 part is None or part.ppo_n_minibatches <= sequences,
-                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} sequences "
-                f"of a rank and step (train_dataset.batch_size={prompts} times gconfig.n_samples={self.gconfig.n_samples} "
-                f"over {ranks} data-parallel ranks): lower it",
+                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} "
+                f"sequences of a rank and step (train_dataset.batch_size={prompts} times "
+                f"gconfig.n_samples={self.gconfig.n_samples} over {ranks} data-parallel ranks): lower it",
             )
 
 

@@ -1,6 +1,7 @@
-"""Is this machine fit? `python -m arealite.cli.doctor [FILEROOT]` looks and says what to do about what it finds.
+"""Check this machine: `python -m arealite.cli.doctor [FILEROOT]` prints findings and what to do about them.
 
-Versions, accelerators, memory for weights, free space, ports, and which optional parts are installed. Exits with 1 if something that every run needs is wrong.
+Checks versions, GPUs, shared memory, free space, ports and optional packages. Exits with 1 if something that every run
+needs is wrong.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _OPTIONAL = {
 
 
 class Finding(NamedTuple):
-    """`state` is ok, note (an option is absent) or wrong."""
+    """One result. `state` is ok, note (an option is missing) or wrong."""
 
     state: str
-    what: str
+    text: str
 
 
-def findings(fileroot: Path) -> Iterator[Finding]:
-    """Everything worth knowing, most important first."""
+def check_machine(fileroot: Path) -> Iterator[Finding]:
+    """Yield all findings, most important first."""
     where = f"{platform.machine()}, {os.cpu_count()} cores"
     yield Finding("ok", f"Python {platform.python_version()} on {where}")
-    yield _at_least("torch", torch.__version__, (2, 11))
-    yield _at_least("transformers", transformers.__version__, (5, 12))
+    yield _check_version("torch", torch.__version__, (2, 11))
+    yield _check_version("transformers", transformers.__version__, (5, 12))
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
@@ -51,24 +52,24 @@ def findings(fileroot: Path) -> Iterator[Finding]:
     else:
         yield Finding("note", "no GPU: everything runs on the CPU, in float32 (set dtype=float32)")
     shm = Path("/dev/shm")
-    yield _space(str(shm), shm, 1, "rollout.weight_update=shm needs room for the weights")
-    yield _space(f"run directories in {fileroot}", _existing(fileroot), 5, "checkpoints go there")
+    yield _check_space(str(shm), shm, 1, "rollout.weight_update=shm needs room for the weights")
+    yield _check_space(f"run directories in {fileroot}", _nearest_existing(fileroot), 5, "checkpoints go there")
     port = free_port()
     release_port(port)
     yield Finding("ok", f"ports can be taken (for example {port})")
     for command, purpose in (("sbatch", "mode=slurm"), ("nvidia-smi", "finding GPUs")):
-        yield _option(command, shutil.which(command), "not found", purpose)
+        yield _check_option(command, shutil.which(command), "not found", purpose)
     for module, purpose in _OPTIONAL.items():
-        yield _option(module, importlib.util.find_spec(module), "absent", purpose)
+        yield _check_option(module, importlib.util.find_spec(module), "absent", purpose)
 
 
-def _option(name: str, found: object, otherwise: str, purpose: str) -> Finding:
+def _check_option(name: str, found: object, otherwise: str, purpose: str) -> Finding:
     if found is None:
         return Finding("note", f"{name} {otherwise} ({purpose})")
     return Finding("ok", f"{name} found ({purpose.split(': pip')[0]})")
 
 
-def _at_least(name: str, version: str, least: tuple[int, int]) -> Finding:
+def _check_version(name: str, version: str, least: tuple[int, int]) -> Finding:
     have = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if have >= least:
         return Finding("ok", f"{name} {version}")
@@ -76,7 +77,7 @@ def _at_least(name: str, version: str, least: tuple[int, int]) -> Finding:
     return Finding("wrong", f"{name} {version}, but {need}")
 
 
-def _space(what: str, path: Path, least_gb: float, why: str) -> Finding:
+def _check_space(what: str, path: Path, least_gb: float, why: str) -> Finding:
     if not path.exists():
         return Finding("note", f"{what} does not exist ({why})")
     free_gb = shutil.disk_usage(path).free / _GB
@@ -84,18 +85,18 @@ def _space(what: str, path: Path, least_gb: float, why: str) -> Finding:
     return Finding(state, f"{what}: {free_gb:.0f} GB free ({why})")
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     path = path.absolute()
-    return path if path.exists() else _existing(path.parent)
+    return path if path.exists() else _nearest_existing(path.parent)
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    found = list(findings(Path(argv[0] if argv else "runs")))
+    found = list(check_machine(Path(argv[0] if argv else "runs")))
     for finding in found:
-        print(f"{finding.state:5}  {finding.what}")
+        print(f"{finding.state:5}  {finding.text}")
     return int(any(finding.state == "wrong" for finding in found))
 
 

@@ -1,7 +1,7 @@
 """Print what a configuration would start, and where: `python -m arealite.cli.plan SCRIPT.py key=value…`.
 
-Starts nothing and needs no cluster: `cluster.n_nodes` and `cluster.n_gpus_per_node` name the devices. Runs the same checks
-as a launcher's `--dry-run`.
+Starts nothing and needs no cluster: `cluster.n_nodes` and `cluster.n_gpus_per_node` name the devices. Runs the same
+checks as a launcher's `--dry-run`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A readable look at a run, finished or not: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
+"""Summarize a run, finished or not: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
 
-Steps (sampled), where the time went, what became of the episodes, and a few rollouts as text. Reads the run directory only.
+Shows a sample of the steps, the time per phase, the outcome of the episodes, and a few rollouts as text. Only reads the
+run directory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
-    """At most `num_rows` steps, evenly spaced, always with the first and the last."""
+    """Tabulate at most `num_rows` evenly spaced steps, with the first and the last."""
     table = Table(title=f"{len(steps)} steps")
     evaluations = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
     columns = [*COLUMNS, *(Column(key, key) for key in evaluations)]
@@ -60,11 +61,11 @@ def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
 
 
 def time_table(steps: list[dict[str, Any]]) -> Table:
-    """Seconds and share of each phase over the whole run."""
+    """Tabulate seconds and share of each phase over the whole run."""
     total_s = sum(step.get("time/step") or 0.0 for step in steps)
     names = sorted({k for step in steps for k in step if k.startswith("time/")} - {"time/step"})
     seconds = {name: sum(step.get(name) or 0.0 for step in steps) for name in names}
-    table = Table(title=f"where {clock(total_s)} went")
+    table = Table(title=f"time per phase ({clock(total_s)} in all)")
     table.add_column("phase")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
@@ -76,11 +77,11 @@ def time_table(steps: list[dict[str, Any]]) -> Table:
 
 
 def episodes_table(database: sqlite3.Connection) -> Table:
-    """What became of the episodes, from the ledger."""
+    """Tabulate the outcomes of the episodes, from the ledger."""
     table = Table(title="episodes")
-    table.add_column("became")
+    table.add_column("outcome")
     table.add_column("reason")
-    table.add_column("number", justify="right")
+    table.add_column("count", justify="right")
     query = "SELECT state, COALESCE(reason, ''), COUNT(*) FROM episodes GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
     for state, reason, count in database.execute(query):
         table.add_row(state, escape(reason[:_MAX_TEXT]), str(count))
@@ -88,7 +89,7 @@ def episodes_table(database: sqlite3.Connection) -> Table:
 
 
 def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) -> None:
-    """The newest rollouts, one per prompt. Text of a model is printed as it is, never as markup."""
+    """Print the newest rollouts, one per prompt, as plain text: what a model writes is never markup."""
     query = (
         "SELECT source, step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
         "GROUP BY source, episode ORDER BY step DESC, episode DESC LIMIT ?"

@@ -35,6 +35,7 @@ from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.controller_mode import CONTROLLER_ENV
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
+from arealite.utils.process import raise_file_limit
 from arealite.weights.process_group import get_outbox, put_outbox
 
 
@@ -51,6 +52,7 @@ class RankActor:
             stream.flush()
             os.dup2(log, stream.fileno())
         log_to_file()
+        raise_file_limit()
         # A Ray that the driver itself started passes the driver's environment on.
         os.environ.pop(CONTROLLER_ENV, None)
         multiprocessing.spawn.prepare(main)

@@ -1,7 +1,7 @@
 """Reads the part of a script's configuration that launchers need, before any process starts.
 
-`read_launch_config` finds the config class in the script's source and loads it, so that a wrong key, type or combination
-is rejected at once. It imports neither torch nor the script.
+`read_launch_config` finds the config class in the script's source and loads it, so that a wrong key, type or
+combination is rejected at once. It imports neither torch nor the script.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> 
 
 
 def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Placement:
-    """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices (on CPU: slots) of each node."""
+    """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices (or slots) of each node."""
     mode = AllocationMode.from_str(config.allocation_mode)
     num_servers = 0 if config.server_addrs else mode.num_servers
     if num_servers and not config.model_path:
@@ -216,8 +216,8 @@ def _check_spread(
     where = ", ".join(f"{len(devices)} of node {node}" for node, devices in server.places)
     raise ConfigError(
         f"allocation_mode={config.allocation_mode}: embedded server {server.index} would have devices on several nodes "
-        f"({where}), and it cannot span them. Nodes have {len(nodes[0])} devices: give it a tensor size (t) that divides "
-        "that number, or use sglang or vllm."
+        f"({where}), and it cannot span them. Nodes have {len(nodes[0])} devices: give it a tensor size (t) that "
+        "divides that number, or use sglang or vllm."
     )
 
 

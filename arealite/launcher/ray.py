@@ -1,7 +1,7 @@
 """Runs a job on a Ray cluster: `python -m arealite.launcher.ray SCRIPT.py --config FILE.yaml cluster.n_nodes=4 …`.
 
-Reserves the nodes in one placement group (one bundle per machine) and runs `arealite.launcher.node` in an actor on each.
-A lost node that had only servers is replaced while training goes on; a lost trainer node ends the attempt, and
+Reserves the nodes in one placement group (one bundle per machine) and runs `arealite.launcher.node` in an actor on
+each. A lost node that had only servers is replaced while training goes on; a lost trainer node ends the attempt, and
 `recover.retries` starts the next one. Uses the cluster of RAY_ADDRESS or of this machine; if there is none, it starts
 Ray here. `--dry-run` prints what would be started, and needs no cluster.
 """

@@ -155,8 +155,8 @@ def _tolerate_silence(error: SlurmError, job_id: str, since: float | None) -> fl
     with contextlib.suppress(SlurmError):
         _client("scancel", "--full", job_id)
     raise SlurmError(
-        f"the state of Slurm job {job_id} was unknown for {_CONTROLLER_TIMEOUT_S / 60:.0f} minutes, so it was cancelled "
-        f"(if `squeue -j {job_id}` still shows it: `scancel {job_id}`). The last error: {error}"
+        f"the state of Slurm job {job_id} was unknown for {_CONTROLLER_TIMEOUT_S / 60:.0f} minutes, so it was "
+        f"cancelled (if `squeue -j {job_id}` still shows it: `scancel {job_id}`). The last error: {error}"
     ) from error
 
 

@@ -1,8 +1,8 @@
 """Starts, watches and ends the child processes of a launcher.
 
 Every launcher uses one `Supervisor` as a context manager. Leaving the block ends all children with their descendants
-(SIGTERM, grace period, SIGKILL); a watchdog process does the same if the launcher itself is killed. Nothing polls: child
-exits, output and signals all wake one `select`.
+(SIGTERM, grace period, SIGKILL); a watchdog process does the same if the launcher itself is killed. Nothing polls:
+child exits, output and signals all wake one `select`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Interrupted(AReaLiteError):
 class ChildSpec:
     """A process to start.
 
-    `env` is added to the launcher's environment. `echo` copies its output to the console; `terminal` lets it draw there.
-    The log of a process that gets a `secret` is readable only by its owner, and error messages leave the secret out.
+    `env` is added to the launcher's environment. `echo` copies the output to the console; `terminal` lets it draw
+    there. The log of a process that gets a `secret` is readable only by its owner, and error messages omit it.
     """
 
     name: str

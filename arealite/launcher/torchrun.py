@@ -1,10 +1,10 @@
 """Runs a job with torchrun: `python -m arealite.launcher.torchrun SCRIPT.py --config FILE.yaml key=value… [--dry-run]`.
 
-Like the local launcher, but torchrun owns the trainer ranks: if one dies, torchrun restarts all of them inside the running
-job (up to `recover.retries` times, from the recover checkpoint) while the servers stay up. On several machines, run the
-same command on each; they meet through the shared run directory and are numbered in the order of their arrival. With
-`cluster.min_nodes`, any machine but the first may join or leave at any time: the ranks then restart from the recover
-checkpoint, as many as there are.
+Like the local launcher, but torchrun owns the trainer ranks: if one dies, torchrun restarts all of them inside the
+running job (up to `recover.retries` times, from the recover checkpoint) while the servers stay up. On several
+machines, run the same command on each; they meet through the shared run directory and are numbered in the order of
+their arrival. With `cluster.min_nodes`, any machine but the first may join or leave at any time: the ranks then restart
+from the recover checkpoint, as many as there are.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _check_elastic(job: Job) -> None:
     leaving = [s.index for s in placement.servers if any(node >= min_nodes for node, _ in s.places)]
     if leaving or not placement.ranks_on(0):
         raise ConfigError(
-            f"cluster.min_nodes={min_nodes}, but servers {leaving} would be on machines that may leave, or the first has "
-            "no rank: lower the generating side of allocation_mode, or raise cluster.min_nodes"
+            f"cluster.min_nodes={min_nodes}, but servers {leaving} would be on machines that may leave, or the first "
+            "has no rank: lower the generating side of allocation_mode, or raise cluster.min_nodes"
         )
 
 

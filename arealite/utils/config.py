@@ -1,8 +1,8 @@
-"""Loading a configuration: `--config file.yaml` (repeatable), then `key=value` overrides, into a plain dataclass.
+"""Loads a configuration into a dataclass: `--config file.yaml` (repeatable), then `key=value` overrides.
 
-Scripts call `load_config(argv, GRPOConfig)`; launchers read the same arguments loosely with `load_plain`. Whatever is wrong is
-one ConfigError before anything starts: an unknown key (with the nearest valid one), a value of the wrong type, a missing
-value, an impossible combination (`config.check()`). `run_main` turns such errors into one message and exit code 2.
+Scripts call `load_config(argv, GRPOConfig)`; launchers read the same arguments without a schema with `load_plain`. An
+unknown key (reported with the nearest valid one), a value of the wrong type, a missing value and an impossible
+combination (`config.check()`) raise `ConfigError` before anything starts. `run_main` prints such errors as one message.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.process import raise_file_limit
 
 T = TypeVar("T")
-# Set by a launcher that wants a script's configuration checked before anything is started: the script writes its
-# resolved configuration there and ends.
+# Path, set by a launcher: `load_config` writes the resolved configuration there and ends the process.
 CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
-# Set by a launcher: the log of this process.
+# Path of this process's log, set by a launcher.
 LOG_FILE_ENV = "AREALITE_LOG_FILE"
+# Exit code for an error that would come again; launchers do not restart after it.
 REFUSED = 2
-_LASTING = (ConfigError, DatasetError, CheckpointError)
+_PERMANENT = (ConfigError, DatasetError, CheckpointError)
 USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
 
 
 def load_config(argv: list[str], cls: type[T]) -> T:
-    """The configuration that the arguments describe, checked. `--help` prints the tree of `cls` and exits."""
+    """Load and check the configuration that the arguments describe. `--help` prints the keys of `cls` and exits."""
     if "--help" in argv or "-h" in argv:
-        _print_to_reader(help_text(cls))
+        _print_to_pipe(help_text(cls))
         raise SystemExit(0)
     node = OmegaConf.structured(cls)
     for source, values in _sources(argv, cls):
@@ -61,25 +61,27 @@ def load_config(argv: list[str], cls: type[T]) -> T:
 
 
 def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
-    """The same arguments merged without a schema, for who only needs a few common keys; those of `cls` that are text stay as written."""
+    """Merge the same arguments without a schema. Values of keys that are text in `cls` stay as written."""
     node = OmegaConf.create({})
     for source, values in _sources(argv, cls):
         try:
             node = OmegaConf.merge(node, values)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{source} does not fit what came before it: {error}") from error
+            raise ConfigError(f"{source} contradicts an earlier value: {error}") from error
     assert isinstance(node, DictConfig)
     return node
 
 
 def to_yaml(config: Any) -> str:
-    """A configuration as YAML that `--config` reads back."""
+    """Return a configuration as YAML that `--config` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
-    """Run a command line: errors meant for people are printed without a traceback and exit with 2 if the same command would fail
-    again (launchers do not start it again), else with 1; Ctrl+C with 130.
+    """Run the `main` of a command and exit with its code; print known errors without a traceback.
+
+    Exits with 2 after an error that would come again (launchers then do not restart), with 1 after others, and with 130
+    after Ctrl+C. Raises the limit on open files.
     """
     log_to_file()
     raise_file_limit()
@@ -87,14 +89,15 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(REFUSED if isinstance(error, _LASTING) else 1) from None
+        raise SystemExit(REFUSED if isinstance(error, _PERMANENT) else 1) from None
     except RuntimeError as error:
         if GROUP_TIMED_OUT not in str(error):
             raise
-        logging.getLogger("arealite").info("another rank did not come", exc_info=True)
+        logging.getLogger("arealite").info("a collective timed out", exc_info=True)
         print(
-            f"error: rank {os.environ.get('RANK', '0')} waited for another rank until the deadline (collective_timeout_s of the trained "
-            f"model): {error}\n  Likely cause: that rank hangs or is very slow; its log ends where it is",
+            f"error: rank {os.environ.get('RANK', '0')} waited for another rank until the deadline "
+            f"(collective_timeout_s of the trained model): {error}\n"
+            "  Likely cause: that rank hangs or is very slow; the end of its log shows where",
             file=sys.stderr,
         )
         raise SystemExit(1) from None
@@ -105,11 +108,12 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
 
 
 def log_to_file() -> None:
-    """In a process that a launcher started: what is logged goes to its log file, the console is for the table and the last error."""
+    """Send log records to the log file that a launcher has set; the console shows the table and the last error only."""
     path = os.environ.get(LOG_FILE_ENV)
     if path is not None:
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.raiseExceptions = False  # a full disk costs lines of the log, and no traceback for each
+        # A full disk must not print a traceback for each record.
+        logging.raiseExceptions = False
         logging.basicConfig(filename=path, level=logging.WARNING, format=form)
         logging.getLogger("arealite").setLevel(logging.INFO)
 
@@ -118,7 +122,7 @@ def log_to_file() -> None:
 
 
 def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:
-    """(where it is from, nested values): all files in order first, then all overrides."""
+    """Yield (name of the source, nested values): all files in order, then all overrides."""
     files, overrides = [], []
     arguments = iter(argv)
     for argument in arguments:
@@ -134,20 +138,20 @@ def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfi
         else:
             raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
     for path in files:
-        yield path, _at_home(_read_file(path, cls))
+        yield path, _expand_home(_read_file(path, cls))
     for override in overrides:
         try:
-            yield f"override {override!r}", _at_home(_read_override(override, cls))
+            yield f"override {override!r}", _expand_home(_read_override(override, cls))
         except (OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"cannot read the override {override!r}: {error}") from error
 
 
-def _at_home(values: DictConfig) -> DictConfig:
-    """`~/…` in any value means the home folder: a shell expands it only at the start of a word, not in `key=~/…`."""
+def _expand_home(values: DictConfig) -> DictConfig:
+    """Expand `~/` at the start of values. A shell does so only at the start of a word, not in `key=~/…`."""
     for key in list(values):
         node = values._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            _at_home(node)
+            _expand_home(node)
         elif isinstance(node._value(), str) and node._value().startswith("~/"):
             values[key] = os.path.expanduser(node._value())
     return values
@@ -158,7 +162,7 @@ def _read_override(override: str, kind: Any) -> DictConfig:
     for name in key.split("."):
         section = _dataclass_of(kind)
         kind = typing.get_type_hints(section).get(name) if section else None
-    # For a field of text what was typed is the text, unless it is null or in quotes: `#1`, `a: b` and nothing at all are not YAML here.
+    # Text fields take the value as typed, unless it is null or quoted: `#1`, `a: b` and an empty value are no YAML.
     null = ("~", "null") if kind is str else ("", "~", "null")
     typed = _without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
     values = OmegaConf.create({})
@@ -174,7 +178,7 @@ def _read_file(path: str, cls: type | None) -> DictConfig:
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict | None):
-        raise ConfigError(f"{path} must hold `key: value` pairs at the top, not a {type(values).__name__}")  # fmt: skip
+        raise ConfigError(f"{path} must hold `key: value` pairs at its top level, not a {type(values).__name__}")
     return OmegaConf.create(values or {})
 
 
@@ -188,7 +192,7 @@ def _read_yaml(text: str, kind: Any) -> Any:
 
 
 def _keep_text(node: yaml.Node, kind: Any) -> None:
-    """What stands where the schema has text is text, however it looks: a trial 1.10 is not 1.1, one named `on` not True."""
+    """Keep values of text fields as written: a trial named 1.10 is not 1.1, one named `on` is not True."""
     kind = _without_null(kind)
     if kind is str and node.tag in (_TAG + "int", _TAG + "float", _TAG + "bool"):
         node.tag = _TAG + "str"
@@ -202,20 +206,24 @@ def _keep_text(node: yaml.Node, kind: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose numbers are those one means: `24:00:00` is not 86400, `007` not 7, a date is text, and 1e-5 is a float. A key given twice is an error."""
+    """YAML without surprising conversions: `24:00:00`, `007` and dates stay text, and 1e-5 is a float.
+
+    A repeated key is an error.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
         for i, key in enumerate(keys):
             if isinstance(key, str) and key != "<<" and key in keys[:i]:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key} is there twice", node.start_mark)  # fmt: skip
+                raise yaml.MarkedYAMLError(None, None, f"the key {key} appears twice", node.start_mark)
         return node
 
 
 _NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
-    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
 }
 _TAG = "tag:yaml.org,2002:"
 _Loader.yaml_implicit_resolvers = {
@@ -230,7 +238,7 @@ for _kind, _form in _NUMBERS.items():
 
 
 def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") -> None:
-    """Raise for the first key that the dataclass does not have; free-form dicts are not looked into."""
+    """Raise for the first key that the dataclass does not have. Free-form dicts may have any keys."""
     kinds = typing.get_type_hints(cls)
     for key in map(str, values):
         path = f"{prefix}{key}"
@@ -248,7 +256,7 @@ def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") ->
 def _nearest(key: str, cls: type, prefix: str) -> str:
     siblings = [field.name for field in dataclasses.fields(cls)]
     near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
-    # A key written one level too high: look for its name further down.
+    # The key may have been written one level too high: search for its name in nested sections.
     near = near or [p for p, *_ in _leaves(cls, prefix) if p.rsplit(".", 1)[-1] == key][:3]
     return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
@@ -273,7 +281,7 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
     if missing:
         helps = {path: text for path, _, _, text in _leaves(cls, "")}
         lines = "".join(f"\n  {key}=…   {helps.get(key, '')}" for key in missing)
-        raise ConfigError(f"these values are missing; set them in a file or as key=value:{lines}")
+        raise ConfigError(f"values are missing; set them in a file or as key=value:{lines}")
     assert isinstance(config, cls)
     return config
 
@@ -282,7 +290,7 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
 
 
 def help_text(cls: type) -> str:
-    """The whole tree as plain text, in the order of declaration: key, type, default, line of help."""
+    """Return all keys as plain text, in the order of declaration: key, type, default, help."""
     rows = [(path, f"{kind} = {default}", text) for path, kind, default, text in _leaves(cls, "")]
     width = max(len(path) for path, *_ in rows)
     middle = max(len(kind) for _, kind, _ in rows)
@@ -291,16 +299,17 @@ def help_text(cls: type) -> str:
     return "\n".join(lines)
 
 
-def _print_to_reader(text: str) -> None:
-    """A reader that has seen enough (`--help | head`) is no error."""
+def _print_to_pipe(text: str) -> None:
+    """Print a text. A reader that closes the pipe early (`--help | head`) is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere
+        # Discard what is still buffered.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """(path, type, default, help) of every value in the tree; an optional part also has a row of its own."""
+    """Yield (path, type, default, help) of every value; an optional section also has a row of its own."""
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind, path = kinds[field.name], f"{prefix}{field.name}"
@@ -327,13 +336,13 @@ def _default_text(field: dataclasses.Field) -> str:
 
 
 def _dataclass_of(kind: Any) -> type | None:
-    """The dataclass in `X` or `X | None`, if there is one."""
+    """Return the dataclass of `X` or `X | None`; None if there is none."""
     kind = _without_null(kind)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
 def _without_null(kind: Any) -> Any:
-    """`X` of `X` or `X | None`."""
+    """Return `X` for `X` and `X | None`."""
     options = [o for o in typing.get_args(kind) if o is not type(None)] if _is_union(kind) else []
     return options[0] if len(options) == 1 else kind
 

@@ -1,7 +1,7 @@
-"""The name service: who is where, for processes on any number of machines. Entries are leases: what is not renewed expires.
+"""The name service: addresses of processes on any number of machines. Entries are leases and expire if not renewed.
 
-`FileNames` keeps one small file per name on a folder that all machines share (the run directory). Ages are taken from the file server's
-clock, so the machines' own clocks need not agree. Anything else with these methods (etcd, Redis, Ray) can take its place.
+`FileNames` keeps one small file per name in a folder that all machines share (the run directory). Ages come from the
+file server's clock, so the clocks of the machines need not agree.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from arealite.utils.rundir import RunDir
 
 DEFAULT_TTL_S = 30.0
 ELASTIC_PREFIX, _ELASTIC_TTL_S = "server/", 6.0
-# A shared folder cannot call back: this is how long news may take to be noticed.
-_LOOK_INTERVAL_S = 0.2
+# A shared folder cannot notify: it is polled.
+_POLL_INTERVAL_S = 0.2
 
 
 class NamesError(AReaLiteError, OSError):
-    """The folder of a name service is gone, full or not ours."""
+    """The folder of the name service is gone, full or not accessible."""
 
 
 class FileNames:
-    """Names like `servers/3` with short values such as an address, as files. Published ones live until withdrawn, or `ttl_s` after their owner last called `renew`."""
+    """Names like `servers/3` with short values such as an address, stored as files.
+
+    A published name lives until it is withdrawn, or until `ttl_s` after its owner last called `renew`.
+    """
 
     def __init__(self, folder: str | Path, ttl_s: float = DEFAULT_TTL_S):
         self.folder = Path(folder)
@@ -36,22 +39,22 @@ class FileNames:
         self._own: set[str] = set()
         self._renewed = 0.0
         self._probe = f".now-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        with self._using_the_folder():
+        with self._folder_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def publish(self, name: str, value: str) -> None:
-        """Set or replace a name; seen whole or not at all."""
+        """Set or replace a name. Readers see the whole value or the old one."""
         self._write(self._path(name), value)
         self._own.add(name)
 
     def claim(self, name: str, value: str) -> bool:
-        """Set a name if nobody holds it; False if somebody does. At most one of many callers gets True."""
+        """Set a name unless it is held; False if it is. At most one of several callers gets True."""
         path = self._path(name)
-        if not self._bury(path):
+        if not self._remove_expired(path):
             return False
         aside = self._write(path.with_name(f".{path.name}.{uuid.uuid4().hex}"), value)
         try:
-            # fails if it exists: the one atomic test-and-set of a shared folder
+            # Fails if the name exists: the only atomic test-and-set on a shared folder.
             os.link(aside, path)
         except FileExistsError:
             return False
@@ -61,11 +64,12 @@ class FileNames:
         return True
 
     def withdraw(self, name: str) -> None:
+        """Remove a name."""
         self._own.discard(name)
         self._path(name).unlink(missing_ok=True)
 
     def renew(self) -> None:
-        """Keep what this process published; cheap, to be called often."""
+        """Renew the leases of this process. Cheap, to be called often."""
         if time.monotonic() - self._renewed < self.ttl_s / 4:
             return
         self._renewed = time.monotonic()
@@ -73,26 +77,27 @@ class FileNames:
             try:
                 os.utime(self._path(name))
             except FileNotFoundError:
-                continue  # withdrawn by somebody else, such as a launcher cleaning up
+                # Withdrawn by another process, such as a launcher that cleans up.
+                continue
 
     def get(self, name: str) -> str | None:
-        """The value, or None if it was never published, withdrawn, or has expired."""
+        """Return the value; None if the name was never published, withdrawn, or has expired."""
         return self._read(self._path(name), self._now())
 
     def list(self, prefix: str) -> dict[str, str]:
-        """All living names that start with `prefix`, sorted."""
+        """Return all living names that start with `prefix`, sorted."""
         now, paths = self._now(), sorted(self.folder.glob(f"{_encode(prefix)}*"))
         found = {p: self._read(p, now) for p in paths if not p.name.startswith(".")}
         return {p.name.replace("@", "/"): v for p, v in found.items() if v is not None}
 
     def close(self) -> None:
-        """Withdraw everything this process published."""
+        """Withdraw all names of this process."""
         for name in list(self._own):
             self.withdraw(name)
         (self.folder / self._probe).unlink(missing_ok=True)
 
-    def _bury(self, path: Path) -> bool:
-        """Remove an entry that has expired. False if it lives, or if somebody else removes it: what stands there after that is theirs."""
+    def _remove_expired(self, path: Path) -> bool:
+        """Remove an expired entry. False if it lives, or if another process removes it and so may claim the name."""
         try:
             state = path.stat()
         except FileNotFoundError:
@@ -108,7 +113,7 @@ class FileNames:
 
     def _now(self) -> float:
         probe = self.folder / self._probe
-        with self._using_the_folder():
+        with self._folder_errors():
             probe.touch()
             return probe.stat().st_mtime
 
@@ -117,22 +122,24 @@ class FileNames:
             age_s = now - path.stat().st_mtime
             entry = json.loads(path.read_text())
         except (FileNotFoundError, ValueError):
-            return None  # withdrawn, or left empty by a machine that crashed
+            # Withdrawn, or left empty by a machine that crashed.
+            return None
         return entry["value"] if age_s <= entry["ttl_s"] else None
 
     def _write(self, path: Path, value: str) -> Path:
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        with self._using_the_folder():
+        with self._folder_errors():
             aside.write_text(json.dumps({"value": value, "ttl_s": self.ttl_s}))
             return aside.replace(path)
 
     @contextmanager
-    def _using_the_folder(self) -> Iterator[None]:
+    def _folder_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise NamesError(
-                f"the folder {self.folder}, by which processes of this run find each other, cannot be used: {error.strerror}"
+                f"the folder {self.folder}, through which processes of this run find each other, cannot be used: "
+                f"{error.strerror}"
             ) from error
 
     def _path(self, name: str) -> Path:
@@ -144,16 +151,16 @@ def _encode(name: str) -> str:
 
 
 def elastic_names(run_dir: RunDir) -> FileNames:
-    """Who joined a running job (a server that was started again, one of a pool, one by hand), under ELASTIC_PREFIX."""
+    """Return the names of servers that joined a running job (restarted, pooled or by hand), under ELASTIC_PREFIX."""
     return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
 
 
 def wait_for_names(
-    names: FileNames, wanted: list[str], timeout_s: float, who: str, pause: Callable[[float], object] = time.sleep
+    names: FileNames, wanted: list[str], timeout_s: float, waiter: str, pause: Callable[[float], object] = time.sleep
 ) -> dict[str, str]:
-    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` that says which are missing.
+    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` with the missing ones.
 
-    `pause` is called between two looks: whoever has other duties sees to them there.
+    `waiter` names the caller in the error. `pause` is called between two polls; a caller with other work does it there.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -163,7 +170,7 @@ def wait_for_names(
             return {name: living[name] for name in wanted}
         if time.monotonic() > deadline:
             raise WaitTimeout(
-                f"{who} waited {timeout_s:.0f} s for {len(wanted)} names; not there: {', '.join(missing)}"
+                f"{waiter} waited {timeout_s:.0f} s for {len(wanted)} names; missing: {', '.join(missing)}"
             )
         names.renew()
-        pause(_LOOK_INTERVAL_S)
+        pause(_POLL_INTERVAL_S)

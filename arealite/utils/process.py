@@ -57,13 +57,13 @@ class ProcessInfo:
 
 
 def process_table() -> dict[int, ProcessInfo]:
-    """Read all visible processes from /proc. psutil takes five times as long, and every end of a child needs a table."""
+    """Read all visible processes from /proc. psutil takes five times as long, and each child's end needs a table."""
     infos = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {info.pid: info for info in infos if info is not None}
 
 
 def find_family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessInfo]:
-    """Find living processes that belong to `pids`: themselves, their sessions and descendants, and carriers of a mark."""
+    """Find living processes of `pids`: themselves, their sessions and descendants, and carriers of a mark."""
     table = process_table()
     members = {p for p, info in table.items() if p in pids or info.session in pids}
     members |= {p for p in table if marks and _has_mark(p, marks)}

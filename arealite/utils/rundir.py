@@ -67,8 +67,8 @@ class RunDir:
 
     def unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"cannot write to the run directory {self.path}: {error.strerror}; free space there, or set cluster.fileroot "
-            "to a folder you can write"
+            f"cannot write to the run directory {self.path}: {error.strerror}; free space there, or set "
+            "cluster.fileroot to a folder you can write"
         )
 
     @contextmanager
@@ -90,7 +90,7 @@ class RunDir:
             os.close(descriptor)
 
     def _acquire(self, descriptor: int, deadline: float) -> None:
-        """Take the lock. Waits until the deadline if its owner is gone: processes of a killed run may still be ending."""
+        """Take the lock. Waits until the deadline if its owner is gone: its processes may still be ending."""
         pause = threading.Event()
         while True:
             try:

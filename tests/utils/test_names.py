@@ -65,7 +65,7 @@ def test_a_wait_that_is_over_says_what_is_missing(tmp_path):
     names.publish("servers/0", "y:1")
     names.publish("servers/10", "x:1")  # begins like the one that is waited for
     for wanted in (["servers/0", "servers/1"], ["servers/1"]):
-        with pytest.raises(WaitTimeout, match=rf"node 1 waited 0 s for {len(wanted)} names; not there: servers/1$"):  # fmt: skip
+        with pytest.raises(WaitTimeout, match=rf"node 1 waited 0 s for {len(wanted)} names; missing: servers/1$"):  # fmt: skip
             wait_for_names(names, wanted, 0, "node 1")
 
 
