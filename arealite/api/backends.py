@@ -166,11 +166,12 @@ class SGLang(Backend):
         if not config.server.api_key:
             return None
         given = config.sglang.get("config")
+        flags: dict[str, Any] = {}
         try:
-            flags = yaml.safe_load(Path(given).read_text()) if given else {}
+            flags = yaml.safe_load(Path(given).read_text()) or {} if given else {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read sglang.config={given}: {error}") from error
-        return {**(flags or {}), "api-key": config.server.api_key}
+        return flags | {"api-key": config.server.api_key}
 
 
 class VLLM(Backend):

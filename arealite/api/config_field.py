@@ -9,7 +9,7 @@ import re
 import unicodedata
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING
 
@@ -99,9 +99,9 @@ def check_text(name: str, value: Any) -> None:
         found = next((c for c in value if unicodedata.category(c) in ("Cc", "Zl", "Zp")), None)
         require(found is None, f"{name} must not contain the control character {found!r}, got {value!r}")
     elif isinstance(value, dict):
-        for key, inner in value.items():
+        for key, inner in cast(dict[Any, Any], value).items():
             check_text(name, str(key))
             check_text(f"{name}.{key}", inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    elif isinstance(value, list):
+        for inner in cast(list[Any], value):
             check_text(name, inner)

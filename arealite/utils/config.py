@@ -52,8 +52,9 @@ def load_config(argv: list[str], cls: type[T]) -> T:
         except OmegaConfBaseException as error:
             raise _bad_value(error, source, cls) from error
     config = _to_dataclass(node, cls)
-    if hasattr(config, "check"):
-        config.check()
+    check = getattr(config, "check", None)
+    if check is not None:
+        check()
     if CHECK_ONLY_ENV in os.environ:
         Path(os.environ[CHECK_ONLY_ENV]).write_text(to_yaml(config))
         raise SystemExit(0)
@@ -149,7 +150,7 @@ def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfi
 def _expand_home(values: DictConfig) -> DictConfig:
     """Expand `~/` at the start of values. A shell does so only at the start of a word, not in `key=~/…`."""
     for key in list(values):
-        node = values._get_node(key)
+        node: Any = values._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
             _expand_home(node)
         elif isinstance(node._value(), str) and node._value().startswith("~/"):
