@@ -130,6 +130,9 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     common["trial_name"] = config.trial_name or config.trainer.type or "eval"
     default = "embedded.d1p1t1+d1p1t1" if issubclass(script_config, GRPOConfig) else "d1"
     common["allocation_mode"] = config.allocation_mode or default
+    if config.trainer.type is None:
+        # An evaluation reads no training data: the launcher must not look for the default one.
+        common["train_dataset"] = config.valid_dataset
     flat = script_config(**common, **vars(tree))
     flat.check()
     return flat
