@@ -125,7 +125,7 @@ def test_gae_over_trained_tokens_only(gamma, lam):
     assert torch.equal(values, before)
 
 
-def test_gae_of_truncated_rows_goes_on_from_the_value_of_where_they_stopped():
+def test_gae_bootstraps_truncated_rows_from_their_final_value():
     torch.manual_seed(4)
     mask = torch.rand(5, 12) < 0.6
     rewards, values, final = torch.randn(5, 12), torch.randn(5, 12), torch.randn(5)
@@ -143,7 +143,7 @@ def test_rewards_to_go_is_gae_without_critic():
     torch.testing.assert_close(rewards_to_go(rewards, mask), plain)
 
 
-def test_reward_sits_on_the_last_trained_token_and_kl_on_all():
+def test_reward_is_on_the_last_trained_token_and_kl_on_all():
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
     placed = token_rewards(torch.tensor([1.0, 2.0, 3.0]), mask, torch.ones(3, 4), kl_ctl=0.5)
     assert placed.tolist() == [[0, -0.5, 0.5, 0], [0, -0.5, 0, 1.5], [0, 0, 0, 0]]

@@ -10,7 +10,7 @@ CU = torch.tensor([0, 4, 4, 5, 11], dtype=torch.int32)
 
 
 def naive(hidden, weight, ids, positions, bias, temperature, softcap):
-    """Whole logits and autograd, one token at a time."""
+    """Full logits and autograd, one token at a time."""
     logp, entropy = [], []
     logits = hidden @ weight.T + (0 if bias is None else bias)
     if softcap:
@@ -25,7 +25,7 @@ def naive(hidden, weight, ids, positions, bias, temperature, softcap):
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("temperature,softcap,with_bias", [(1.0, None, False), (0.7, 5.0, True)])
-def test_values_and_gradients_equal_whole_logits(monkeypatch, chunk, keep, temperature, softcap, with_bias):
+def test_values_and_gradients_equal_full_logits(monkeypatch, chunk, keep, temperature, softcap, with_bias):
     monkeypatch.setattr(logprobs, "_KEEP_LOGITS", 1 << 30 if keep else 0)
     torch.manual_seed(0)
     ids = torch.randint(0, 13, (11,))
@@ -91,7 +91,7 @@ def test_entropy_of_large_logits_does_not_cancel(monkeypatch, keep):
         torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-5)
 
 
-def test_entropy_of_a_certain_prediction_is_zero_and_never_negative():
+def test_entropy_of_a_certain_prediction_is_zero():
     logits = torch.full((3, 50), -300.0)
     logits[:, 4] = 300.0
     _, entropy = token_logprobs(torch.eye(3), logits.T, torch.tensor([4, 4, 4]), with_entropy=True)

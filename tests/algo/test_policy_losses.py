@@ -140,7 +140,7 @@ def test_gspo_has_one_ratio_per_sequence():
 
 
 def test_gspo_averages_before_it_bounds_the_ratio():
-    """Two tokens of log-ratio ±50 have a mean of −0.05: clamped to ±20 first, it would be another."""
+    """Log-ratios of 50 and −50.1 have mean −0.05; clamping them to ±20 first would give 0."""
     logp = torch.tensor([50.0, -50.1], requires_grad=True)
     tokens = Tokens(logp, torch.zeros(2), torch.ones(2), torch.ones(2), torch.tensor([0, 0]))
     loss, _ = gspo_loss(tokens, CLIP)

@@ -45,7 +45,7 @@ def test_kto_equals_its_formula():
     assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_orpo_is_finite_where_the_policy_is_certain():
+def test_orpo_is_finite_for_a_certain_policy():
     chosen = torch.zeros(2, requires_grad=True)
     loss = orpo_loss(chosen, torch.tensor([-1e-9, -20.0]), -chosen, 0.1)
     loss.backward()

@@ -37,7 +37,7 @@ def test_every_loss_has_a_function():
     assert {loss for algorithm in ALGORITHMS.values() for loss in algorithm.loss} == set(LOSSES)
 
 
-def test_some_definitions():
+def test_definitions_of_some_algorithms():
     assert resolve_objective(actor("rloo")).norm.leave_one_out
     assert resolve_objective(actor("rloo")).loss_mean == "sequence_sum"
     assert resolve_objective(actor("dr_grpo")).norm.std_level == "none"
@@ -72,7 +72,7 @@ def test_some_definitions():
         (actor("m2po", prox_logp="first_pass"), "prox_logp=recompute"),
     ],
 )
-def test_contradictions_are_refused(config, message):
+def test_contradictions_are_rejected(config, message):
     with pytest.raises(ConfigError, match=message):
         resolve_objective(config)
 
@@ -84,7 +84,7 @@ def grpo(config, **kwargs):
     )  # fmt: skip
 
 
-def test_parts_must_be_there_exactly_when_needed():
+def test_models_are_required_or_rejected_by_the_algorithm():
     model = FrozenEngineConfig(path="m")
     critic = PPOCriticConfig(path="m")
     grpo(actor("ppo"), critic=critic).check()

@@ -1,4 +1,4 @@
-"""Checkpoints: readable by others, exact to resume from, and safe when the disk or the file is bad."""
+"""Checkpoints: loadable elsewhere, exact to resume from, safe on a full disk."""
 
 import resource
 from pathlib import Path
@@ -34,11 +34,12 @@ def trained_engine(path, steps=2):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
-def test_hf_export_is_read_by_transformers_and_back(model_dirs, tmp_path, kind):
+def test_hf_export_loads_in_transformers_and_engine(model_dirs, tmp_path, kind):
     engine = trained_engine(model_dirs[kind])
     path = str(tmp_path / "export")
     engine.save(SaveLoadMeta(path, "hf"))
-    engine.save(SaveLoadMeta(path, "hf"))  # over an existing one
+    # Over an existing folder.
+    engine.save(SaveLoadMeta(path, "hf"))
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for (name, ours), theirs in zip(engine.model.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -52,7 +53,8 @@ def test_dcp_resume_is_exact(model_dirs, tmp_path):
     engine = trained_engine(model_dirs["qwen2"])
     engine.set_version(7)
     meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
-    numpy.random.standard_normal(5)  # in the middle of a block, and of a pair
+    # An odd number: numpy then holds the second of a pair of normal numbers.
+    numpy.random.standard_normal(5)
     engine.save(meta)
     noise, drawn = torch.rand(3), numpy.random.standard_normal(3).tolist()
     expected = [engine.train_lm(BATCH) for _ in range(3)]
@@ -67,7 +69,7 @@ def test_dcp_resume_is_exact(model_dirs, tmp_path):
 
 
 def test_a_forward_pass_before_saving_or_loading_changes_nothing(model_dirs, tmp_path):
-    """It leaves weights gathered where they are sharded: by two types, also on one rank."""
+    """A forward pass leaves sharded weights gathered. Two dtypes shard them even on one rank."""
 
     def make(steps):
         config = engine_config(model_dirs["qwen2"])
@@ -90,7 +92,7 @@ def test_a_forward_pass_before_saving_or_loading_changes_nothing(model_dirs, tmp
 
 
 def test_a_checkpoint_before_the_first_step_resumes(model_dirs, tmp_path):
-    """As when all rewards were equal so far; an optimizer with a history forgets it."""
+    """The optimizer has no state yet if all rewards were equal; loading drops existing state."""
     engine = trained_engine(model_dirs["qwen2"], steps=0)
     meta = SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True)
     engine.save(meta)
@@ -136,7 +138,7 @@ def _save_with_little_room(model_path, folder):
         engine.save(SaveLoadMeta(f"{folder}/{form}", form, with_optim=True))
     good = {form: _content(f"{folder}/{form}") for form in ("hf", "dcp")}
     engine.train_lm(BATCH)
-    # a file may not grow beyond 20 kB: what a full disk does to a write, without filling one
+    # Limit files to 20 kB, which fails a write like a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     messages = []
     for form in ("hf", "dcp"):
@@ -154,7 +156,7 @@ def _content(folder):
     return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
 
 
-def test_full_disk_leaves_the_last_checkpoint_and_training_goes_on(model_dirs, tmp_path):
+def test_full_disk_keeps_the_last_checkpoint_and_training_continues(model_dirs, tmp_path):
     messages, unchanged, loss = _save_with_little_room(model_dirs["qwen2"], str(tmp_path))
     for form, message in zip(("hf", "dcp"), messages, strict=True):
         assert str(tmp_path / form) in message and "GB are free" in message
@@ -162,7 +164,7 @@ def test_full_disk_leaves_the_last_checkpoint_and_training_goes_on(model_dirs, t
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "hf"]
 
 
-def test_torn_foreign_and_missing_checkpoints_are_refused(model_dirs, tmp_path):
+def test_incomplete_foreign_and_missing_checkpoints_are_rejected(model_dirs, tmp_path):
     engine = trained_engine(model_dirs["qwen2"])
     before = [p.detach().clone() for p in engine.model.parameters()]
     other = trained_engine(model_dirs["llama"], steps=1)
@@ -193,14 +195,15 @@ def test_weights_through_shared_memory(model_dirs, tmp_path):
 
 
 def _save_where_rank_1_cannot_write(rank, folder):
-    """Rank 1 finds a folder where its list of checksums should be."""
+    """Rank 1 cannot write its checksums: there is a folder of that name."""
     taken = Path(folder) / "recover/writing/sums-1.json"
     engine = SimpleNamespace(save=lambda meta: taken.mkdir(exist_ok=True))
     distributed.init_process_group("cpu")
     recover = Recover(RecoverConfig(mode="auto"), RunDir(folder), {"actor": engine})
     with pytest.raises(CheckpointError) as caught:
         recover.save(StepInfo(0, 0, 0, 1))
-    distributed.barrier()  # nobody is left behind in another collective
+    # All ranks are still in step.
+    distributed.barrier()
     return str(caught.value)
 
 

@@ -29,7 +29,7 @@ def reference_logp(path, batch):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "llama"])
-def test_packed_logprobs_equal_padded_ones(tmp_path, kind):
+def test_packed_logprobs_equal_padded_logprobs(tmp_path, kind):
     path, batch = make_model(tmp_path, kind), random_batch(LENGTHS)
     mask = batch["loss_mask"].bool()
     found = cuda_engine(path).forward(batch)["logp"]
@@ -44,7 +44,7 @@ def test_packed_logprobs_equal_padded_ones(tmp_path, kind):
     ],
     ids=["bf16", "compile", "mixed", "offload", "checkpointing"],
 )  # fmt: skip
-def test_training_lowers_the_loss_alike(tmp_path, settings):
+def test_training_lowers_the_loss_in_every_mode(tmp_path, settings):
     engine = cuda_engine(make_model(tmp_path, "qwen2"), **settings)
     batch = random_batch(LENGTHS)
     losses = [engine.train_lm(batch)["loss"] for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Collectives on real ranks: what rank 0 gives is what each rank gets, bit for bit."""
+"""Collectives on real ranks deliver the same bits."""
 
 import time
 from datetime import timedelta
@@ -50,7 +50,7 @@ def test_collectives_between_two_ranks(two_ranks):
 
 
 def _same_data(rank):
-    """Two ranks that hold one replica together."""
+    """Two ranks hold one replica."""
     distributed.init_process_group("cpu")
     distributed.set_replica_size(2)
     batch = random_batch([4, 9, 3])
@@ -74,17 +74,17 @@ def _first_is_late(rank):
     distributed.init_process_group("cpu")
     impatient = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
-        time.sleep(2.0)  # collects a batch
+        time.sleep(2.0)
     distributed.wait_for_first(60.0, impatient)
     return distributed.broadcast_json(rank, group=impatient)
 
 
-def test_a_batch_may_take_longer_than_other_exchanges(two_ranks):
+def test_waiting_for_a_batch_may_take_longer_than_other_collectives(two_ranks):
     assert two_ranks.run(_first_is_late) == [0, 0]
 
 
 def _first_hangs(rank):
-    """What rank 1 gets from waiting for a batch, and from any other exchange."""
+    """Return the errors of rank 1: of waiting for a batch, and of another collective."""
     distributed.init_process_group("cpu")
     groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
     waiting = partial(distributed.wait_for_first, group=groups[0])
@@ -94,18 +94,18 @@ def _first_hangs(rank):
             mock.patch.object(CollectingEngine, "__abstractmethods__", frozenset()),
             mock.patch.object(collecting, "_GRACE_S", 0.5),
             mock.patch.object(distributed, "wait_for_first", waiting),
-            pytest.raises(WaitTimeout) as told,
+            pytest.raises(WaitTimeout) as timeout,
         ):
             CollectingEngine(InferenceEngineConfig(batch_timeout_s=0.5))._share(None)
-        errors.append(str(told.value))
+        errors.append(str(timeout.value))
         with pytest.raises(RuntimeError) as raised:
             dist.all_reduce(torch.zeros(1), group=groups[1])
         errors.append(str(raised.value))
-    distributed.barrier()  # of the default group, which is whole
+    distributed.barrier()
     return errors
 
 
-def test_a_rank_that_hangs_is_told(two_ranks, capsys):
+def test_a_hanging_rank_is_reported(two_ranks, capsys):
     none, (of_batch, of_exchange) = two_ranks.run(_first_hangs)
     assert none == [] and "rank 0 hangs" in of_batch
     assert "rank 1 has waited 1." in of_batch and "rollout.batch_timeout_s" in of_batch

@@ -73,6 +73,11 @@ FAMILIES = {
     "exaone4": {"sliding_window_pattern": 2},
     "deepseek_v3": LATENT,  # values narrower than keys
 }
+# One family for each kind of computation; the others are slow tests.
+FAST = {
+    "llama-llama3", "qwen2-window", "qwen3_moe", "gemma3_text", "phi", "gpt2", "gpt_bigcode", "cohere2", "granite",
+    "deepseek_v3",
+}  # fmt: skip
 SERVED_ONLY = {
     "gemma2": ({**WIDE, "attn_logit_softcapping": 2.0}, "caps attention logits"),
     "gpt_oss": (WIDE, "has sinks"),
@@ -100,11 +105,12 @@ def make(name: str, given: dict, folder) -> PreTrainedModel:
     known = set(inspect.signature(cls.__init__).parameters) | set(cls.attribute_map)
     config = cls(**{key: value for key, value in SIZES.items() if key in known} | given)
     torch.manual_seed(0)
-    # not every version of transformers knows that SDPA caps no logits
+    # Some versions of transformers would use SDPA, which does not cap logits.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases and norms begin as zeros and ones
+            # Biases and norms are zeros and ones after initialization.
+            if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model
@@ -149,8 +155,10 @@ def make_trainer(folder) -> FSDPLMEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_served_and_trained_as_it_computes_itself(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
+def test_served_and_trained_logprobs_equal_the_models_own(name, tmp_path):
     model = make(name, FAMILIES[name], tmp_path)
     check_served(model, tmp_path)
     rows = [torch.tensor(prompt) for prompt in prompts()]
@@ -165,7 +173,7 @@ def test_a_family_is_served_and_trained_as_it_computes_itself(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_neox"])
-def test_what_files_name_otherwise_than_modules_is_saved_whole_and_updated(name, tmp_path):
+def test_tensors_with_other_names_in_files_are_saved_and_updated(name, tmp_path):
     saved = tmp_path / "saved"
     model = make(name, FAMILIES[name], tmp_path)
     make_trainer(tmp_path).save(SaveLoadMeta(path=str(saved)))
@@ -192,7 +200,7 @@ def test_what_files_name_otherwise_than_modules_is_saved_whole_and_updated(name,
 
 
 @pytest.mark.parametrize("name", SERVED_ONLY)
-def test_what_can_be_served_but_not_trained_says_so(name, tmp_path):
+def test_models_that_can_only_be_served_are_rejected_for_training(name, tmp_path):
     given, message = SERVED_ONLY[name]
     check_served(make(name, given, tmp_path), tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -200,7 +208,7 @@ def test_what_can_be_served_but_not_trained_says_so(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_computed_wrongly_is_refused_at_the_start(name, tmp_path):
+def test_unsupported_models_are_rejected_at_the_start(name, tmp_path):
     given, message = REFUSED[name]
     make(name, given, tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -209,7 +217,7 @@ def test_what_would_be_computed_wrongly_is_refused_at_the_start(name, tmp_path):
         make_trainer(tmp_path)
 
 
-def test_angles_that_depend_on_the_batch_limit_the_length(tmp_path):
+def test_longrope_limits_the_length(tmp_path):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     make("llama-longrope", rope("longrope", **ORIGINAL, **factors), tmp_path)
     engine = Engine(ServerConfig(model_path=str(tmp_path), device="cpu"))

@@ -9,7 +9,7 @@ from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four and eight processes on few cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 
 
@@ -49,7 +49,7 @@ def test_combined_layouts_train_like_one_rank(model_dirs, four_ranks, tmp_path, 
     check_like_one_rank(model_dirs[kind], four_ranks, tmp_path, layout)
 
 
-def test_all_three_at_once_on_eight_ranks(model_dirs, tmp_path):
+def test_data_tensor_and_context_parallel_on_eight_ranks(model_dirs, tmp_path):
     ranks = Ranks(8)
     try:
         check_like_one_rank(model_dirs["qwen2"], ranks, tmp_path, "d2t2c2")

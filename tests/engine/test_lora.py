@@ -1,4 +1,4 @@
-"""Adapters: only they learn; they are saved as PEFT saves them, and reach servers merged."""
+"""LoRA: only adapters are trained; they are saved in PEFT's format and published merged."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def logp_of(model):
     return torch.nn.functional.pad(found, (1, 0))
 
 
-def test_adapters_learn_and_are_read_by_peft_and_servers(model_dirs, tmp_path):
+def test_adapters_learn_and_load_in_peft_and_servers(model_dirs, tmp_path):
     path = model_dirs["qwen2"]
     engine = lora_engine(path)
     base = AutoModelForCausalLM.from_pretrained(path)
@@ -75,7 +75,7 @@ def test_alpha_scales_the_adapters(model_dirs, tmp_path, alpha, scale):
 
 
 @pytest.mark.parametrize("way", ["shm", "broadcast"])
-def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
+def test_shared_memory_and_broadcast_publish_merged_weights(way, model_dirs, tmp_path):
     engine = lora_engine(model_dirs["qwen2"])
     meta = WeightUpdateMeta(way, str(tmp_path / "segment"))
     engine.update_weights(meta)
@@ -90,9 +90,10 @@ def test_other_ways_publish_merged_weights(way, model_dirs, tmp_path):
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "score"]])
-def test_a_reward_models_head_is_trained_and_travels_with_the_adapters(model_dirs, tmp_path, targets):
+def test_a_reward_models_head_is_trained_and_saved_with_the_adapters(model_dirs, tmp_path, targets):
     def reward_model(seed):
-        torch.manual_seed(seed)  # the head is drawn
+        # The head is random.
+        torch.manual_seed(seed)
         config = engine_config(model_dirs["qwen2"], lora_rank=4, lora_targets=targets)
         engine = FSDPRWEngine(config)
         engine.initialize(SPEC)
@@ -125,19 +126,19 @@ def _losses_on_rank(rank, path):
     return [engine.train_lm(select_rows(BATCH, rows))["loss"] for _ in range(4)]
 
 
-def test_adapters_on_two_ranks_learn_as_on_one(model_dirs, two_ranks):
+def test_adapters_on_two_ranks_train_like_one(model_dirs, two_ranks):
     one = _losses_on_rank(None, model_dirs["qwen2"])
     two = two_ranks.run(_losses_on_rank, model_dirs["qwen2"])
     assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
     assert one[-1] < one[0]
 
 
-def test_targets_that_do_not_exist_are_refused(model_dirs):
+def test_unknown_targets_are_rejected(model_dirs):
     with pytest.raises(ConfigError, match="q_proj"):
         lora_engine(model_dirs["qwen2"], lora_targets=["query"])
 
 
-def test_tensor_parallel_is_refused_before_servers_start(model_dirs, monkeypatch):
+def test_tensor_parallel_is_rejected_before_servers_start(model_dirs, monkeypatch):
     model = engine_config(model_dirs["qwen2"], lora_rank=4)
     config = SFTConfig("e", "t", allocation_mode="d1t2", model=model)
     with pytest.raises(ConfigError, match="lora_rank=4 with t2"):

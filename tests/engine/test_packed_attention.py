@@ -42,7 +42,7 @@ def test_heads_of_any_size_fit_the_kernel(monkeypatch, size, scaling):
 
 
 def test_compiled_layers_are_not_compiled_again_for_other_lengths(monkeypatch):
-    """Lengths travel inside an object: they must stay symbolic."""
+    """Lengths are attributes of an object and must stay symbolic."""
     monkeypatch.setattr(packed, "varlen_attn", lambda q, k, v, cq, ck, lq, lk, **_: q * lq + cq.sum() + lk)
     monkeypatch.setattr(packed, "_GQA", {})
     counter = CompileCounter()

@@ -32,7 +32,7 @@ def parameters(actor):
     return torch.cat([p.detach().flatten() for p in actor.model.parameters()])
 
 
-def test_update_raises_the_probability_of_what_was_rewarded(model_dirs):
+def test_update_raises_the_probability_of_rewarded_answers(model_dirs):
     actor = make_actor(model_dirs["qwen2"], lr=1e-3)
     batch = random_batch(LENGTHS)
     batch["rewards"] = (torch.arange(8) % 2).float()
@@ -156,8 +156,8 @@ def test_batch_mean_gives_a_signal_to_groups_of_one(model_dirs):
     assert stats["idle_steps"] == 0 and stats["grad_norm"] > 0
 
 
-def test_groups_of_one_that_could_never_learn_are_refused(model_dirs):
-    """What a workflow gives that plays each row once, under an algorithm that compares tries at one row."""
+def test_groups_of_one_without_any_signal_are_rejected(model_dirs):
+    """A workflow that returns one trajectory per row does not fit an algorithm with group means."""
     actor = make_actor(model_dirs["qwen2"])
     batch = random_batch(LENGTHS)
     batch["group_ids"] = torch.arange(len(LENGTHS))
@@ -175,12 +175,12 @@ def test_kl_to_the_reference_is_in_the_reward(model_dirs):
     actor.compute_advantages(batch)
     row, mask = 4, batch["loss_mask"][4].bool()
     scores = batch["advantages"][row][mask]
-    # each token pays 0.1 for itself and all later ones
+    # Each token has a penalty of 0.1 for itself and all later tokens.
     assert torch.allclose(scores.diff(), torch.full((len(scores) - 1,), 0.1), atol=1e-5)
 
 
 def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
-    """With equal rewards there is nothing else: the gradient must tell two references apart."""
+    """With equal rewards the gradient depends on the reference alone."""
     norms = []
     for shift in (0.0, 1.0):
         options = {"kl_loss_coef": 1.0, "skip_zero_advantage": False}
@@ -194,7 +194,7 @@ def test_kl_in_the_loss_pulls_to_the_reference(model_dirs):
     assert norms[0] < 1e-3 < 0.1 < norms[1]
 
 
-def test_forgotten_steps_are_named(model_dirs):
+def test_missing_steps_are_named(model_dirs):
     actor = make_actor(model_dirs["qwen2"])
     with pytest.raises(TrainingError, match=r"advantages.*prox_logp"):
         actor.ppo_update(random_batch(LENGTHS))
@@ -218,13 +218,13 @@ def _actor_on_rank(rank, path, world_size):
         batch = random_batch(LENGTHS, seed=step)
         batch["rewards"][:2] = 1.0
         stats = one_update(actor, select_rows(batch, rows))[0]
-        # what is measured in seconds or counts of pieces may differ
+        # Speeds and the number of micro-batches may differ.
         answers.append({k: v for k, v in stats.items() if not k.endswith(("per_s", "tflops", "micro_batches"))})
     return answers
 
 
-def test_groups_spread_over_two_ranks_train_like_on_one(model_dirs, two_ranks):
-    """Every group is split between the ranks: statistics of rewards must be of the whole batch."""
+def test_groups_split_over_two_ranks_train_like_one(model_dirs, two_ranks):
+    """Rows of every group are on both ranks, so rewards are normalised over ranks."""
     one = _actor_on_rank(0, model_dirs["qwen2"], 1)
     two = two_ranks.run(_actor_on_rank, model_dirs["qwen2"], 2)
     assert two[0] == two[1]

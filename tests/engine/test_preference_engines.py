@@ -1,4 +1,4 @@
-"""Critic, reward model and preference engines equal plain transformers, learn, and agree over ranks."""
+"""Critic, reward model and preference engines: equal to plain transformers, and over ranks."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
 
 
 def started(cls, config, parallel=None):
-    torch.manual_seed(3)  # heads that the checkpoint lacks are drawn
+    # Heads that the checkpoint lacks are random.
+    torch.manual_seed(3)
     engine = cls(config, parallel)
     engine.initialize(SPEC)
     return engine
@@ -28,7 +29,7 @@ def started(cls, config, parallel=None):
 
 def pair_batch(seed=0):
     batch = random_batch(LENGTHS, seed)
-    # partners are not neighbours, and the order of sides varies
+    # Rows of a pair are not adjacent, and the order of sides varies.
     batch["pair_ids"] = torch.tensor([1, 2, 3, 4, 4, 3, 2, 1])
     batch["is_chosen"] = torch.tensor([1, 0, 1, 0, 1, 0, 1, 0])
     return batch
@@ -47,14 +48,14 @@ def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
         batch["values"] = critic.compute_values(batch)
         errors.append((batch["values"] - batch["returns"])[mask].square().mean().item())
         stats = critic.ppo_update(batch)[0]
-    # the return of a token depends on the token before it, which is what its value sees
+    # The return of a token depends on the token before it, from which its value is predicted.
     assert errors[-1] < 0.1 * errors[0]
     assert stats["value_error"] == pytest.approx(errors[-1], rel=1e-3)
     assert batch["values"][~mask].abs().sum() == 0
 
 
-def test_critic_values_where_a_row_stopped(model_dirs):
-    """The value after the last token is that of the same row with one more token behind it."""
+def test_critic_final_values_are_those_after_the_last_token(model_dirs):
+    """They equal the values of the same rows with one more token."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))
     batch = random_batch(LENGTHS)
     critic.compute_values(batch)
@@ -120,7 +121,7 @@ def test_reward_model_learns_and_exports(model_dirs, tmp_path):
     torch.testing.assert_close(engine.score(batch), expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_rows_that_do_not_pair_up_are_refused(model_dirs):
+def test_rows_without_a_partner_are_rejected(model_dirs):
     engine = started(FSDPRWEngine, engine_config(model_dirs["qwen2"]))
     with pytest.raises(DatasetError, match="do not pair up"):
         engine.train_rw(select_rows(pair_batch(), [0, 1, 2]))
@@ -151,16 +152,18 @@ def test_preferences_are_learned(model_dirs, loss):
     assert stats["loss"] < first["loss"]
     assert change[good].mean() > change[~good].mean()
     if loss == "dpo":
-        assert first["loss"] == pytest.approx(0.6931, abs=1e-3)  # the reference itself: −log σ(0)
+        # The policy is the reference: −log σ(0).
+        assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_kto_baseline_is_that_of_mismatched_rows(model_dirs):
+def test_kto_baseline_is_the_mean_over_mismatched_rows(model_dirs):
     engine = dpo_engine(model_dirs["qwen2"], "kto")
     pairs = pair_batch()
     batch = with_mismatched(pairs)
     batch["ref_logp"] = engine.forward(batch)["logp"] - 0.1 * torch.rand(batch["loss_mask"].shape)
     deltas = []
-    for side in (1, 0):  # the naive way: the prompt of each row, the answer of the next one of its side
+    # Naive: the prompt of each row with the answer of the next row of its side.
+    for side in (1, 0):
         rows = [i for i in range(8) if pairs["is_chosen"][i] == side]
         for here, there in zip(rows, rows[1:] + rows[:1], strict=True):
             columns = (pairs[key][here] for key in ("input_ids", "attention_mask", "loss_mask"))
@@ -197,7 +200,7 @@ def _dpo_on_rank(rank, path):
     return losses
 
 
-def test_mismatched_rows_keep_to_the_token_budget():
+def test_mismatched_rows_respect_the_token_budget():
     batch = random_batch([6, 7, 8, 9, 6, 7])
     batch["pair_ids"] = torch.tensor([1, 1, 2, 2, -1, -1])
     assert _inseparable_rows(batch, max_tokens=8) == [[0, 1], [2, 3], [4], [5]]

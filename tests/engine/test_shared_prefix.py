@@ -62,7 +62,7 @@ def gradients(folder, batch: Batch, share: bool, max_tokens: int) -> tuple[torch
 
 @pytest.mark.parametrize("max_tokens", [4096, 60])
 @pytest.mark.parametrize("kind", ["qwen2", "sliding"])
-def test_logprobs_and_gradients_are_those_of_whole_rows(tmp_path, kind, max_tokens):
+def test_logprobs_and_gradients_equal_those_without_sharing(tmp_path, kind, max_tokens):
     torch.manual_seed(1)
     if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True))
@@ -79,7 +79,7 @@ def test_logprobs_and_gradients_are_those_of_whole_rows(tmp_path, kind, max_toke
 
 
 @pytest.mark.gpu
-def test_on_cuda_logprobs_are_those_of_whole_rows(tmp_path):
+def test_on_cuda_logprobs_equal_those_without_sharing(tmp_path):
     torch.manual_seed(1)
     Qwen2ForCausalLM(Qwen2Config(**{**SMALL, "hidden_size": 64})).save_pretrained(tmp_path)
     batch, found = grouped_batch(), []
@@ -100,15 +100,15 @@ def test_on_cuda_logprobs_are_those_of_whole_rows(tmp_path):
     assert shared_norm == pytest.approx(whole_norm, rel=2e-2)
 
 
-def test_plan_computes_each_prompt_once_and_refuses_what_differs():
+def test_plan_shares_equal_prompts_only():
     ids = torch.tensor([5, 6, 7, 1, 5, 6, 7, 2, 5, 9, 7, 3])
     plan = plan_prefixes(ids, [4, 4, 4], [0, 0, 0], [3, 3, 3])
     assert plan is not None
-    # the third row's prompt is another one: it is computed whole
+    # The third row has another prompt and is computed in full.
     assert plan.lengths == [4, 1, 4]
     assert torch.equal(ids[plan.unique][plan.expand], ids)
 
 
-def test_plan_is_left_out_where_it_saves_little():
+def test_no_plan_if_it_saves_little():
     ids = torch.arange(40)
     assert plan_prefixes(ids, [20, 20], [0, 1], [10, 10]) is None

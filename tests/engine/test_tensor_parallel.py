@@ -62,7 +62,7 @@ def _head_is_split(rank, path):
     ]
 
 
-def test_no_rank_has_the_whole_vocabulary(model_dirs, two_ranks):
+def test_no_rank_has_the_full_vocabulary(model_dirs, two_ranks):
     assert two_ranks.run(_head_is_split, model_dirs["llama"]) == [[(32, 32), (32, 32)]] * 2
 
 
@@ -88,7 +88,8 @@ def _grouped(rank, path, layout, share):
 def test_prompts_are_shared_under_context_parallel(model_dirs, two_ranks, kind, shared):
     expected = _grouped(0, model_dirs[kind], "d1", share=False)
     for answer in two_ranks.run(_grouped, model_dirs[kind], "c2", True):
-        assert answer[3] == shared  # a ring computes them anew
+        # A ring does not share prompts.
+        assert answer[3] == shared
         torch.testing.assert_close(torch.tensor(answer[0]), torch.tensor(expected[0]))
         assert answer[1:3] == pytest.approx(expected[1:3], rel=1e-5)
 
@@ -136,7 +137,7 @@ def test_replicated_weights_are_rounded_alike(model_dirs, two_ranks, optimizer):
     assert "model.norm.weight" in one and "model.layers.0.self_attn.q_norm.weight" in one
 
 
-def test_a_ring_asks_only_as_far_back_as_sequences_reach():
+def test_ring_hops_depend_on_the_longest_reach_of_sequences():
     plan, hops = plan_piece([3, 5, 4], size=4, rank=1)  # pieces of 3: the second begins a sequence
     assert hops == 1 and plan.segments[0].prefix_length == 0
     plan, hops = plan_piece([3, 9], size=4, rank=3)

@@ -103,7 +103,7 @@ def test_packed_rows_equal_single_rows_of_plain_transformers(vlm_dirs, kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen", "llava"])
-def test_the_language_model_learns_and_vision_stays(vlm_dirs, kind, tmp_path):
+def test_the_language_model_learns_and_vision_is_frozen(vlm_dirs, kind, tmp_path):
     engine = vlm_engine(vlm_dirs[kind])
     before = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
     batch = vlm_batch(kind)
@@ -122,7 +122,7 @@ def _losses_on_rank(rank, path, freeze_vision, lora_rank):
     torch.manual_seed(0)
     engine = vlm_engine(path, freeze_vision=freeze_vision, lora_rank=lora_rank)
     batch = vlm_batch("qwen")
-    # rank 1 has no image at all
+    # Rank 1 has no images.
     rows = [0, 1, 2, 3] if rank is None else [[0, 2, 3], [1]][rank]
     return [engine.train_lm(select_rows(batch, rows))["loss"] for _ in range(4)]
 
@@ -149,7 +149,7 @@ def test_a_frozen_vision_tower_gets_no_adapters(vlm_dirs, kind, targets, tmp_pat
     assert [n for n, _ in adapted.named_parameters() if "lora_" in n] == adapters
 
 
-def test_images_are_not_cut_into_pieces(vlm_dirs):
+def test_context_parallel_is_rejected_for_images(vlm_dirs):
     engine = FSDPEngine(engine_config(vlm_dirs["qwen"]))
     with pytest.raises(AllocationError, match="set c1"):
         check_vision_layout(engine.hf_config, ParallelStrategy(context=2))
@@ -174,7 +174,7 @@ def test_tensor_parallel_trains_like_one(vlm_dirs, two_ranks):
 
 @pytest.mark.parametrize("kind", ["qwen", "llava"])
 def test_the_vision_tower_is_trained_on_request(vlm_dirs, kind):
-    """Its gradient is that of plain transformers, one row at a time."""
+    """Its gradient equals that of plain transformers, one row at a time."""
     engine = vlm_engine(vlm_dirs[kind], freeze_vision=False)
     plain = AutoModelForImageTextToText.from_pretrained(vlm_dirs[kind], attn_implementation="eager")
     batch = vlm_batch(kind)

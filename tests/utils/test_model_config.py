@@ -68,7 +68,7 @@ def refused(action, folder, message):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_damaged_configs_are_refused_alike(folder, name):
+def test_damaged_configs_are_rejected_everywhere(folder, name):
     changes, message = CONFIGS[name]
     damage(folder, changes)
     for action in (check_model, train, serve):
@@ -83,7 +83,7 @@ def test_other_files_must_hold_objects(folder, name):
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_only_loading_shows_is_one_line_too(folder, name):
+def test_errors_while_loading_are_one_line(folder, name):
     damage(folder, LATER[name])
     for action in (train, serve):
         refused(action, folder, "cannot load a model|layers of type")
@@ -97,7 +97,7 @@ def test_incomplete_shards_are_named(folder):
     refused(check_model, folder, "no weight_map")
 
 
-def test_torn_json_and_missing_folders(tmp_path):
+def test_incomplete_json_and_missing_folders(tmp_path):
     refused(check_model, tmp_path / "nowhere", "does not exist")
     refused(check_model, tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text('{"model_type": "qw')
