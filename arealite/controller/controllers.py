@@ -23,6 +23,7 @@ from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
 from arealite.controller.messages import Placeholder, Request
 from arealite.controller.runtime import Call, Runtime
 from arealite.utils.data import select_rows
+from arealite.weights.select import transport_class
 
 # Arguments of other types are sent once and kept by the ranks: they may have a state.
 _BY_VALUE = (str, int, float, bool, list, tuple, dict, type, types.FunctionType, partial)
@@ -55,7 +56,7 @@ class Controller:
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         self._call("update_weights", meta)
-        if meta.type == "broadcast":
+        if transport_class(meta).is_in_process:
             # The process of the rollout engine broadcasts them.
             self.runtime.outboxes[meta.path] = self.ranks[0].outbox.remote(meta.path)
 
@@ -204,8 +205,15 @@ class RolloutController(Controller):
         batch.layers[0].columns()
         return batch
 
+    def begin_update(self, meta: WeightUpdateMeta) -> None:
+        """Do nothing: the engine's process gets the weights only when all of them are published."""
+
+    def read_probe(self, path: str) -> list[str]:
+        """Return nothing: the driver does not publish weights, so servers cannot be probed from here."""
+        return []
+
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        if meta.type == "broadcast":
+        if transport_class(meta).is_in_process:
             published = self.runtime.outboxes[meta.path]
             self._track("fill_outbox", [self.ranks[0].fill_outbox.remote(meta.path, published)])
         self._call("update_weights", meta)

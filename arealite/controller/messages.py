@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from arealite.api.io_struct import Batch
-from arealite.utils.distributed import from_bytes, to_bytes
+from arealite.weights.layout import TensorLayout
 
-# Columns in the object store: (name, dtype, shape) of each, and the bytes of all of them.
-Stored = tuple[list[tuple[str, str, list[int]]], np.ndarray]
+# Columns in the object store: their layout, and the bytes of all of them.
+Stored = tuple[TensorLayout, np.ndarray]
 
 # Prefix, in the store, of columns that a method added to the batch that it was given.
 ADDED = "+"
@@ -63,14 +63,14 @@ class Request:
 
 def store(columns: Batch) -> Stored:
     """Convert columns to the form in which they are put into the object store."""
-    header, data = to_bytes(columns)
-    return header, data.numpy()
+    layout = TensorLayout.of(columns)
+    return layout, layout.pack(columns).numpy()
 
 
 def load(stored: Stored) -> Batch:
     """Return the columns of a stored object. Copies, because Ray's memory is read-only."""
-    header, data = stored
-    return from_bytes(header, torch.from_numpy(data.copy()))
+    layout, data = stored
+    return layout.views(torch.from_numpy(data.copy()))
 
 
 def select(stored: Iterable[str], selection: Selection) -> dict[str, str]:

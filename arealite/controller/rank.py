@@ -36,7 +36,7 @@ from arealite.utils.controller_mode import CONTROLLER_ENV
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
 from arealite.utils.process import raise_file_limit
-from arealite.weights.process_group import get_outbox, put_outbox
+from arealite.weights.outbox import fill_outbox, get_outbox
 
 
 class RankActor:
@@ -94,7 +94,7 @@ class RankActor:
 
     def fill_outbox(self, name: str, stored: Stored) -> None:
         """Publish weights of a trainer's rank in this process, which broadcasts them."""
-        put_outbox(name, load(stored).items())
+        fill_outbox(name, load(stored).items())
 
     def call(self, payload: bytes, *stored: Stored) -> Any:
         """Execute a `Request`. Returns its `Report`, followed by the columns of each share.
@@ -144,7 +144,7 @@ def _merge(layers: list[Selection], stored: tuple[Stored, ...]) -> list[Batch]:
     count = len(stored) // max(1, len(layers))
     shares: list[Batch] = [{} for _ in range(count)]
     for i, item in enumerate(stored):
-        names = select([name for name, _, _ in item[0]], layers[i // count])
+        names = select(item[0].specs, layers[i // count])
         columns = load(item) if names else {}
         shares[i % count] |= {name: columns[kept] for kept, name in names.items()}
     return shares

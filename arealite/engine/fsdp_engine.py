@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +37,8 @@ from arealite.engine.fsdp.vision import check_vision_layout
 from arealite.utils import distributed
 from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import unpack
-from arealite.weights import device_memory as device_weights
-from arealite.weights.device_memory import DeviceWeights
-from arealite.weights.host_memory import SharedWeights
-from arealite.weights.process_group import put_outbox
+from arealite.weights.select import make_transport
+from arealite.weights.transport import Transport
 
 logger = logging.getLogger("arealite.engine")
 
@@ -83,7 +82,7 @@ class FSDPEngine(TrainEngine):
         self.bad_steps = 0
         self._bad_in_a_row = 0
         self._version = 0
-        self._shared: SharedWeights | DeviceWeights | None = None
+        self._transport: Transport | None = None
 
     # ------------------------------------------------------------------------------------------ life cycle
 
@@ -143,9 +142,9 @@ class FSDPEngine(TrainEngine):
 
     def destroy(self) -> None:
         self.module = self.optimizer = None
-        if self._shared is not None:
-            self._shared.unlink()
-            self._shared = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -358,28 +357,20 @@ class FSDPEngine(TrainEngine):
             sharded_checkpoint.load_dcp(self, meta.path, meta.with_optim)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        if meta.type == "disk":
-            checkpoint.save_hf(self, meta.path, durable=False, merge=not meta.is_adapter)
-        elif meta.type == "shm":
-            self._write_shared(meta.path)
-        else:
-            parameters = checkpoint.gathered_parameters(self, borrow=True)
-            put_outbox(meta.path, parameters, keep=distributed.rank() == 0)
+        self._transport = make_transport(meta, self._transport)
+        self._transport.publish(self, meta)
 
-    def _write_shared(self, path: str) -> None:
-        if distributed.rank() == 0 and (self._shared is None or str(self._shared.path) != path):
-            if self._shared is not None:
-                self._shared.unlink()
-            specs = checkpoint.tensor_specs(self)
-            like = {n: torch.empty(s, dtype=d, device="meta") for n, s, d in specs}
-            on_gpu = path.endswith(device_weights.SUFFIX)
-            self._shared = (DeviceWeights if on_gpu else SharedWeights).create(path, like)
-        for name, tensor in checkpoint.gathered_parameters(self, borrow=True):
-            if self._shared is not None:
-                self._shared.tensors[name].copy_(tensor)
-        if self._shared is not None:
-            self._shared.publish()
-        distributed.barrier()
+    def empty_weights(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that `gather_weights` yields, on the `meta` device."""
+        return checkpoint.empty_parameters(self)
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each full parameter; all ranks must iterate. A tensor is valid until the next one."""
+        return checkpoint.gathered_parameters(self, borrow=True)
+
+    def save_weights(self, path: str, *, adapter_only: bool) -> None:
+        """Write a folder that servers read at once: not synced to the disk, adapters merged unless `adapter_only`."""
+        checkpoint.save_hf(self, path, durable=False, merge=not adapter_only)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         """Return further tensors for the sharded checkpoint. Subclasses override it."""

@@ -1,70 +1,67 @@
-"""`RemoteSGLangEngine`: the client of SGLang's native endpoints, which the embedded server speaks too.
+"""`RemoteSGLangEngine`: generation with SGLang servers, or with embedded servers, which speak the same protocol.
 
-Only the wire format is here; choice of server, interruption, retries and collecting are inherited.
+Only the wire format is here (`SGLangClient`). Choice of server, retries, interruption and collection are in `RemoteEngine`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
-from arealite.engine.remote.base import CONTROL_TIMEOUT_S, Piece, Progress, RemoteEngine, read_version
-from arealite.engine.remote.broadcast import JOIN_TIMEOUT_S
-from arealite.engine.remote.published import read_published
-from arealite.engine.remote.router import Server
+from arealite.engine.remote.base import RemoteEngine
+from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, read_version
+from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.server import Server, ServerInfo
 from arealite.engine.remote.shared_tensors import share
-from arealite.utils.http import HttpError
+from arealite.utils.json_client import HttpError
 from arealite.weights.fingerprint import SHA256, Fingerprints
-from arealite.weights.process_group import buckets, specs_of
+from arealite.weights.layout import TensorLayout
+from arealite.weights.process_group import JOIN_TIMEOUT_S, PORTION_BYTES
+from arealite.weights.select import make_transport
 
 _NEEDED = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
 
-class RemoteSGLangEngine(RemoteEngine):
-    """Generates with SGLang or embedded servers."""
+class SGLangClient(ServerClient):
+    """Speaks SGLang's native endpoints."""
 
-    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        # SGLang gives all n samples of a request the same seed; the embedded server seed + i
-        if request.seed is not None and not all(s.is_arealite for s in self.router.servers.values()):
-            return await InferenceEngine.agenerate_group(self, request)
-        return await super().agenerate_group(request)
+    # -------------------------------------------------------------------------------------------- generation
 
-    async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+    async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         held = server.version
+        max_new_tokens = progress.next_segment(self.config.segment_tokens)
         body = {
             "input_ids": progress.request.input_ids + progress.tokens,
-            "sampling_params": sampling_params(
-                progress, num_samples, progress.next_segment(self.config.segment_tokens)
-            ),
+            "sampling_params": sampling_params(progress, num_samples, max_new_tokens),
             "return_logprob": True,
             "rid": progress.next_rid(),
         }
         if not server.is_arealite:
-            # Updated in place, SGLang keeps its prefix cache: keys and values of old weights must not meet new requests.
+            # After an update in place, SGLang keeps its prefix cache: new requests must not use keys and values of old weights.
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
         answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
-        with server.answering():
+        with server.parse_answer():
             pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]
         if len(pieces) != num_samples:
-            raise ServerError(f"{server.address} gave {len(pieces)} samples, {num_samples} were asked for")
+            raise ServerError(f"{server.address} returned {len(pieces)} samples instead of {num_samples}")
         return pieces
 
-    async def pause_server(self, server: Server, mode: str) -> None:
+    async def pause(self, server: Server, mode: str) -> None:
         await self.control(server, "pause_generation", {"mode": mode})
 
-    async def continue_server(self, server: Server) -> None:
+    async def resume(self, server: Server) -> None:
         await self.control(server, "continue_generation")
 
     async def release_memory(self, server: Server) -> None:
-        # only the cache: weights would come back as whatever the memory holds then
+        # Only the cache: SGLang would bring released weights back as whatever the memory holds then.
         await self.control(server, "release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self, server: Server) -> None:
@@ -75,33 +72,71 @@ class RemoteSGLangEngine(RemoteEngine):
     def can_swap(self, server: Server) -> bool:
         return server.is_arealite
 
+    async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
+        server.set_adapter("")
+        body = {"model_path": meta.path, "weight_version": str(meta.version)}
+        await self._load(server, "update_weights_from_disk", body | self._flush())
+
+    async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
+        server.set_adapter("")
+        if server.is_arealite:
+            body = {"path": meta.path, "weight_version": str(meta.version)}
+            await self._load(server, "update_weights_from_shm", body | self._flush())
+            return
+        # SGLang has no endpoint for a file: it maps tensors by name.
+        loop, tensors = asyncio.get_running_loop(), make_transport(meta).open(meta)
+        async with self._update_session(server):
+            for portion in TensorLayout.of(tensors).portions(PORTION_BYTES):
+                named = {name: tensors[name] for name in portion.specs}
+                pickles, copies = await loop.run_in_executor(None, share, named, server.num_ranks)
+                await self._load(
+                    server, "update_weights_from_tensor", {"serialized_named_tensors": pickles} | self._flush()
+                )
+                del copies
+        await self._set_version(server, meta)
+
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
-        if server.group and "/destroy_weights_update_group" in server.endpoints:
-            with suppress(HttpError):  # it may have been started anew since
+        if server.group and "/destroy_weights_update_group" in server.info.endpoints:
+            # It may have been restarted since.
+            with suppress(HttpError):
                 await self.control(server, "destroy_weights_update_group", {"group_name": server.group})
         await self.control(server, "init_weights_update_group", settings, JOIN_TIMEOUT_S)
-        server.group = settings["group_name"]
+        server.set_group(settings["group_name"])
 
-    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        # in place, requests in flight keep their KV cache
-        flush = {"flush_cache": self.config.pause_mode == "abort"}
-        common = {**flush, "weight_version": str(meta.version)}
+    async def receive(
+        self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
+    ) -> None:
+        server.set_adapter("")
+        if server.is_arealite:
+            # The embedded engine receives all portions at once, because it swaps them at once.
+            portions = [TensorLayout.join(portions)]
+        async with self._update_session(server):
+            for index, portion in enumerate(portions, 1):
+                names, dtypes, shapes = portion.to_lists()
+                body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, **self._flush()}
+                # The version belongs to the complete weights.
+                if index == len(portions):
+                    body["weight_version"] = str(meta.version)
+                await self._load(server, "update_weights_from_distributed", body)
+
+    async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Load the adapter under a name of its own, then unload the last one: its requests have been interrupted."""
+        name, last = f"v{meta.version}", server.adapter
+        body: dict[str, Any] = {"lora_name": name, "lora_path": meta.path}
+        if server.is_arealite:
+            # It merges the adapter, so requests need not name it.
+            await self._load(server, "load_lora_adapter", body | self._flush())
+            return
         try:
-            if meta.is_adapter:
-                await self._load_adapter(server, meta)
-                return
-            server.adapter = ""
-            if meta.type == "disk":
-                body = {"model_path": meta.path, **common}
-                await self._load(server, "update_weights_from_disk", body)
-            elif meta.type == "broadcast":
-                await self._receive(server, meta, flush)
-            elif server.is_arealite:
-                await self._load(server, "update_weights_from_shm", {"path": meta.path, **common})
-            else:
-                await self._share_with(server, meta, flush)
-        except HttpError as error:
-            raise self.not_loaded(server, meta, error) from None
+            await self._load(server, "load_lora_adapter", body)
+        except HttpError:
+            # A trainer that was restarted sends a version that the server has.
+            await self._load(server, "unload_lora_adapter", {"lora_name": name})
+            await self._load(server, "load_lora_adapter", body)
+        await self._set_version(server, meta)
+        server.set_adapter(name)
+        if last not in ("", name):
+            await self._load(server, "unload_lora_adapter", {"lora_name": last})
 
     async def _load(self, server: Server, endpoint: str, body: dict[str, Any]) -> None:
         answer = await self.control(server, endpoint, body, self.config.setup_timeout_s)
@@ -109,36 +144,18 @@ class RemoteSGLangEngine(RemoteEngine):
             message = answer.get("message") or answer.get("error_message") or answer
             raise WeightUpdateError(f"{server.address} refused new weights: {message}")
 
-    async def _receive(self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]) -> None:
-        """Portion after portion; the embedded engine takes all at once, because it swaps them at once."""
-        portions = list(self.sender.portions(meta))
-        if server.is_arealite:
-            portions = [[spec for portion in portions for spec in portion]]
-        async with self._session(server):
-            for index, portion in enumerate(portions, 1):
-                names, dtypes, shapes = map(list, zip(*portion, strict=True))
-                body = {"names": names, "dtypes": dtypes, "shapes": shapes, **flush}
-                body |= {"group_name": self.sender.name}
-                if index == len(portions):  # half of the weights are no version
-                    body["weight_version"] = str(meta.version)
-                await self._load(server, "update_weights_from_distributed", body)
+    def _flush(self) -> dict[str, bool]:
+        """Updated in place, requests in flight keep their KV cache."""
+        return {"flush_cache": self.config.pause_mode == "abort"}
 
-    async def _share_with(self, server: Server, meta: WeightUpdateMeta, flush: dict[str, Any]) -> None:
-        """From shared memory, where SGLang has no endpoint for a file of ours: tensors it maps by name."""
-        loop, tensors = asyncio.get_running_loop(), read_published(meta)
-        async with self._session(server):
-            for portion in buckets(specs_of(tensors)):
-                described, copies = await loop.run_in_executor(None, share, tensors, portion, server.num_ranks)
-                body = {"serialized_named_tensors": described, **flush}
-                await self._load(server, "update_weights_from_tensor", body)
-                del copies
-        version = {"new_version": str(meta.version), "abort_all_requests": False}
-        await self._load(server, "update_weight_version", version)
+    async def _set_version(self, server: Server, meta: WeightUpdateMeta) -> None:
+        body = {"new_version": str(meta.version), "abort_all_requests": False}
+        await self._load(server, "update_weight_version", body)
 
     @asynccontextmanager
-    async def _session(self, server: Server) -> AsyncIterator[None]:
-        """Newer SGLang takes tensors only between begin and end; an end that a crash left out is made up for."""
-        if "/begin_weight_update" not in server.endpoints:
+    async def _update_session(self, server: Server) -> AsyncIterator[None]:
+        """Around tensors: newer SGLang takes them only between begin and end. Ends a session that a crash left open."""
+        if "/begin_weight_update" not in server.info.endpoints:
             yield
             return
         try:
@@ -151,83 +168,81 @@ class RemoteSGLangEngine(RemoteEngine):
         yield
         await self._load(server, "end_weight_update", {})
 
-    async def _load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """The adapter under a name of its own; the one before it goes, as its requests have been interrupted."""
-        name, before = f"v{meta.version}", server.adapter
-        body: dict[str, Any] = {"lora_name": name, "lora_path": meta.path}
-        if server.is_arealite:  # it merges the adapter, so requests need not name it
-            body["flush_cache"] = self.config.pause_mode == "abort"
-            await self._load(server, "load_lora_adapter", body)
-            return
-        try:
-            await self._load(server, "load_lora_adapter", body)
-        except HttpError:  # a trainer that starts again sends a version the server has
-            await self._load(server, "unload_lora_adapter", {"lora_name": name})
-            await self._load(server, "load_lora_adapter", body)
-        version = {"new_version": str(meta.version), "abort_all_requests": False}
-        await self._load(server, "update_weight_version", version)
-        server.adapter = name
-        if before not in ("", name):
-            await self._load(server, "unload_lora_adapter", {"lora_name": before})
+    # --------------------------------------------------------------------------------------- server state
 
-    # -------------------------------------------------------------------------------------- what it is
-
-    async def probe(self, server: Server) -> None:
-        await self.http.get(f"{server.url}/health", timeout_s=5)
-        info = await self._first(server, "model_info", "get_model_info")
-        server.version = read_version(info.get("weight_version"), 0)
+    async def probe(self, server: Server) -> ServerInfo:
+        await self.check_health(server, PROBE_TIMEOUT_S)
+        info = await self._get_first(server, "model_info", "get_model_info")
+        version = read_version(info.get("weight_version"), 0)
         if info.get("engine") == "arealite":
-            server.kind, server.context = "arealite", int(info["context_length"])
-            return
-        setup = await self._first(server, "server_info", "get_server_info")
-        schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=10)
-        server.kind, server.endpoints = "sglang", frozenset(schema["paths"])
-        missing = [e for e in _NEEDED if e not in server.endpoints]
+            return ServerInfo("arealite", version, context_length=int(info["context_length"]))
+        setup = await self._get_first(server, "server_info", "get_server_info")
+        schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=2 * PROBE_TIMEOUT_S)
+        endpoints = frozenset(schema["paths"])
+        missing = [e for e in _NEEDED if e not in endpoints]
         if missing:
             raise ConfigError(
-                f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later is needed"
+                f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later is "
+                "needed"
             )
-        server.num_ranks = int(setup.get("tp_size", 1))
-        server.device = str(setup.get("device", "cuda"))
-        server.dtype = str(setup.get("dtype", "auto"))
         if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update not in ("auto", "disk"):
             raise ConfigError(
                 f"{server.address} runs in {setup['pp_size']} pipeline stages, which SGLang loads from disk only: "
                 "set rollout.weight_update=disk"
             )
-        if server.version == 0:
-            server.adapter = ""
+        return ServerInfo(
+            "sglang",
+            version,
+            endpoints,
+            num_ranks=int(setup.get("tp_size", 1)),
+            device=str(setup.get("device", "cuda")),
+            dtype=str(setup.get("dtype", "auto")),
+        )
 
-    async def _first(self, server: Server, *names: str) -> dict[str, Any]:
-        """The answer of the first of these endpoints that exists: older versions have other names."""
+    async def _get_first(self, server: Server, *names: str) -> dict[str, Any]:
+        """Return the answer of the first endpoint that exists: older versions have other names."""
         for name in names[:-1]:
             try:
-                return await self.http.get(f"{server.url}/{name}", timeout_s=5)
+                return await self.http.get(f"{server.url}/{name}", timeout_s=PROBE_TIMEOUT_S)
             except HttpError as error:
                 if error.status != 404:
                     raise
-        return await self.http.get(f"{server.url}/{names[-1]}", timeout_s=5)
+        return await self.http.get(f"{server.url}/{names[-1]}", timeout_s=PROBE_TIMEOUT_S)
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         if server.is_arealite:
             url = f"{server.url}/weights_checker?tensors=1"
             answer = await self.http.get(url, CONTROL_TIMEOUT_S)
             return {name: (dtype, digest) for name, (dtype, digest) in answer["tensors"].items()}
-        # On CUDA SGLang hashes by a kernel of its own; shards of tensors cannot be compared either.
-        if "/weights_checker" not in server.endpoints or server.device != "cpu":
+        # On CUDA SGLang hashes with a kernel of its own; shards of tensors cannot be compared either.
+        info = server.info
+        if "/weights_checker" not in info.endpoints or info.device != "cpu":
             return None
-        if server.num_ranks > 1 or server.dtype == "auto":
+        if info.num_ranks > 1 or info.dtype == "auto":
             return None
         answer = await self.http.get(f"{server.url}/weights_checker", CONTROL_TIMEOUT_S)
-        held = answer["ranks"][0]["checksums"]
         return {
-            name: (server.dtype, SHA256 + digest)
-            for name, digest in held.items()
-            if "embed_tokens" not in name and "lm_head" not in name  # their rows may be padded
+            name: (info.dtype, SHA256 + digest)
+            for name, digest in answer["ranks"][0]["checksums"].items()
+            # The rows of these may be padded.
+            if "embed_tokens" not in name and "lm_head" not in name
         }
 
 
+class RemoteSGLangEngine(RemoteEngine):
+    """Generates with SGLang or embedded servers."""
+
+    client_class = SGLangClient
+
+    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
+        # SGLang gives all samples of a request the same seed; the embedded server uses seed + i.
+        if request.seed is not None and not all(s.is_arealite for s in self.router.servers.values()):
+            return await InferenceEngine.agenerate_group(self, request)
+        return await super().agenerate_group(request)
+
+
 def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:
+    """Return a request's sampling parameters in SGLang's form."""
     g = progress.request.gconfig
     num_done = len(progress.tokens)
     params: dict[str, Any] = {
@@ -274,7 +289,8 @@ def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -
             raise ServerError(f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens")
     else:
         version = read_version(meta.get("weight_version"), held)
-        if pause_mode == "in_place":  # it is that of the last token; the first may be older
+        if pause_mode == "in_place":
+            # This is the version of the last token; the first one may be older.
             version = min(version, held)
         versions = [version] * len(tokens)
     return Piece(tokens, logprobs, versions, reason)

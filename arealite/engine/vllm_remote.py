@@ -1,21 +1,25 @@
-"""`RemotevLLMEngine`: the client of vLLM's native endpoints for reinforcement learning. No patched server is needed.
+"""`RemotevLLMEngine`: generation with vLLM servers, over vLLM's own endpoints for reinforcement learning.
 
-Tokens in, tokens out over /inference/v1/generate, or /v1/completions where that is missing; pause, weights and versions over the endpoints of
-VLLM_SERVER_DEV_MODE=1. Only the wire format is here; choice of server, interruption, retries and collecting are inherited. What a server can do is
-found out when connecting; a version that cannot be used is named.
+Tokens in and out over /inference/v1/generate, or /v1/completions where that is missing; pause, weights and versions over the
+endpoints of VLLM_SERVER_DEV_MODE=1. Only the wire format is here (`VLLMClient`). Choice of server, retries, interruption and
+collection are in `RemoteEngine`. The client probes what a server can do; a version that cannot be used is named.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.engine.remote.base import Piece, Progress, RemoteEngine, read_version
-from arealite.engine.remote.broadcast import JOIN_TIMEOUT_S
-from arealite.engine.remote.router import Server
-from arealite.utils.http import HttpError
+from arealite.engine.remote.base import RemoteEngine
+from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, read_version
+from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.server import Server, ServerInfo
+from arealite.utils.json_client import HttpError
 from arealite.weights.fingerprint import Fingerprints
+from arealite.weights.layout import TensorLayout
+from arealite.weights.process_group import JOIN_TIMEOUT_S
 
 _PAUSE_MODES = {"abort": "abort", "in_place": "keep"}
 _EXTENSION = "arealite.engine.remote.vllm_extension.WeightLoading"
@@ -23,41 +27,42 @@ _NEEDED = ("/pause", "/resume", "/collective_rpc")
 _TOKENS = "/inference/v1/generate"
 # An older vLLM, or one without --enable-scale-out: OpenAI's endpoint with token ids on both sides.
 _BY_COMPLETIONS = "vllm by completions"
-_SEED_STEP = 0x1E3779B97F4A7C15  # samples of a group have neighbouring seeds
+# Samples of a group have neighbouring seeds: continuations use seeds far away.
+_SEED_STEP = 0x1E3779B97F4A7C15
 
 
-class RemotevLLMEngine(RemoteEngine):
-    """Generates with vLLM servers."""
+class VLLMClient(ServerClient):
+    """Speaks vLLM's native endpoints. Needs no patched server, only AReaLite's extension in its workers."""
 
-    async def send(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+    # -------------------------------------------------------------------------------------------- generation
+
+    async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         held = server.version
-        max_tokens = progress.next_segment(self.config.segment_tokens)
-        params = _sampling_params(progress, num_samples, max_tokens)
+        params = _sampling_params(progress, num_samples, progress.next_segment(self.config.segment_tokens))
         prompt = progress.request.input_ids + progress.tokens
-        # Updated in place, vLLM keeps its prefix cache: keys and values of old weights must not meet new requests.
-        body = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
+        # After an update in place, vLLM keeps its prefix cache: new requests must not use keys and values of old weights.
+        body: dict[str, Any] = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
         if server.adapter:
             body["model"] = server.adapter
-        if server.kind == _BY_COMPLETIONS:
+        if server.info.kind == _BY_COMPLETIONS:
             endpoint, read = "/v1/completions", _completion
             body |= {"prompt": prompt, "return_token_ids": True, **params}
         else:
             endpoint, read = _TOKENS, _piece
             body |= {"token_ids": prompt, "sampling_params": params}
-        url = f"{server.url}{endpoint}"
-        answer = await self.http.post(url, body, self.config.request_timeout_s)
-        # Aborted before its first token, a sample has no entry.
+        answer = await self.http.post(f"{server.url}{endpoint}", body, self.config.request_timeout_s)
+        # A sample that was aborted before its first token has no entry.
         pieces = [Piece([], [], [], "abort") for _ in range(num_samples)]
-        with server.answering():
+        with server.parse_answer():
             for choice in answer["choices"]:
                 pieces[choice["index"]] = read(choice, server, held)
         return pieces
 
-    async def pause_server(self, server: Server, mode: str) -> None:
-        mode = "abort" if server.kind == _BY_COMPLETIONS else mode
+    async def pause(self, server: Server, mode: str) -> None:
+        mode = "abort" if server.info.kind == _BY_COMPLETIONS else mode
         await self.control(server, f"pause?mode={_PAUSE_MODES[mode]}")
 
-    async def continue_server(self, server: Server) -> None:
+    async def resume(self, server: Server) -> None:
         await self.control(server, "resume")
 
     async def release_memory(self, server: Server) -> None:
@@ -68,58 +73,61 @@ class RemotevLLMEngine(RemoteEngine):
 
     # ------------------------------------------------------------------------------------ weight updates
 
+    async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
+        await self._call_extension(server, "arealite_load_folder", meta)
+
+    async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
+        await self._call_extension(server, "arealite_load_segment", meta)
+
+    async def _call_extension(self, server: Server, method: str, meta: WeightUpdateMeta) -> None:
+        server.set_adapter("")
+        call = {"method": method, "args": [meta.path]}
+        await self.control(server, "collective_rpc", call, self.config.setup_timeout_s)
+        await self._set_version(server, meta)
+
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
-        if "/init_weight_transfer_engine" not in server.endpoints:
+        if "/init_weight_transfer_engine" not in server.info.endpoints:
             raise WeightUpdateError(
                 f"{server.address} is a vLLM without /init_weight_transfer_engine: set rollout.weight_update=disk or shm"
             )
-        body = {"init_info": settings}
-        await self.control(server, "init_weight_transfer_engine", body, JOIN_TIMEOUT_S)
+        await self.control(server, "init_weight_transfer_engine", {"init_info": settings}, JOIN_TIMEOUT_S)
 
-    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        limit = self.config.setup_timeout_s
-        try:
-            server.adapter = server.adapter if meta.is_adapter else ""
-            if meta.is_adapter:
-                await self._load_adapter(server, meta)
-            elif meta.type == "broadcast":
-                await self._receive(server, meta)
-            else:
-                call = {"method": "arealite_load", "args": [meta.type, meta.path]}
-                await self.control(server, "collective_rpc", call, limit)
-            if "/update_weight_version" in server.endpoints:
-                version = {"new_version": str(meta.version)}
-                await self.control(server, "update_weight_version", version)
-        except HttpError as error:
-            raise self.not_loaded(server, meta, error) from None
-
-    async def _receive(self, server: Server, meta: WeightUpdateMeta) -> None:
-        limit = self.config.setup_timeout_s
-        await self.control(server, "start_weight_update", timeout_s=limit)
-        for portion in self.sender.portions(meta):
-            names, dtypes, shapes = map(list, zip(*portion, strict=True))
+    async def receive(
+        self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
+    ) -> None:
+        server.set_adapter("")
+        limit_s = self.config.setup_timeout_s
+        await self.control(server, "start_weight_update", timeout_s=limit_s)
+        for portion in portions:
+            names, dtypes, shapes = portion.to_lists()
             info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
-            await self.control(server, "update_weights", {"update_info": info}, limit)
-        await self.control(server, "finish_weight_update", timeout_s=limit)
+            await self.control(server, "update_weights", {"update_info": info}, limit_s)
+        await self.control(server, "finish_weight_update", timeout_s=limit_s)
+        await self._set_version(server, meta)
 
-    async def _load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """The adapter under a name of its own; the one before it goes, as its requests have been interrupted."""
-        name, before = f"v{meta.version}", server.adapter
+    async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Load the adapter under a name of its own, then unload the last one: its requests have been interrupted."""
+        name, last = f"v{meta.version}", server.adapter
         body = {"lora_name": name, "lora_path": meta.path, "load_inplace": True}
         await self.control(server, "v1/load_lora_adapter", body, is_json=False)
-        server.adapter = name
-        if before not in ("", name):
-            body = {"lora_name": before}
-            await self.control(server, "v1/unload_lora_adapter", body, is_json=False)
+        server.set_adapter(name)
+        if last not in ("", name):
+            await self.control(server, "v1/unload_lora_adapter", {"lora_name": last}, is_json=False)
+        await self._set_version(server, meta)
 
-    # -------------------------------------------------------------------------------------- what it is
+    async def _set_version(self, server: Server, meta: WeightUpdateMeta) -> None:
+        if "/update_weight_version" in server.info.endpoints:
+            await self.control(server, "update_weight_version", {"new_version": str(meta.version)})
 
-    async def probe(self, server: Server) -> None:
-        await self.http.get(f"{server.url}/health", timeout_s=5)
-        server.endpoints = frozenset((await self.http.get(f"{server.url}/openapi.json", timeout_s=10))["paths"])
-        missing = [e for e in _NEEDED if e not in server.endpoints]
+    # --------------------------------------------------------------------------------------- server state
+
+    async def probe(self, server: Server) -> ServerInfo:
+        await self.check_health(server, PROBE_TIMEOUT_S)
+        schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=2 * PROBE_TIMEOUT_S)
+        endpoints = frozenset(schema["paths"])
+        missing = [e for e in _NEEDED if e not in endpoints]
         if missing:
-            version = (await self.http.get(f"{server.url}/version", timeout_s=5))["version"]
+            version = (await self.http.get(f"{server.url}/version", timeout_s=PROBE_TIMEOUT_S))["version"]
             raise ConfigError(
                 f"{server.address} is vLLM {version} without {', '.join(missing)}: 0.24 or later is needed, started with "
                 "VLLM_SERVER_DEV_MODE=1 (the launcher does so)"
@@ -131,22 +139,27 @@ class RemotevLLMEngine(RemoteEngine):
                 f"{server.address} could not load new weights, start it with --worker-extension-cls {_EXTENSION} "
                 f"(the launcher does so): {error.text}"
             ) from error
-        server.device = answer["results"][0]
-        server.kind = "vllm" if _TOKENS in server.endpoints else _BY_COMPLETIONS
-        server.version = 0  # a version that cannot tell is given the current weights again
-        if "/weight_info" in server.endpoints:
-            info = await self.http.get(f"{server.url}/weight_info", timeout_s=5)
-            server.version = read_version(info.get("weight_version"), 0)
-        if "/get_world_size" in server.endpoints:
-            answer = await self.http.get(f"{server.url}/get_world_size", timeout_s=5)
-            server.num_ranks = int(answer["world_size"])
-        if server.version == 0:
-            server.adapter = ""
+        # A server that does not report its version gets the current weights again.
+        held, num_ranks = 0, 1
+        if "/weight_info" in endpoints:
+            info = await self.http.get(f"{server.url}/weight_info", timeout_s=PROBE_TIMEOUT_S)
+            held = read_version(info.get("weight_version"), 0)
+        if "/get_world_size" in endpoints:
+            size = await self.http.get(f"{server.url}/get_world_size", timeout_s=PROBE_TIMEOUT_S)
+            num_ranks = int(size["world_size"])
+        kind = "vllm" if _TOKENS in endpoints else _BY_COMPLETIONS
+        return ServerInfo(kind, held, endpoints, num_ranks, device=answer["results"][0])
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         answer = await self.control(server, "collective_rpc", {"method": "arealite_fingerprints"})
         held = answer["results"][0]
         return None if held is None else {name: (d, h) for name, (d, h) in held.items()}
+
+
+class RemotevLLMEngine(RemoteEngine):
+    """Generates with vLLM servers."""
+
+    client_class = VLLMClient
 
 
 def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> dict[str, Any]:
@@ -163,7 +176,8 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
         "frequency_penalty": g.frequency_penalty,
         "presence_penalty": g.presence_penalty,
         "repetition_penalty": g.repetition_penalty,
-        "logprobs": 0,  # that of the sampled token alone
+        # Of the sampled token alone.
+        "logprobs": 0,
         "skip_special_tokens": False,
     }
     if g.stop_token_ids:
@@ -171,7 +185,7 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
     if g.stop:
         params["stop"] = g.stop
     if progress.seed is not None:
-        # each request draws a seed's noise from its beginning: what goes on with an answer needs other noise
+        # A request draws the noise of its seed from the beginning: a continuation needs another seed.
         params["seed"] = (progress.seed + len(progress.tokens) * _SEED_STEP) % 2**63
     return params
 
@@ -183,7 +197,7 @@ def _piece(choice: dict[str, Any], server: Server, held: int) -> Piece:
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(tokens):
-        raise ServerError(f"{server.address} gave {len(content)} log-probs for {len(tokens)} tokens")
+        raise ServerError(f"{server.address} returned {len(content)} log-probs for {len(tokens)} tokens")
     versions = [held] * len(tokens)
     for span in choice.get("weight_versions") or []:
         start, end = span["start"], span["end"]
@@ -195,6 +209,6 @@ def _piece(choice: dict[str, Any], server: Server, held: int) -> Piece:
 
 
 def _completion(choice: dict[str, Any], server: Server, held: int) -> Piece:
-    """As `_piece`, of OpenAI's answer; it tells no versions, and every update interrupts it."""
+    """As `_piece`, for the OpenAI endpoint. It reports no versions, and every update interrupts it."""
     content = [{"logprob": p} for p in (choice.get("logprobs") or {}).get("token_logprobs") or []]
     return _piece({**choice, "logprobs": {"content": content}}, server, held)

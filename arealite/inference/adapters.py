@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from arealite.api.errors import WeightUpdateError
+from arealite.weights.disk import ADAPTER_STEM, read_tensors
+from arealite.weights.transport import Weights
 
-Weights = dict[str, torch.Tensor]
-SETTINGS, FILE_STEM = "adapter_config.json", "adapter_model"
+SETTINGS = "adapter_config.json"
 _PREFIX = "base_model.model."
 # Settings of PEFT that mean more than a low-rank sum on linear layers.
 _UNSUPPORTED = (
@@ -45,30 +45,10 @@ class Adapter:
     tensors: Weights
 
 
-def read_tensors(folder: Path, stem: str) -> Weights:
-    """All tensors of `stem`.safetensors or, where there is no such file (as Hugging Face looks for them), of those its index names."""
-    index = folder / f"{stem}.safetensors.index.json"
-    weights: Weights = {}
-    try:
-        if not folder.is_dir():
-            raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
-        names = [f"{stem}.safetensors"]
-        if index.exists() and not (folder / names[0]).exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            with safe_open(folder / name, framework="pt") as file:
-                weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise WeightUpdateError(
-            f"cannot read the weights in {folder}: {error}. The old weights are still served"
-        ) from error
-    return weights
-
-
 def read_adapter(path: str | Path) -> Adapter:
     """The adapter in a PEFT folder; `WeightUpdateError` if it is torn or more than low-rank sums."""
     folder = Path(path)
-    tensors = read_tensors(folder, FILE_STEM)
+    tensors = read_tensors(folder, ADAPTER_STEM)
     try:
         settings = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:

@@ -37,10 +37,11 @@ from arealite.inference.loading import choose_device, load_model, load_tokenizer
 from arealite.inference.runner import StepResult
 from arealite.inference.sequence import Request
 from arealite.inference.sharding import Shards, TensorGroup
-from arealite.inference.weights import ServedWeights, Staged, Weights, WeightSource
+from arealite.inference.weights import ServedWeights, Staged, WeightSource
 from arealite.utils.process_pool import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
 from arealite.weights.host_memory import SharedWeights
+from arealite.weights.layout import TensorLayout
 
 _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
@@ -104,7 +105,7 @@ class Ranks:
 
     def share(self, tensors: dict[str, torch.Tensor]) -> str:
         """Copy tensors that only this rank has to shared memory; returns the path for the others."""
-        if self._shared is not None and _kinds(self._shared.tensors) != _kinds(tensors):
+        if self._shared is not None and TensorLayout.of(self._shared.tensors) != TensorLayout.of(tensors):
             self._shared.unlink()  # a copy into other types would round
             self._shared = None
         if self._shared is None:
@@ -388,7 +389,3 @@ class RankWorker:
             return str(refusal)
         except Exception as error:  # also a bug: rank 0 waits for an answer and reports it
             return repr(error)
-
-
-def _kinds(tensors: Weights) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

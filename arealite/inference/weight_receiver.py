@@ -1,7 +1,7 @@
-"""Weights by broadcast: the server's side of `/init_weights_update_group` and `/update_weights_from_distributed`.
+"""The embedded server's side of a broadcast: `/init_weights_update_group` and `/update_weights_from_distributed`.
 
-Joining and receiving happen on threads; generation goes on meanwhile, and the new weights are swapped in between two steps. The last group joined is the
-only one kept: a trainer that makes a new one has given the old one up.
+Joining and receiving run on threads; generation goes on meanwhile, and the new weights are swapped in between two steps.
+Only the last group is kept: a trainer that forms a new one has dropped the old one.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from arealite.api.errors import RequestError, WeightUpdateError
-from arealite.weights.process_group import WeightGroup, parse_specs
-
-JOIN_TIMEOUT_S = 20.0
-# A sender that dies closes its connections; only one that hangs is waited for this long.
-TIMEOUT_S = 300.0
+from arealite.weights.layout import TensorLayout
+from arealite.weights.process_group import RECEIVE_TIMEOUT_S, WeightGroup
+from arealite.weights.transport import Weights
 
 
 class WeightReceiver:
-    """The group this server is in, if any. Methods block: call them on a thread."""
+    """The process group that this server has joined, if any. Methods block: call them on a thread."""
 
     def __init__(self) -> None:
         self._name = ""
         self._group: WeightGroup | None = None
 
     def join(self, body: dict[str, Any]) -> None:
+        """Join the group that the body of `/init_weights_update_group` describes."""
         try:
             address, port = str(body["master_address"]), int(body["master_port"])
             rank, size = int(body["rank_offset"]), int(body["world_size"])
@@ -39,27 +38,29 @@ class WeightReceiver:
         if backend != "gloo":
             raise RequestError(f"backend is {backend!r}; the embedded engine receives weights over gloo")
         self._group = None
-        limits = {"join_timeout_s": JOIN_TIMEOUT_S, "timeout_s": TIMEOUT_S}
         try:
-            self._group = WeightGroup(address, port, rank, size, name, **limits)
+            self._group = WeightGroup(address, port, rank, size, name, timeout_s=RECEIVE_TIMEOUT_S)
         except RuntimeError as error:
-            cause = str(error).splitlines()[0]  # torch adds its stack
+            # torch appends its stack to the first line.
+            cause = str(error).splitlines()[0]
             raise WeightUpdateError(f"cannot join the group at {address}:{port}: {cause}") from error
         self._name = name
 
-    def receive(self, body: dict[str, Any]) -> dict[str, Any]:
+    def receive(self, body: dict[str, Any]) -> Weights:
+        """Receive the tensors that the body of `/update_weights_from_distributed` lists."""
         group = self._group
         if group is None or body.get("group_name") != self._name:
             raise RequestError(f"this server is not in the group {body.get('group_name')!r}")
         try:
-            specs = parse_specs(body.get("names"), body.get("dtypes"), body.get("shapes"))
+            layout = TensorLayout.from_lists(body.get("names"), body.get("dtypes"), body.get("shapes"))
         except (ValueError, TypeError) as error:
             raise RequestError(
-                f"names, dtypes and shapes must list name, type and shape of each tensor: {error}"
+                f"names, dtypes and shapes must list name, dtype and shape of each tensor: {error}"
             ) from error
         try:
-            return group.receive(specs)
+            return group.receive(layout)
         except RuntimeError as error:
-            if self._group is group:  # and no other was joined meanwhile
+            # Keep a group that was joined meanwhile.
+            if self._group is group:
                 self._group = None
             raise WeightUpdateError(f"the broadcast broke off: {error}. The old weights are still served") from error

@@ -21,10 +21,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.inference.adapters import Adapter, Weights, read_adapter, read_tensors
+from arealite.inference.adapters import Adapter, read_adapter
 from arealite.inference.sharding import Shards
-from arealite.weights.device_memory import attach
 from arealite.weights.fingerprint import Fingerprints, fingerprints
+from arealite.weights.select import make_transport
+from arealite.weights.transport import Weights
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -104,7 +105,7 @@ class ServedWeights:
             return self._match(source.tensors, meta.path)
         if meta.is_adapter:
             return self._stage_adapter(read_adapter(meta.path), meta.path)
-        weights = attach(meta.path) if meta.type == "shm" else read_tensors(Path(meta.path), "model")
+        weights = make_transport(meta).open(meta)
         if Path(meta.path).is_dir() and not {n for n, _ in self.model.named_parameters()} <= set(weights):
             weights = self._convert(meta.path, weights) or weights
         return self._match(weights, meta.path)

@@ -21,12 +21,12 @@ from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
-from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.evaluate import evaluate
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
+from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.rlvr import RLVRWorkflow
 

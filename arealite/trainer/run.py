@@ -22,7 +22,6 @@ from arealite.api.io_struct import FinetuneSpec, StepInfo
 from arealite.controller.driver import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.base import RemoteEngine
-from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -30,6 +29,7 @@ from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import RunDir
+from arealite.weights.sync import make_weight_meta, sync_weights
 
 logger = logging.getLogger("arealite.run")
 # Steps in a row without any signal before a warning.

@@ -15,13 +15,8 @@ import torch
 import torch.distributed as dist
 
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import Batch, Stat, Stats
+from arealite.api.io_struct import Stat, Stats
 from arealite.utils.network import GROUP_TIMED_OUT
-
-_ALIGN = 8
-_DTYPES = {str(d).removeprefix("torch."): d for d in (
-    torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)}  # fmt: skip
 
 
 def rank() -> int:
@@ -45,6 +40,11 @@ def set_replica_size(size: int) -> None:
     """
     global _replica_size
     _replica_size = size
+
+
+def replica_size() -> int:
+    """How many ranks hold one replica of the trained model."""
+    return _replica_size
 
 
 def data_size() -> int:
@@ -104,54 +104,6 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
     data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
     dist.broadcast(data, src, group)
     return obj if mine else json.loads(bytes(data.numpy()))
-
-
-def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
-    """Return this rank's share; rank 0 passes one batch per replica (`data_size` of them)."""
-    if world_size() == 1:
-        assert shares is not None
-        return shares[0]
-    me = dist.get_rank(group)
-    if me == 0:
-        assert shares is not None and len(shares) == data_size()
-    packed = None if shares is None or me else [to_bytes(share) for share in shares]
-    headers = broadcast_json(None if packed is None else [head for head, _ in packed], 0, group)
-    if packed is not None:
-        assert shares is not None
-        for other in range(1, world_size()):
-            dist.send(packed[other // _replica_size][1], other, group)
-        return shares[0]
-    mine = headers[me // _replica_size]
-    data = torch.empty(sum(_padded(_num_bytes(*spec[1:])) for spec in mine), dtype=torch.uint8)
-    dist.recv(data, 0, group)
-    return from_bytes(mine, data)
-
-
-def to_bytes(batch: Batch) -> tuple[list[tuple[str, str, list[int]]], torch.Tensor]:
-    """A batch as (name, type, shape) of each column, and all their bytes in one tensor on the host."""
-    batch = {k: v.detach().cpu().contiguous() for k, v in batch.items()}
-    header = [(k, str(v.dtype).removeprefix("torch."), list(v.shape)) for k, v in batch.items()]
-    flat = [v.reshape(-1).view(torch.uint8) for v in batch.values()]
-    padded = [torch.nn.functional.pad(f, (0, _padded(len(f)) - len(f))) for f in flat]
-    return header, torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
-
-
-def from_bytes(header: list[tuple[str, str, list[int]]], data: torch.Tensor) -> Batch:
-    """What `to_bytes` was given; the columns are views of `data`."""
-    batch, offset = {}, 0
-    for key, dtype, shape in header:
-        size = _num_bytes(dtype, shape)
-        batch[key] = data[offset : offset + size].view(_DTYPES[dtype]).view(shape)
-        offset += _padded(size)
-    return batch
-
-
-def _num_bytes(dtype: str, shape: list[int]) -> int:
-    return _DTYPES[dtype].itemsize * torch.Size(shape).numel()
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, int]:

@@ -1,97 +1,63 @@
-"""Weights shared on the GPU: a file that says where they lie, and CUDA IPC handles to map them in another process.
+"""Weights in device memory: one buffer on the trainer's GPU, mapped by servers on the same GPU through CUDA IPC.
 
-The trainer makes one buffer with room for all of them and copies into it at each update; a server on the same GPU maps it once and copies out of it, device to
-device. The file is JSON (names, types, shapes, handles in base64): nothing is unpickled. The buffer lives until the trainer lets go of it, so what was published
-last can be read by a server that comes late. Not every pair of processes can do this (other GPUs visible, other containers): `make_probe` and `read_probe` find
-out beforehand.
+The file at `path` says where the buffer is; it is JSON (GPU, IPC handle, layout), nothing is unpickled. The buffer lives
+until the trainer unlinks it, so a server that joins late can still read it. Not every pair of processes can share
+memory (other visible GPUs, other containers): the transport's `probe` finds out beforehand.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from arealite.api.errors import WeightUpdateError
-from arealite.weights.fingerprint import fingerprint
-from arealite.weights.host_memory import SharedWeights
+from arealite.weights.layout import TensorLayout
+from arealite.weights.segment import Segment, SegmentTransport
 
 SUFFIX = ".cuda"
 _ALIGN = 256
-_made: dict[str, DeviceWeights] = {}  # by this process: it cannot map its own handles
-_mapped: dict[str, tuple[str, DeviceWeights]] = {}
+# Positions, in what torch's `_share_cuda_` returns after the device, of the counter of the buffer's users.
+_COUNTER = slice(3, 5)
+# Segments that this process created: CUDA cannot map the handles of its own process.
+_created: dict[Path, DeviceWeights] = {}
+_mapped: dict[Path, tuple[str, DeviceWeights]] = {}
 
 
-def attach(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a segment in shared memory, or, if its name ends in `.cuda`, on the GPU."""
-    if not path.endswith(SUFFIX):
-        return SharedWeights.attach(path).tensors
-    return DeviceWeights.attach(path).tensors
+class DeviceWeights(Segment):
+    """Named tensors in one buffer on a GPU. `tensors` are views of it."""
 
-
-def visible_gpus() -> list[str]:
-    """Names of the GPUs this process sees that are the same in every process."""
-    count = torch.cuda.device_count()
-    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-
-
-def make_probe(path: str) -> tuple[DeviceWeights | SharedWeights, str]:
-    """A small segment in shared memory, or on the current GPU if the name says so, and what whoever can map it reads there."""
-    kind = DeviceWeights if path.endswith(SUFFIX) else SharedWeights
-    made = kind.create(path, {"probe": torch.empty(64, dtype=torch.int64)})
-    made.tensors["probe"].random_()
-    made.publish()
-    return made, fingerprint(made.tensors["probe"])
-
-
-def read_probe(path: str) -> str:
-    """What this process reads of another's probe; the reason if it cannot."""
-    try:
-        return fingerprint(attach(path)["probe"])
-    except (WeightUpdateError, KeyError) as error:
-        return str(error)
-    finally:
-        _mapped.pop(path, None)
-        SharedWeights.forget(path)
-
-
-class DeviceWeights:
-    """Named tensors in one buffer on a GPU. `tensors` are views: writing to them is seen by whoever has mapped it."""
-
-    def __init__(self, path: str, buffer: torch.Tensor, layout: dict[str, dict[str, Any]]):
-        self.path, self.buffer = path, buffer
-        self.tensors = {name: self._view(**entry) for name, entry in layout.items()}
+    def __init__(self, path: str | Path, buffer: torch.Tensor, layout: TensorLayout):
+        self.path, self._buffer = Path(path), buffer
+        self.tensors = layout.views(buffer)
+        self._handle: list[Any] = []
 
     @classmethod
-    def create(cls, path: str, like: dict[str, torch.Tensor]) -> DeviceWeights:
-        """Make room on the current GPU for tensors shaped as in `like`, and the file that tells where."""
-        layout, offset = {}, 0
-        for name, tensor in like.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            layout[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-            offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        buffer = torch.empty(offset, dtype=torch.uint8, device="cuda")
-        _, *handle = buffer.untyped_storage()._share_cuda_()
+    def create(cls, path: str | Path, like: Mapping[str, torch.Tensor]) -> DeviceWeights:
+        layout = TensorLayout.of(like, _ALIGN)
+        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device="cuda")
+        made = cls(path, buffer, layout)
+        _, *made._handle = buffer.untyped_storage()._share_cuda_()
+        fields = [base64.b64encode(f).decode() if isinstance(f, bytes) else f for f in made._handle]
         gpu = visible_gpus()[torch.cuda.current_device()]
-        fields = [base64.b64encode(f).decode() if isinstance(f, bytes) else f for f in handle]
         aside = Path(f"{path}.partial")
-        aside.write_text(json.dumps({"gpu": gpu, "handle": fields, "tensors": layout}))
+        aside.write_text(json.dumps({"gpu": gpu, "handle": fields, "layout": layout.to_json()}))
         aside.chmod(0o600)
         aside.rename(path)
-        _made[path] = cls(path, buffer, layout)
-        return _made[path]
+        _created[made.path] = made
+        return made
 
     @classmethod
-    def attach(cls, path: str) -> DeviceWeights:
-        """Map what another process has made; what this one made, as it is."""
-        if path in _made:
-            return _made[path]
+    def attach(cls, path: str | Path) -> DeviceWeights:
+        path = Path(path)
+        if path in _created:
+            return _created[path]
         try:
-            text = Path(path).read_text()
+            text = path.read_text()
             if path not in _mapped or _mapped[path][0] != text:
                 _mapped[path] = (text, cls._map(path, json.loads(text)))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -99,30 +65,44 @@ class DeviceWeights:
         return _mapped[path][1]
 
     @classmethod
-    def _map(cls, path: str, described: dict[str, Any]) -> DeviceWeights:
+    def _map(cls, path: Path, fields: dict[str, Any]) -> DeviceWeights:
         gpus = visible_gpus()
-        if described["gpu"] not in gpus:
+        if fields["gpu"] not in gpus:
             raise WeightUpdateError(
-                f"the trainer's weights lie on GPU {described['gpu']}, which this process does not see: start it with that "
-                "one visible, or set rollout.weight_update=disk"
+                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with that GPU "
+                "visible, or set rollout.weight_update=disk"
             )
-        device = gpus.index(described["gpu"])
-        handle = [base64.b64decode(f) if isinstance(f, str) else f for f in described["handle"]]
+        device = gpus.index(fields["gpu"])
+        handle = [base64.b64decode(f) if isinstance(f, str) else f for f in fields["handle"]]
         storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
         buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
-        return cls(path, buffer, described["tensors"])
+        return cls(path, buffer, TensorLayout.from_json(fields["layout"]))
 
-    def publish(self) -> None:
-        """Wait until what was copied into the tensors is there for others."""
-        torch.cuda.synchronize(self.buffer.device)
+    @classmethod
+    def detach(cls, path: str | Path) -> None:
+        _mapped.pop(Path(path), None)
+
+    def flush(self) -> None:
+        torch.cuda.synchronize(self._buffer.device)
 
     def unlink(self) -> None:
-        """Remove the file and forget the buffer."""
-        _made.pop(self.path, None)
-        if os.path.exists(self.path):
-            os.unlink(self.path)
+        _created.pop(self.path, None)
+        self.path.unlink(missing_ok=True)
+        if self._handle:
+            # torch counts one user of the buffer from the start, whether or not a server has mapped it, and would keep
+            # the memory and warn at exit. The trainer alone decides how long the buffer lives.
+            torch.UntypedStorage._release_ipc_counter_cuda(*self._handle[_COUNTER])
+            self._handle = []
 
-    def _view(self, dtype: str, shape: list[int], offset: int) -> torch.Tensor:
-        kind = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        return self.buffer[offset : offset + size].view(kind).view(shape)
+
+class DeviceMemoryTransport(SegmentTransport):
+    """Weights in a buffer on the trainer's GPU."""
+
+    segment_class = DeviceWeights
+    suffix = SUFFIX
+
+
+def visible_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs that this process sees. They are the same in every process."""
+    count = torch.cuda.device_count()
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]

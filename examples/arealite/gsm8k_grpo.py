@@ -18,12 +18,12 @@ from arealite.dataset import StatefulDataLoader, get_gsm8k_rl, load_tokenizer
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.trainer.evaluate import evaluate
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
+from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.rlvr import RLVRWorkflow
 

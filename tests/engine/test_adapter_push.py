@@ -13,8 +13,8 @@ from arealite.api.io_struct import ModelRequest
 from arealite.core.waits import NamedWait
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.utils.network import free_port
+from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 from tests.server_process import server_process
 

@@ -10,19 +10,21 @@ from transformers import Qwen2ForCausalLM
 
 from arealite.api.errors import ServerError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.engine.weight_sync import sync_weights
 from arealite.utils.network import free_port
 from arealite.weights import process_group as weight_group
-from arealite.weights.process_group import Outbox, WeightGroup, put_outbox, specs_of
+from arealite.weights.layout import TensorLayout
+from arealite.weights.outbox import Outbox, fill_outbox
+from arealite.weights.process_group import WeightGroup
+from arealite.weights.sync import sync_weights
 from tests.engine.test_fleet import background, connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
 
 LIMITS = {"join_timeout_s": 20, "timeout_s": 20}
 
 
-@pytest.mark.parametrize("bucket_bytes", [128, 1 << 20])
-def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", bucket_bytes)
+@pytest.mark.parametrize("portion_bytes", [128, 1 << 20])
+def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, portion_bytes):
+    monkeypatch.setattr(weight_group, "PORTION_BYTES", portion_bytes)
     torch.manual_seed(0)
     tensors = {
         "a": torch.randn(7, 3),
@@ -35,7 +37,7 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, bucket_byte
 
     def receive():
         group = WeightGroup("127.0.0.1", port, 1, 2, "test", **LIMITS)
-        got.extend(group.receive(specs_of(tensors)) for _ in range(2))
+        got.extend(group.receive(TensorLayout.of(tensors)) for _ in range(2))
 
     thread = threading.Thread(target=receive)
     thread.start()
@@ -82,7 +84,7 @@ class Gathering:
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
 
     def update_weights(self, meta):
-        put_outbox(meta.path, self.parameters())
+        fill_outbox(meta.path, self.parameters())
 
     def parameters(self):
         for index, pair in enumerate(self.model.named_parameters()):
@@ -101,7 +103,7 @@ def test_buckets_travel_while_others_are_gathered_and_generation_goes_on(
     steady,  # noqa: F811
     monkeypatch,
 ):
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)  # every tensor is a bucket of its own
+    monkeypatch.setattr(weight_group, "PORTION_BYTES", 1)  # every tensor is a bucket of its own
     sent, broadcast = [], WeightGroup._broadcast
     monkeypatch.setattr(WeightGroup, "_broadcast", lambda *a: (broadcast(*a), sent.append(1)))
     engine = connect(steady, pause_mode="in_place", health_timeout_s=60.0)
@@ -132,7 +134,7 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, two)
         before = run(engine, engine.agenerate(request(3, max_new_tokens=20))).output_tokens
-        put_outbox("", model.named_parameters())
+        fill_outbox("", model.named_parameters())
         for version in (1, 2):
             engine.update_weights(WeightUpdateMeta("broadcast", "", version))
         assert one.get("weights_checker") == two.get("weights_checker")
@@ -150,7 +152,7 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
 def test_a_server_that_dies_before_the_group_has_met_leaves_the_others(model_path, connect, steady):  # noqa: F811
     with server_process(model_path) as one:
         engine = connect(one, steady, health_timeout_s=60.0)
-        put_outbox("early", other_weights(model_path).named_parameters())
+        fill_outbox("early", other_weights(model_path).named_parameters())
         one.signal(signal.SIGKILL)
         one.process.wait()
         engine.update_weights(WeightUpdateMeta("broadcast", "early", 1))
@@ -163,7 +165,7 @@ def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(
     steady,  # noqa: F811
     monkeypatch,
 ):
-    monkeypatch.setattr(weight_group, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(weight_group, "PORTION_BYTES", 1)
     engine = connect(steady, pause_mode="in_place", health_timeout_s=60.0)
     actor = Gathering(other_weights(model_path))
     meta = WeightUpdateMeta("broadcast", "twice", 1)
@@ -174,7 +176,7 @@ def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(
         update = thread.submit(sync_weights, actor, engine, meta.with_version(2))
         assert actor.has_begun.wait(60)
         (server,) = engine.router.servers.values()
-        until(lambda: server.requests)  # it is told to receive
+        until(lambda: server.has_requests)  # it receives now
         given_up = ServerError("as if it had been silent")
         engine.executor.runner.loop.call_soon_threadsafe(engine.fleet.lose, server, given_up)
         until(lambda: steady.get("server_info")["paused"])  # and is now sent the weights alone

@@ -18,6 +18,7 @@ from arealite.engine.remote.collecting import CollectingEngine
 from arealite.utils import distributed
 from arealite.utils.config import run_main
 from arealite.utils.data import select_rows
+from arealite.weights.scatter import scatter_batches
 
 
 def _exchange(rank):
@@ -26,7 +27,7 @@ def _exchange(rank):
     batch = random_batch([4, 9, 3])
     batch["truncated"] = torch.tensor([True, False, True])
     shares = [select_rows(batch, [0, 2]), select_rows(batch, [1])]
-    mine = distributed.scatter_batches(shares if rank == 0 else None)
+    mine = scatter_batches(shares if rank == 0 else None)
     same = all(torch.equal(mine[k], v) and mine[k].dtype == v.dtype for k, v in shares[rank].items())
     word = distributed.broadcast_json({"from": rank, "text": "é"})
     rows, start = distributed.all_gather_rows(torch.arange(rank + 1) + 10 * rank)
@@ -54,7 +55,7 @@ def _same_data(rank):
     distributed.init_process_group("cpu")
     distributed.set_replica_size(2)
     batch = random_batch([4, 9, 3])
-    mine = distributed.scatter_batches([batch] if rank == 0 else None)
+    mine = scatter_batches([batch] if rank == 0 else None)
     distributed.set_replica_size(1)
     return mine["input_ids"].tolist() == batch["input_ids"].tolist()
 
@@ -65,7 +66,7 @@ def test_ranks_of_one_replica_get_the_same_data(two_ranks):
 
 def test_one_process_needs_no_group():
     batch = random_batch([4, 9])
-    assert distributed.scatter_batches([batch]) is batch
+    assert scatter_batches([batch]) is batch
     assert distributed.broadcast_json([1]) == [1]
     assert distributed.all_reduce_stats({"a": Stat(torch.tensor(4.0), 2.0)}) == {"a": 2.0}
 

@@ -14,7 +14,7 @@ from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
-from arealite.weights.process_group import put_outbox
+from arealite.weights.outbox import fill_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -74,7 +74,7 @@ def test_a_group_equals_single_requests_and_new_weights_are_used(make, model_pat
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.mul_(-1.5)
-    put_outbox("embedded", model.named_parameters())
+    fill_outbox("embedded", model.named_parameters())
     engine.update_weights(WeightUpdateMeta("broadcast", "embedded", 1))
     after = run(engine, engine.agenerate(ModelRequest(prompt, gconfig, seed=4)))
     assert after.output_tokens != group[0].output_tokens and set(after.output_versions) == {1}
@@ -95,7 +95,7 @@ def test_broken_weights_are_told(make, model_path):
     engine = make()
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model.model.norm.weight.data.fill_(float("nan"))
-    put_outbox("broken", model.named_parameters())
+    fill_outbox("broken", model.named_parameters())
     with pytest.raises(WeightUpdateError, match=r"norm\.weight holds NaN"):
         engine.update_weights(WeightUpdateMeta("broadcast", "broken", 1))
     engine.engine.model.model.norm.weight.fill_(float("nan"))
@@ -147,6 +147,6 @@ def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
 
 def test_an_engine_that_takes_no_weights_in_time_is_named(make, model_path, monkeypatch):
     engine = make(setup_timeout_s=0.05)
-    monkeypatch.setattr(engine.engine, "update_weights_from_disk", lambda *_: Future())
+    monkeypatch.setattr(engine.engine, "update", lambda *_: Future())
     with pytest.raises(WaitTimeout, match=r"rollout.setup_timeout_s\) for version 1"):
         engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))

@@ -181,22 +181,22 @@ def test_rollout_workers_give_a_hanging_server_up_and_know_what_each_one_holds()
         for address in ("a:1", "b:1"):
             owner.router.add(address)
         owner.router.servers["a:1"].version = 7  # in the middle of an update
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         versions = {s.address: s.version for s in worker.router.servers.values()}
         hanging = worker.router.servers["b:1"]
 
         async def ask():
-            with hanging.asked():
+            with hanging.track_request():
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(ask())
         await asyncio.sleep(0)
         owner.lose(owner.router.servers["b:1"], ServerError("silent"))
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         with pytest.raises(ServerError, match="given up"):
             await asyncio.wait_for(task, 10)
         owner.router.open(owner.router.servers["b:1"])
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         await owner.close()
         return versions, hanging.is_open and not hanging.is_lost
 
@@ -204,7 +204,7 @@ def test_rollout_workers_give_a_hanging_server_up_and_know_what_each_one_holds()
 
 
 class Silent:
-    """A wire on which nobody answers."""
+    """A client that reaches no server."""
 
     async def probe(self, server):
         raise ServerError("silent")
@@ -216,7 +216,7 @@ def test_the_deadline_of_a_request_is_for_all_attempts(model_path, connect, stea
     async def no_answer(server, progress, count):
         await asyncio.Event().wait()
 
-    engine.send = no_answer
+    engine.client.generate = no_answer
     with pytest.raises(WaitTimeout, match=r"rollout.request_timeout_s.*\n.*\n.*very slow"):
         run(engine, engine.agenerate(request(1)))
 

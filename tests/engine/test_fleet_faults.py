@@ -18,7 +18,8 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.engine.remote.fleet import Fleet
-from arealite.utils.http import HttpClient, UnreachableError
+from arealite.engine.remote.server import ServerInfo
+from arealite.utils.json_client import JsonClient, UnreachableError
 from arealite.utils.network import free_port
 from arealite.weights.fingerprint import fingerprints
 from tests.engine.test_fleet import TOKENS, background, connect, is_open, request, run, steady, steady_process, until  # noqa: F401
@@ -37,13 +38,13 @@ def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path
         torn = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
         held = fingerprints(torn.named_parameters())
-        true, asked, is_torn = engine.fingerprints, [], [True]
+        true, asked, is_torn = engine.client.fingerprints, [], [True]
 
-        async def told(server):
+        async def torn_fingerprints(server):
             asked.append(server.address)
             return held if is_torn[0] and server.address == one.address else await true(server)
 
-        engine.fingerprints = told
+        engine.client.fingerprints = torn_fingerprints
         on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
         until(lambda: asked.count(one.address) > 2)
         assert not is_open(engine, one) and is_open(engine, steady)
@@ -69,7 +70,7 @@ def test_an_update_does_not_wait_for_a_server_that_hangs_while_it_catches_up(
 ):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady, health_timeout_s=1.5, setup_timeout_s=600.0)
-        load, hangs = engine.load_weights, threading.Event()
+        load, hangs = engine.client.load_folder, threading.Event()
 
         def stop_and_load(server, meta):
             if server.address == one.address:
@@ -77,12 +78,12 @@ def test_an_update_does_not_wait_for_a_server_that_hangs_while_it_catches_up(
                 hangs.set()
             return load(server, meta)
 
-        engine.fleet._published = WeightUpdateMeta("disk", str(model_path), 1)
-        engine.fleet.version = 1
-        engine.load_weights = stop_and_load
+        engine.fleet.updater._published = WeightUpdateMeta("disk", str(model_path), 1)
+        engine.fleet.updater.version = 1
+        engine.client.load_folder = stop_and_load
         on_loop(engine, engine.fleet.suspect, engine.router.servers[one.address], ServerError("x"))
         assert hangs.wait(30)
-        engine.load_weights = load
+        engine.client.load_folder = load
         update = threading.Thread(target=engine.update_weights, args=[WeightUpdateMeta("disk", str(model_path), 2)])
         update.start()
         update.join(30)
@@ -100,13 +101,13 @@ def test_one_garbled_answer_costs_a_server_no_more_than_another_look(
     steady,  # noqa: F811
 ):
     engine = connect(steady)
-    get, answers = engine.http.get, [None, [], {}]
+    get, answers = engine.client.http.get, [None, [], {}]
 
     async def garble(url, timeout_s=None):
         is_meant = url.endswith(garbled) and answers
         return answers.pop() if is_meant else await get(url, timeout_s)
 
-    engine.http.get = garble
+    engine.client.http.get = garble
     engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
     on_loop(engine, engine.fleet.suspect, engine.router.servers[steady.address], ServerError("x"))
     until(lambda: not answers and is_open(engine, steady))
@@ -130,41 +131,41 @@ def test_the_least_length_may_be_longer_than_a_segment(connect, steady):  # noqa
 
 
 class Obedient:
-    """A wire on which everybody answers; remembers who was told to go on."""
+    """A client that reaches every server; records which servers it has resumed."""
 
     def __init__(self):
-        self.continued = []
+        self.resumed = []
 
     async def probe(self, server):
-        server.version = 7
+        return ServerInfo(version=7)
 
-    async def continue_server(self, server):
-        self.continued.append(server.address)
+    async def resume(self, server):
+        self.resumed.append(server.address)
 
 
 def test_a_rollout_worker_neither_continues_nor_opens_what_its_owner_has_closed():
     """The owner may have paused the server in the middle of an update, or found wrong weights in it."""
 
     async def worker_side():
-        wire = Obedient()
-        owner, worker = (Fleet(InferenceEngineConfig(), wire) for _ in range(2))  # pyright: ignore
+        client = Obedient()
+        owner, worker = (Fleet(InferenceEngineConfig(), client) for _ in range(2))  # pyright: ignore
         server = owner.router.add("a:1")
         server.version = 7
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         mine = worker.router.servers["a:1"]
         owner.router.close(server)
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         worker.suspect(mine, ServerError("x"))
         for _ in range(20):
             await asyncio.sleep(0)
         while_closed = mine.is_open
         owner.router.open(server)
-        worker.follow(owner.state())
+        worker.mirror(owner.state())
         async with asyncio.timeout(10):
-            while worker._reviving or not mine.is_open:
+            while worker._recovering or not mine.is_open:
                 await asyncio.sleep(0.01)
         await worker.close()
-        return while_closed, wire.continued
+        return while_closed, client.resumed
 
     assert asyncio.run(worker_side()) == (False, [])
 
@@ -181,12 +182,12 @@ def test_a_server_that_is_stopped_while_it_reads_new_weights_stops_no_run(
     os.mkfifo(slow / "model.safetensors.index.json")
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady)
-        load = engine.load_weights
+        load = engine.client.load_folder
 
         def load_slowly(server, meta):
             return load(server, replace(meta, path=str(slow)) if server.address == one.address else meta)
 
-        engine.load_weights = load_slowly
+        engine.client.load_folder = load_slowly
         meta = WeightUpdateMeta("disk", str(model_path), 1)
         with ThreadPoolExecutor(1) as pool:
             update = pool.submit(engine.update_weights, meta)
@@ -216,10 +217,10 @@ def test_servers_that_cannot_be_reached_use_up_no_attempts(connect, steady):  # 
 
 def test_who_cannot_be_connected_to_is_told_so_and_when(monkeypatch):
     """Not that it gave no answer within the hour that a generation may take."""
-    monkeypatch.setattr("arealite.utils.http.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("arealite.utils.json_client.CONNECT_TIMEOUT_S", 0.2)
 
     async def ask(address):
-        client = HttpClient()
+        client = JsonClient()
         try:
             await client.post(f"http://{address}/generate", {}, 3600.0)
         finally:

@@ -5,8 +5,8 @@ import pytest
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
 from arealite.engine.remote.base import NAMES_ENV
-from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.utils.http import HttpError
+from arealite.engine.sglang_remote import RemoteSGLangEngine, SGLangClient
+from arealite.utils.json_client import HttpError
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.network import free_port
 from arealite.utils.rundir import RunDir
@@ -69,7 +69,7 @@ def test_one_that_is_refused_again_and_again_is_told_of_whatever_way_weights_tak
         engine = RemoteSGLangEngine(InferenceEngineConfig(), ledger_path=tmp_path / "run.sqlite")
         try:
             engine.initialize([one.address])
-            monkeypatch.setattr(RemoteSGLangEngine, "probe", refuses)
+            monkeypatch.setattr(SGLangClient, "probe", refuses)
             leases = elastic_names(RunDir(tmp_path))
             leases.publish(f"{ELASTIC_PREFIX}guest", "127.0.0.1:9")
             until(lambda: len(asked) > 3)

@@ -9,11 +9,11 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
-from arealite.engine.remote.published import read_published
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
+from arealite.weights.select import make_transport
 
 peft = pytest.importorskip("peft")
 BATCH = random_batch([5, 12, 7, 9])
@@ -79,7 +79,7 @@ def test_shared_memory_and_broadcast_publish_merged_weights(way, model_dirs, tmp
     engine = lora_engine(model_dirs["qwen2"])
     meta = WeightUpdateMeta(way, str(tmp_path / "segment"))
     engine.update_weights(meta)
-    published = read_published(meta)
+    published = make_transport(meta).open(meta)
     merged = AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"])
     assert set(published) == set(dict(merged.named_parameters()))
     merged.load_state_dict(published, strict=False)

@@ -95,7 +95,7 @@ def test_refused_request_is_not_retried(server, connect):
     long = ModelRequest([5] * 600, GenerationHyperparameters(max_new_tokens=8))
     with pytest.raises(RequestError, match="600"):
         run(engine, engine.agenerate(long))
-    assert engine.router.servers[server.address].failures == 0
+    assert engine.router.servers[server.address].num_failures == 0
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])

@@ -12,11 +12,11 @@ from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, get_gsm8k_rl
 from arealite.engine.backends import remote_engine_class
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.engine.weight_sync import make_weight_meta, sync_weights
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
 from arealite.utils.distributed import rank
 from arealite.utils.rundir import RunDir
+from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 
 

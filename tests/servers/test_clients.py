@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,11 @@ from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConf
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.remote import fleet
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
+from arealite.weights.disk import DiskTransport, read_tensors
 from arealite.weights.host_memory import SharedWeights
-from arealite.weights.process_group import put_outbox
+from arealite.weights.outbox import fill_outbox
 
 ENGINES = {"embedded": RemoteSGLangEngine, "sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
 PROMPT = [5, 17, 40, 8, 61]
@@ -117,7 +118,7 @@ def publish() -> Iterator:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         tensors = {name: p.detach() for name, p in model.named_parameters()}
         if way == "broadcast":
-            put_outbox("test", tensors.items())
+            fill_outbox("test", tensors.items())
             return WeightUpdateMeta("broadcast", "test", version)
         shared = SharedWeights.create(segment, tensors)
         for name, tensor in tensors.items():
@@ -130,7 +131,7 @@ def publish() -> Iterator:
 
 @pytest.mark.parametrize("way", ["disk", "shm", "broadcast"])
 def test_new_weights_are_used_from_the_next_token_on(engine, models, publish, way, monkeypatch):
-    monkeypatch.setattr("arealite.weights.process_group.BUCKET_BYTES", 50_000)  # several portions
+    monkeypatch.setattr("arealite.weights.process_group.PORTION_BYTES", 50_000)  # several portions
     for version in (2, 3):
         path = models[version - 1]
         engine.update_weights(publish(way, path, version))
@@ -141,8 +142,8 @@ def test_new_weights_are_used_from_the_next_token_on(engine, models, publish, wa
 
 
 def test_a_server_that_holds_other_weights_stops_the_run(engine, models, monkeypatch):
-    published = fleet.read_published(WeightUpdateMeta("disk", str(models[2])))
-    monkeypatch.setattr(fleet, "read_published", lambda meta: published)
+    published = read_tensors(models[2], "model")
+    monkeypatch.setattr(DiskTransport, "open", lambda self, meta: published)
     with pytest.raises(WeightUpdateError, match=r"its tensor model\.\S+\.weight differs"):
         engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
 
@@ -186,7 +187,7 @@ def make_adapter(base: Path, folder: Path, seed: int) -> tuple[Path, torch.nn.Mo
 def test_vllm_by_completions(engine, models, servers):
     """The client uses the completions endpoint of a vLLM without the token endpoint. This vLLM has both."""
     for server in engine.router.servers.values():
-        server.kind = _BY_COMPLETIONS
+        server.update_info(replace(server.info, kind=_BY_COMPLETIONS, version=server.version))
     test_logprobs_are_those_of_a_local_forward(engine, models, 0.7)
     test_a_group_is_of_different_samples(engine)
     test_an_update_in_flight_keeps_the_tokens_and_marks_their_versions(engine, models, servers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import ConfigError
@@ -14,6 +15,8 @@ from arealite.core.waits import NamedWait
 from arealite.engine.remote.base import Piece, Progress
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
+from arealite.weights.outbox import fill_outbox
+from arealite.weights.process_group import ProcessGroupTransport
 
 OLD_SGLANG = {
     **{"/health": {}, "/get_model_info": {"weight_version": "default"}, "/generate": {}},
@@ -80,7 +83,7 @@ def connect() -> Iterator[Callable]:
 
 def test_older_sglang_is_asked_under_its_names(connect):
     stub, engine, server = connect(RemoteSGLangEngine, OLD_SGLANG)
-    assert (server.kind, server.num_ranks, server.device) == ("sglang", 2, "cuda")
+    assert (server.info.kind, server.num_ranks, server.info.device) == ("sglang", 2, "cuda")
     assert "/model_info" in stub.asked and "/get_server_info" in stub.asked
     engine.update_weights(WeightUpdateMeta("disk", "/weights", 1))
     assert "/update_weights_from_disk" in stub.asked and "/begin_weight_update" not in stub.asked
@@ -89,7 +92,7 @@ def test_older_sglang_is_asked_under_its_names(connect):
 
 def test_older_vllm_is_asked_by_completions_and_cannot_take_a_broadcast(connect):
     stub, _, server = connect(RemotevLLMEngine, OLD_VLLM)
-    assert (server.kind, server.device, server.version) == (_BY_COMPLETIONS, "cuda", 0)
+    assert (server.info.kind, server.info.device, server.version) == (_BY_COMPLETIONS, "cuda", 0)
     assert "/weight_info" not in stub.asked
 
 
@@ -116,14 +119,14 @@ def test_half_of_the_weights_are_no_version(connect, monkeypatch):
     session = {"/begin_weight_update": {}, "/end_weight_update": {}}
     stub, engine, _ = connect(RemoteSGLangEngine, OLD_SGLANG | session)
 
-    async def opened(*_) -> None:
+    async def connected(*_) -> None:
         pass
 
-    monkeypatch.setattr(engine.sender, "open", opened)
-    portions = [[("a", "float32", [2])], [("b", "bfloat16", [3])]]
-    monkeypatch.setattr(engine.sender, "portions", lambda meta: portions)
+    monkeypatch.setattr(ProcessGroupTransport, "connect", connected)
+    monkeypatch.setattr("arealite.weights.process_group.PORTION_BYTES", 1)
+    fill_outbox("halves", [("a", torch.zeros(2)), ("b", torch.zeros(3, dtype=torch.bfloat16))])
     del stub.asked[:], stub.bodies[:]
-    engine.update_weights(WeightUpdateMeta("broadcast", "", 3))
+    engine.update_weights(WeightUpdateMeta("broadcast", "halves", 3))
     update = "/update_weights_from_distributed"
     sent = [body for path, body in zip(stub.asked, stub.bodies, strict=True) if path == update]
     assert [body["names"] for body in sent] == [["a"], ["b"]]

@@ -20,8 +20,8 @@ from arealite.core.waits import NamedWait
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.weight_sync import sync_weights
 from arealite.utils.data import concat_padded
+from arealite.weights.sync import sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 from tests.server_process import server_process
 

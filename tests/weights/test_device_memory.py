@@ -6,16 +6,24 @@ import pytest
 import torch
 
 from arealite.api.errors import WeightUpdateError
-from arealite.weights.device_memory import DeviceWeights, attach, read_probe
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.weights.device_memory import DeviceWeights
 from arealite.weights.host_memory import SharedWeights
+from arealite.weights.layout import TensorLayout
+from arealite.weights.select import make_transport, read_probe
+
+
+def open_segment(path):
+    meta = WeightUpdateMeta("shm", str(path))
+    return make_transport(meta).open(meta)
 
 
 def test_a_segment_of_another_gpu_is_refused_by_name(tmp_path):
     path = tmp_path / "weights.cuda"
-    layout = {"w": {"dtype": "float32", "shape": [2], "offset": 0}}
-    path.write_text(json.dumps({"gpu": "GPU-elsewhere", "handle": ["AA=="], "tensors": layout}))
+    layout = TensorLayout.of({"w": torch.empty(2)}).to_json()
+    path.write_text(json.dumps({"gpu": "GPU-elsewhere", "handle": ["AA=="], "layout": layout}))
     with pytest.raises(WeightUpdateError, match="GPU-elsewhere"):
-        attach(str(path))
+        open_segment(path)
     assert "GPU-elsewhere" in read_probe(str(path))
 
 
@@ -24,22 +32,19 @@ def test_a_torn_file_is_refused(text, tmp_path):
     path = tmp_path / "weights.cuda"
     path.write_text(text)
     with pytest.raises(WeightUpdateError, match=r"cannot map|does not see"):
-        attach(str(path))
+        open_segment(path)
     assert read_probe(str(tmp_path / "missing.cuda"))
 
 
 def test_a_name_without_the_suffix_is_shared_memory(tmp_path):
     made = SharedWeights.create(tmp_path / "weights", {"w": torch.ones(3)})
     made.tensors["w"].fill_(7)
-    assert attach(str(tmp_path / "weights"))["w"].tolist() == [7, 7, 7]
+    assert open_segment(tmp_path / "weights")["w"].tolist() == [7, 7, 7]
     made.unlink()
 
 
 def test_tensors_are_views_of_one_buffer():
-    layout = {
-        "a": {"dtype": "bfloat16", "shape": [2, 3], "offset": 0},
-        "b": {"dtype": "float32", "shape": [], "offset": 256},
-    }
+    layout = TensorLayout.of({"a": torch.empty(2, 3).bfloat16(), "b": torch.tensor(0.0)}, align=256)
     buffer = torch.zeros(512, dtype=torch.uint8)
     weights = DeviceWeights("x", buffer, layout)
     weights.tensors["a"].fill_(1.5)

@@ -16,11 +16,12 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.weight_sync import _can_share_gpu
 from arealite.inference.engine import Engine
 from arealite.inference.sharding import TensorGroup, shard_model
 from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import visible_gpus
+from arealite.weights.select import make_transport
+from arealite.weights.sync import _probe
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
 from tests.server_process import server_process
 
@@ -53,7 +54,7 @@ def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
     try:
         with server_process(tmp_path / "model", device="cuda", dtype="bfloat16", **SETTINGS) as server:
             engine.initialize([server.address])
-            assert _can_share_gpu(engine, path)
+            assert _probe(WeightUpdateMeta("shm", path), engine) == ""
             seen = [server.get("weights_checker")["fingerprint"]]
             for version in (1, 2):
                 with torch.no_grad():
@@ -65,7 +66,7 @@ def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
                 seen.append(server.get("weights_checker")["fingerprint"])
             assert len(set(seen)) == 3
             published = {n: p.full_tensor().to(torch.bfloat16) for n, p in actor.model.named_parameters()}
-            held = actor._shared.tensors
+            held = make_transport(meta).open(meta)
             assert all(torch.equal(held[n], p) for n, p in published.items())
             # A file that names another GPU is refused, and the old weights are still served.
             with open(path) as file:

@@ -9,7 +9,7 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.engine.weight_sync import make_weight_meta
+from arealite.weights.sync import make_weight_meta
 from tests.server_process import server_process
 
 
@@ -45,7 +45,7 @@ def test_else_disk_and_the_reason_is_told(reason, rollout, config, tmp_path, cap
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1000))
     if reason == "elsewhere":  # a server in a container, on another machine, or of another kind
         probe = "cannot attach shared weights: No such file"
-        monkeypatch.setattr(rollout, "server_info", lambda path: [{"probe": probe}])
+        monkeypatch.setattr(rollout, "read_probe", lambda path: [probe])
     config.actor.lora_rank = 4 if reason == "adapters" else 0
     meta = make_weight_meta(config, tmp_path, None if reason == "unasked" else rollout)
     assert (meta.type, meta.path) == ("disk", str(tmp_path / "weights"))

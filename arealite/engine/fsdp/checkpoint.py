@@ -28,7 +28,7 @@ from arealite.engine.fsdp import lora
 from arealite.engine.fsdp.model import PackedModel, fill_parameters, load_model
 from arealite.engine.fsdp.parallel import whole
 from arealite.utils import distributed
-from arealite.weights.host_memory import safetensors_header
+from arealite.weights.layout import TensorLayout
 
 Named = tuple[str, torch.Tensor]
 
@@ -60,11 +60,11 @@ _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vo
                "*.model", "preprocessor_config.json", "processor_config.json", "generation_config.json")  # fmt: skip
 
 
-def tensor_specs(engine: EngineState) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Return name, full shape and published dtype of each parameter; tied ones once, without adapters."""
+def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return what `gathered_parameters` yields, on `meta`: tied parameters once, adapters merged into their layers."""
     dtype = getattr(torch, engine.config.dtype)
-    parameters = engine.model.named_parameters()
-    return [(lora.plain_name(n), p.shape, dtype) for n, p in parameters if not lora.is_adapter(n)]
+    parameters = ((n, p) for n, p in engine.model.named_parameters() if not lora.is_adapter(n))
+    return {lora.plain_name(n): torch.empty(p.shape, dtype=dtype, device="meta") for n, p in parameters}
 
 
 def gathered_parameters(engine: EngineState, borrow: bool = False) -> Iterator[Named]:
@@ -85,12 +85,12 @@ def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
         yield from revert_weight_conversion(engine.model, {name: tensor}).items()
 
 
-def _file_specs(engine: EngineState, adapters: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return names, shapes and dtypes of the tensors in a checkpoint file of this engine."""
+def _file_layout(engine: EngineState, adapters: bool) -> TensorLayout:
+    """Return the layout of the tensors in a checkpoint file of this engine."""
     if adapters:
-        return {n: (p.shape, p.dtype) for n, p in lora.adapter_parameters(engine.model)}
-    empty = ((n, torch.empty(s, dtype=d, device="meta")) for n, s, d in tensor_specs(engine))
-    return {n: (t.shape, t.dtype) for n, t in _export(engine, (*empty, *_saved_buffers(engine)))}
+        return TensorLayout.of(dict(lora.adapter_parameters(engine.model)), align=1)
+    empty = empty_parameters(engine).items()
+    return TensorLayout.of(dict(_export(engine, (*empty, *_saved_buffers(engine)))), align=1)
 
 
 def _saved_buffers(engine: EngineState) -> list[Named]:
@@ -116,7 +116,7 @@ def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = 
     attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     file = attempt(open, aside / name, "wb")
-    attempt(_write, file, safetensors_header(_file_specs(engine, adapters))[0])
+    attempt(_write, file, _file_layout(engine, adapters).to_safetensors())
     for _, tensor in tensors:
         attempt(_write, file, tensor)
     attempt(_close, file, durable)
@@ -134,10 +134,10 @@ def load_hf(engine: EngineState, path: str) -> None:
                 found[key] = (file, handle.get_slice(key).get_shape())
     if not found:
         raise CheckpointError(f"{path} has no .safetensors file: it is not a checkpoint of weights")
-    for key, (shape, _) in _file_specs(engine, adapters).items():
+    for key, spec in _file_layout(engine, adapters).specs.items():
         given = found[key][1] if key in found else "missing"
-        if given != list(shape):
-            raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(shape)}")
+        if given != list(spec.shape):
+            raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
     weights: dict[str, torch.Tensor] = {}
     if distributed.rank() == 0 and adapters:
         names = {id(p): n for n, p in engine.model.named_parameters()}

@@ -21,6 +21,7 @@ from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.utils import distributed
 from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import split_groups
+from arealite.weights.scatter import scatter_batches
 
 _GRACE_S = 60.0  # in which rank 0 says why it gave up, before the others do
 
@@ -111,4 +112,4 @@ class CollectingEngine(InferenceEngine):
             cause = "rank 0 hangs: its own deadline is the same, and it did not end"
             raise wait.error("nothing has come from rank 0", cause) from error
         shares = None if batch is None else split_groups(batch, distributed.data_size())
-        return distributed.scatter_batches(shares)
+        return scatter_batches(shares)

@@ -1,339 +1,225 @@
-"""The servers of a job as a body: health, weight updates, servers that fail, come back, join and leave.
+"""Tracks health, membership and weight version of all inference servers of a job.
 
-Lives on the executor's event loop, owned by `RemoteEngine`. Guarantees: a server is open only while it answers and holds the current weights; one that
-fails is tried again, later each time, and gets the weights it missed first; one that is silent for `health_timeout_s` loses its requests to others;
-after an update every server's fingerprint equals what the trainer published, or the run stops and the tensor is named.
+Lives on the executor's event loop, owned by `RemoteEngine`. Guarantees: a server is open only while it answers and holds
+the current weights; a server that fails is retried with backoff and gets the weights it missed first; one that does not
+answer health checks for `health_timeout_s` loses its requests to others; after an update every server's fingerprints
+equal what the trainer published, or the run stops and the tensor is named.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
-import torch
-
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
-from arealite.engine.remote.membership import LOOK_EVERY_S, Members
-from arealite.engine.remote.published import read_published
-from arealite.engine.remote.router import Router, Server
+from arealite.engine.remote.client import ServerClient
+from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
+from arealite.engine.remote.router import Router
+from arealite.engine.remote.server import Server, ServerState
+from arealite.engine.remote.updates import WeightUpdater
 from arealite.utils.console import show_message
-from arealite.utils.http import API_KEY_ENV, HttpError
-from arealite.weights.fingerprint import Fingerprints, first_mismatch
+from arealite.utils.json_client import HttpError
 
 logger = logging.getLogger("arealite.fleet")
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
-TOLD_REFUSALS = 3
-
-
-class Wire(abc.ABC):
-    """How one kind of server is spoken to. Everything raises `ServerError` when the server cannot be reached."""
-
-    @abc.abstractmethod
-    async def probe(self, server: Server) -> None:
-        """Return when the server can generate, and learn its version and kind."""
-
-    @abc.abstractmethod
-    async def ping(self, server: Server, timeout_s: float) -> None: ...
-
-    @abc.abstractmethod
-    async def pause_server(self, server: Server, mode: str) -> None:
-        """Stop decoding: `abort` returns what is in flight, `in_place` keeps it."""
-
-    @abc.abstractmethod
-    async def continue_server(self, server: Server) -> None: ...
-
-    def can_swap(self, server: Server) -> bool:
-        """Whether `load_weights` may be called while the server generates."""
-        return False
-
-    @abc.abstractmethod
-    async def begin_load(self, servers: list[Server], meta: WeightUpdateMeta) -> None:
-        """Whatever must happen once before these servers load together."""
-
-    @abc.abstractmethod
-    async def load_weights(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Have a paused server load weights; raises `WeightUpdateError` when it refuses them."""
-
-    @abc.abstractmethod
-    async def fingerprints(self, server: Server) -> Fingerprints | None:
-        """What the server holds; None if it cannot tell."""
-
-    @abc.abstractmethod
-    async def release_memory(self, server: Server) -> None:
-        """Have a paused server give its cache's memory back."""
-
-    @abc.abstractmethod
-    async def resume_memory(self, server: Server) -> None: ...
+# A single refusal may be chance: the trainer wrote the next weights while the server read.
+REFUSALS_BEFORE_WARNING = 3
 
 
 class Fleet:
-    """All servers. `version` is the one they should hold."""
+    """All inference servers of a job."""
 
-    def __init__(self, config: InferenceEngineConfig, wire: Wire, members: Members | None = None):
+    def __init__(self, config: InferenceEngineConfig, client: ServerClient, members: Members | None = None):
         self.config = config
-        self.wire = wire
+        self.client = client
         self.members = members
         self.router = Router()
-        self.version = 0
-        self._published: WeightUpdateMeta | None = None
-        self._tensors: tuple[WeightUpdateMeta, dict[str, torch.Tensor]] | None = None
-        self._changing_weights = asyncio.Lock()
+        self.updater = WeightUpdater(config, client, self.router)
         self._tasks: set[asyncio.Task] = set()
-        self._reviving: set[Server] = set()
-        # In a rollout worker: the servers that its owner has open, and the versions they hold.
-        self._followed: dict[str, int] | None = None
+        # Servers that are being probed until they are ready.
+        self._recovering: set[Server] = set()
+        # In a rollout worker: the servers that the trainer has open, and the versions they hold.
+        self._mirrored: dict[str, int] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version that all servers should hold."""
+        return self.updater.version
 
     async def connect(self, addresses: list[str], wait: NamedWait) -> None:
-        """Wait for the servers that the job starts with, then watch over them. One that has died is not waited for: a launcher starts another, which joins."""
+        """Wait for the servers that the job starts with, then monitor them.
+
+        A server that has died is not waited for: the launcher starts another one, which joins.
+        """
         servers = [self.router.add(address, is_open=False) for address in addresses]
-        self._reviving.update(servers)
+        self._recovering.update(servers)
         if self.members is not None:
             for server in servers:
-                server.is_elastic = self.members.has_launcher
+                server.set_elastic(self.members.has_launcher)
             self._spawn(self._watch_members(self.members), "membership")
-        await asyncio.gather(*(self._await_health(server, wait) for server in servers))
+        await asyncio.gather(*(self._wait_until_healthy(server, wait) for server in servers))
         for server in servers:
-            self._compare_contexts(server)
+            self._compare_context_lengths(server)
         self.router.release(await self.router.acquire(wait))
 
     async def close(self) -> None:
+        """Stop all background tasks and cancel all requests."""
+        for server in self.router.servers.values():
+            server.cancel_requests()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.updater.close()
         if self.members is not None:
             self.members.close()
 
-    def state(self) -> dict[str, Any]:
-        """What rollout workers must know: the servers, what each one holds, and the newest version."""
-        servers = [
-            (s.address, s.is_open, s.is_lost, s.kind, s.adapter, s.version) for s in self.router.servers.values()
-        ]
-        return {"version": max((s[-1] for s in servers), default=0), "servers": servers}
+    # ------------------------------------------------------------------------------- mirrors in rollout workers
 
-    def follow(self, state: dict[str, Any]) -> None:
-        """In a rollout worker: do as the owner's fleet."""
-        self.version = state["version"]
-        self._followed = {address: held for address, is_open, *_, held in state["servers"] if is_open}
-        for address in set(self.router.servers) - {address for address, *_ in state["servers"]}:
-            self._leave(self.router.servers[address])
-        for address, is_open, is_lost, kind, adapter, version in state["servers"]:
-            server = self.router.add(address, is_open=False)
-            server.kind, server.adapter, server.version = kind, adapter, version
-            (self.router.open if is_open else self.router.close)(server)
-            if is_lost and not server.is_lost:
+    def state(self) -> dict[str, Any]:
+        """Return what rollout workers must know: the servers, what each one holds, and the newest version."""
+        servers = [server.state() for server in self.router.servers.values()]
+        return {"version": max((s.version for s in servers), default=0), "servers": servers}
+
+    def mirror(self, state: dict[str, Any]) -> None:
+        """In a rollout worker: take over the state of the trainer's fleet."""
+        servers: list[ServerState] = state["servers"]
+        self.updater.version = state["version"]
+        self._mirrored = {s.address: s.version for s in servers if s.is_open}
+        for address in set(self.router.servers) - {s.address for s in servers}:
+            self._remove(self.router.servers[address])
+        for mirrored in servers:
+            server = self.router.add(mirrored.address, is_open=False)
+            server.mirror(mirrored)
+            (self.router.open if mirrored.is_open else self.router.close)(server)
+            if mirrored.is_lost and not server.is_lost:
                 server.give_up()
 
-    # ------------------------------------------------------------------------------------ weight updates
+    def _open_mirrored(self, server: Server, mirrored: dict[str, int]) -> None:
+        """In a rollout worker: open a server if the trainer has it open. The trainer alone pauses, loads and resumes."""
+        if server.version < mirrored.get(server.address, server.version + 1):
+            raise ServerError(f"{server.address} is not open: the trainer's log says why")
+        self.router.open(server)
+
+    # ------------------------------------------------------------------------------ weight updates and memory
 
     async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
         """Bring every server that answers to `meta`, in parallel; the others get it before their next request."""
-        async with self._changing_weights:
-            self._published, self.version = meta, meta.version
-            servers = self._living()
-            outcomes = await self._load_all(servers, meta)
-        self._judge(servers, outcomes)
+        async with self.updater.lock:
+            servers = self._healthy()
+            outcomes = await self.updater.update(servers, meta)
+        self._handle(servers, outcomes)
         self.router.on_change()
-        # with no server left, training goes on as soon as one has come back with these weights
+        # With no server left, training continues as soon as one has come back with these weights.
         self.router.release(await self.router.acquire(wait))
 
-    async def _load_all(self, servers: list[Server], meta: WeightUpdateMeta) -> list[BaseException | None]:
-        try:
-            await self.wire.begin_load(servers, meta)
-        except ServerError as error:
-            return [error for _ in servers]  # whoever still lives is served on its own
-        return await asyncio.gather(*(self._load(s, meta) for s in servers), return_exceptions=True)
-
-    async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
-        with server.asked():
-            if self.wire.can_swap(server) and server.is_open:
-                # it reads while it generates and swaps between two steps: nothing has to stop
-                await self.wire.load_weights(server, meta)
-                await self._verify(server, meta)
-            else:
-                self.router.close(server)
-                await self._load_paused(server, meta)
-                server.version = meta.version
-                self.router.open(server)
-        server.version = meta.version
-
-    async def _load_paused(self, server: Server, meta: WeightUpdateMeta) -> None:
-        # a request is bound to its adapter: to go on under another one it has to be sent again
-        mode = "abort" if meta.is_adapter else self.config.pause_mode
-        await self.wire.pause_server(server, mode)
-        try:
-            await self.wire.load_weights(server, meta)
-            await self._verify(server, meta)
-        except (ServerError, WeightUpdateError):
-            with suppress(ServerError):  # nothing may go on with half of the weights
-                await self.wire.pause_server(server, "abort")
-                await self.wire.continue_server(server)
-            raise
-        await self.wire.continue_server(server)
-
-    async def _verify(self, server: Server, meta: WeightUpdateMeta) -> None:
-        name = await self._mismatch(server, meta)
-        if name is not None:
-            raise WeightUpdateError(
-                f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
-                f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
-            )
-
-    async def _mismatch(self, server: Server, meta: WeightUpdateMeta) -> str | None:
-        """The name of a tensor that the server holds and that is not what `meta` published."""
-        # others tell nothing of an adapter's tensors
-        tells = server.is_arealite or not meta.is_adapter
-        held = await self._fingerprints(server) if tells else None
-        if held is None:
-            return None
-        if self._tensors is None or self._tensors[0] != meta:  # read once for all servers
-            self._tensors = (meta, read_published(meta))
-        return first_mismatch(self._tensors[1], held)
-
-    async def _fingerprints(self, server: Server) -> Fingerprints | None:
-        with server.answering():
-            return await self.wire.fingerprints(server)
-
-    # --------------------------------------------------------------------------------------------- memory
-
     async def release_memory(self) -> None:
-        """Interrupt what is in flight (it goes on after `resume_memory`) and free the servers' caches."""
-        await self._at_all(self._release_memory)
+        """Interrupt requests in flight (they continue after `resume_memory`) and free the servers' KV caches."""
+        await self._for_all(self._release_memory)
 
     async def _release_memory(self, server: Server) -> None:
         self.router.close(server)
-        await self.wire.pause_server(server, "abort")
-        await self.wire.release_memory(server)
+        await self.client.pause(server, "abort")
+        await self.client.release_memory(server)
 
     async def resume_memory(self) -> None:
-        await self._at_all(self._resume_memory)
+        await self._for_all(self._resume_memory)
 
     async def _resume_memory(self, server: Server) -> None:
-        await self.wire.resume_memory(server)
-        await self.wire.continue_server(server)
+        await self.client.resume_memory(server)
+        await self.client.resume(server)
         self.router.open(server)
 
-    async def _at_all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-        """Whoever fails meanwhile is looked after as always; the others go on."""
-        async with self._changing_weights:
-            servers = self._living()
+    async def _for_all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+        """Call `act` for every healthy server; one that fails recovers as usual, the others go on."""
+        async with self.updater.lock:
+            servers = self._healthy()
             outcomes = await asyncio.gather(*map(act, servers), return_exceptions=True)
-        self._judge(servers, outcomes)
+        self._handle(servers, outcomes)
 
-    def _judge(self, servers: list[Server], outcomes: list[BaseException | None]) -> None:
+    def _handle(self, servers: list[Server], outcomes: list[BaseException | None]) -> None:
+        """Suspect servers that failed; raise any other error."""
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerError):
                 self.suspect(server, outcome)
             elif outcome is not None:
                 raise outcome
 
-    def _living(self) -> list[Server]:
-        return [s for s in self.router.servers.values() if s not in self._reviving]
+    def _healthy(self) -> list[Server]:
+        return [s for s in self.router.servers.values() if s not in self._recovering]
 
-    # ------------------------------------------------------------------------------ failing and coming back
+    # --------------------------------------------------------------------------------- failure and recovery
 
     def suspect(self, server: Server, error: ServerError) -> None:
-        """A request or an update failed there: no new requests until it has answered a probe."""
+        """Close a server where a request or an update failed, until it has answered a probe."""
         self.router.close(server)
-        server.last_error = str(error)
-        if server in self._reviving or server.address not in self.router.servers:
+        if server in self._recovering or server.address not in self.router.servers:
+            server.record_error(error)
             return
-        server.failures += 1
-        self._reviving.add(server)
-        self._spawn(self._revive(server), f"revive {server.address}")
+        server.record_failure(error)
+        self._recovering.add(server)
+        self._spawn(self._recover(server), f"recover {server.address}")
 
     def lose(self, server: Server, error: ServerError) -> None:
-        """A server is silent: what it was working on goes elsewhere."""
+        """Give a silent server up: its requests are sent elsewhere."""
         logger.error("%s is given up: %s", server.address, error)
         server.give_up()
         self.suspect(server, error)
 
-    async def _revive(self, server: Server) -> None:
+    async def _recover(self, server: Server) -> None:
         """Probe until the server answers, bring its weights up to date, open it."""
         backoff_s, num_refusals = FIRST_BACKOFF_S, 0
         try:
             while self.router.servers.get(server.address) is server:
                 try:
                     await self._probe(server)
-                    server.is_lost = False
-                    with server.asked():
+                    server.record_answer()
+                    with server.track_request():
                         await self._catch_up(server)
                 except (ServerError, WeightUpdateError, ConfigError) as error:
-                    server.last_error = str(error)
+                    server.record_error(error)
                     logger.warning("%s is not ready: %s", server.address, error)
-                    # Once may be chance: the trainer wrote the next weights while the server read.
                     num_refusals += _is_refusal(error)
-                    if num_refusals == TOLD_REFUSALS:
+                    if num_refusals == REFUSALS_BEFORE_WARNING:
                         show_message(f"warning: {server.address} gets no requests: {error}")
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                     continue
-                if not server.failures:
-                    self._compare_contexts(server)
-                server.failures = 0
+                if not server.num_failures:
+                    self._compare_context_lengths(server)
+                server.record_recovery()
                 return
         finally:
-            self._reviving.discard(server)
+            self._recovering.discard(server)
 
     async def _probe(self, server: Server) -> None:
-        with server.answering():
-            await self.wire.probe(server)
+        with server.parse_answer():
+            server.update_info(await self.client.probe(server))
 
     async def _catch_up(self, server: Server) -> None:
-        if self._followed is not None:
-            return self._open_as_followed(server, self._followed)
-        async with self._changing_weights:
-            meta, is_current = self._published, server.version == self.version
-            if meta is not None and not (is_current and await self._mismatch(server, meta) is None):
-                (error,) = await self._load_all([server], meta)
-                if error is not None:
-                    raise error
-                return
-            if not is_current:
-                raise ServerError(
-                    f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
-                )
-            await self._compare_with_peers(server)
-            # it may have failed in the middle of an update
-            await self.wire.continue_server(server)
-            self.router.open(server)
+        if self._mirrored is not None:
+            self._open_mirrored(server, self._mirrored)
+        else:
+            await self.updater.catch_up(server)
 
-    def _open_as_followed(self, server: Server, followed: dict[str, int]) -> None:
-        """In a rollout worker: the owner alone pauses, loads and continues a server, and says when it is fit."""
-        if server.version < followed.get(server.address, server.version + 1):
-            raise ServerError(f"{server.address} is not open: the trainer's log says why")
-        self.router.open(server)
-
-    async def _compare_with_peers(self, server: Server) -> None:
-        """Before the first update nobody has published weights: a server that joins must hold what others hold."""
-        peer = next((s for s in self.router.servers.values() if s.is_open), None)
-        if self._published is not None or peer is None or not server.is_elastic:
-            return
-        mine, theirs = await self._fingerprints(server), await self._fingerprints(peer)
-        if mine != theirs:
-            raise WeightUpdateError(
-                f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the first update on"
-            )
-
-    def _compare_contexts(self, server: Server) -> None:
-        longest = max((s.context for s in self.router.servers.values()), default=0)
-        if 0 < server.context < longest:
+    def _compare_context_lengths(self, server: Server) -> None:
+        longest = max((s.info.context_length for s in self.router.servers.values()), default=0)
+        if 0 < server.info.context_length < longest:
             show_message(
-                f"warning: {server.address} takes {server.context} tokens of prompt and answer, others {longest}: what it is asked "
-                "for ends earlier or is refused. Start it with the same context_length and max_total_tokens"
+                f"warning: {server.address} takes {server.info.context_length} tokens of prompt and answer, others {longest}: "
+                "its answers end earlier or are refused. Start it with the same context_length and max_total_tokens"
             )
 
-    # ------------------------------------------------------------------------------------------- watching
+    # ---------------------------------------------------------------------------- health checks and membership
 
-    async def _await_health(self, server: Server, wait: NamedWait) -> None:
+    async def _wait_until_healthy(self, server: Server, wait: NamedWait) -> None:
         backoff_s = 0.05
         while self.router.servers.get(server.address) is server:
             try:
@@ -341,77 +227,81 @@ class Fleet:
                 break
             except ServerError as error:
                 if isinstance(error, HttpError) and error.status in (401, 403):
-                    told = f"{error}: set {API_KEY_ENV} to the api_key that the server was started with"
-                    raise ConfigError(told) from error
+                    raise ConfigError(
+                        f"{error}: set {API_KEY_ENV} to the api_key that the server was started with"
+                    ) from error
                 if (wait.left_s or 0) <= backoff_s:
                     cause = "the server died or still loads: see its log"
                     raise wait.error(str(error), cause) from error
-            await asyncio.sleep(backoff_s)  # a server that is starting cannot call back
+            # A server that is starting cannot notify anybody.
+            await asyncio.sleep(backoff_s)
             backoff_s = min(1.0, backoff_s * 1.5)
-        self._reviving.discard(server)
+        self._recovering.discard(server)
         if server.address in self.router.servers:
             self.router.open(server)
             self._spawn(self._monitor(server), f"monitor {server.address}")
 
     async def _monitor(self, server: Server) -> None:
-        """Ask for a sign of life now and then; without one the server is given up, by whatever still waits for it."""
+        """Check the health of a server periodically; give it up if it does not answer."""
         limit_s = self.config.health_timeout_s
         while True:
             await asyncio.sleep(limit_s / 3)
             if self.router.servers.get(server.address) is not server:
                 return
-            if server in self._reviving and not server.requests:
+            if server in self._recovering and not server.has_requests:
                 continue
             try:
-                await self.wire.ping(server, limit_s)
+                await self.client.check_health(server, limit_s)
             except ServerError as error:
                 self.lose(server, error)
 
     async def _watch_members(self, members: Members) -> None:
-        """Take in servers that hold a lease, let go of those that do not any more."""
+        """Add servers that hold a lease; remove failed ones whose lease has expired."""
         while True:
             try:
                 living = await asyncio.to_thread(members.living)
-            except OSError as error:  # a shared folder that is away for a moment, a full disk
-                logger.warning("cannot see who joins or leaves: %s", error)
-                await asyncio.sleep(LOOK_EVERY_S)
+            except OSError as error:
+                # A shared folder that is unavailable for a moment, a full disk.
+                logger.warning("cannot read the leases of servers: %s", error)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for address in living - set(self.router.servers):
-                self._join(address)
+                self._add(address)
             for address, server in list(self.router.servers.items()):
                 if address in living:
-                    server.is_elastic = True
-                elif server.is_elastic and server in self._reviving:
-                    # Not for the lease alone: it lapses too when its keeper stands still or the clock jumps.
-                    self._leave(server)
-            await asyncio.sleep(LOOK_EVERY_S)  # a shared folder cannot call back
+                    server.set_elastic()
+                elif server.is_elastic and server in self._recovering:
+                    # A lease alone is not enough: it also expires when its holder is stopped or the clock jumps.
+                    self._remove(server)
+            # A shared folder cannot notify anybody.
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _leave(self, server: Server) -> None:
+    def _add(self, address: str) -> None:
+        logger.info("%s joins", address)
+        server = self.router.add(address, is_open=False)
+        server.set_elastic()
+        self._recovering.add(server)
+        self._spawn(self._recover(server), f"join {address}")
+        self._spawn(self._monitor(server), f"monitor {address}")
+
+    def _remove(self, server: Server) -> None:
         logger.info("%s has left", server.address)
         self.router.remove(server.address)
         server.give_up()
 
-    def _join(self, address: str) -> None:
-        logger.info("%s joins", address)
-        server = self.router.add(address, is_open=False)
-        server.is_elastic = True
-        self._reviving.add(server)
-        self._spawn(self._revive(server), f"join {address}")
-        self._spawn(self._monitor(server), f"monitor {address}")
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._on_task_done)
 
-    def _finished(self, task: asyncio.Task) -> None:
+    def _on_task_done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended", task.get_name(), exc_info=error)
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether it will not pass by itself: wrong weights (a broadcast answers with 400), or a wrong token."""
+    """Whether the error will not pass by itself: wrong weights (400 for a broadcast), or a wrong token."""
     if isinstance(error, HttpError):
         return error.is_refusal or error.status in (401, 403)
     return not isinstance(error, ServerError)

@@ -17,7 +17,7 @@ from arealite.utils.rundir import RunDir
 
 logger = logging.getLogger("arealite.membership")
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 LAUNCHER_PREFIX = "servers/"
 
 

@@ -1,93 +1,20 @@
-"""Which server takes a request: the least loaded one that is open, the same one again for a known prefix.
+"""Chooses the server of a request: the least loaded open one, or again the one that has the prefix cached.
 
-Lives on the executor's event loop. Who opens and closes servers is `Fleet`; whoever finds none open waits here, without polling, until one is.
+Lives on the executor's event loop. `Fleet` opens and closes servers; a request that finds none open waits here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
-from arealite.api.errors import AReaLiteError, ServerError
 from arealite.core.waits import NamedWait
+from arealite.engine.remote.server import Server
 
 MAX_AFFINITIES = 65536
-# A prefix kept warm is worth a queue this much longer than the shortest one.
+# A cached prefix is worth a queue this much longer than the shortest one.
 AFFINITY_SLACK = 16
-
-
-@dataclass(eq=False)
-class Server:
-    """One inference server as the client sees it. `load` counts sequences in flight; `requests` the tasks that wait for it."""
-
-    address: str
-    is_open: bool = True
-    load: int = 0
-    failures: int = 0
-    last_error: str = ""
-    version: int = 0  # of the weights it holds
-    kind: str = ""  # as its client has found out: "arealite" is the embedded one
-    adapter: str = ""  # name of the LoRA adapter that `version` is, where requests must name it
-    endpoints: frozenset[str] = frozenset()
-    group: str = ""  # the process group it has joined for weights
-    num_ranks: int = 1
-    context: int = 0  # tokens of prompt and answer together; 0: it does not tell
-    device: str = "cpu"
-    dtype: str = "auto"
-    is_elastic: bool = False
-    is_lost: bool = False
-    requests: set[asyncio.Task] = field(default_factory=set)
-    order: int = field(default_factory=itertools.count().__next__)
-
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Around whatever waits for an answer: if the server is given up meanwhile, that ends with a `ServerError`."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.requests.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self.is_lost:
-                raise
-            task.uncancel()
-            raise ServerError(f"{self.address} was given up") from None
-        finally:
-            self.requests.discard(task)
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Around whatever reads an answer: one without what belongs into it is a `ServerError`."""
-        try:
-            yield
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, AReaLiteError):
-                raise
-            raise ServerError(f"{self.address} answered without the expected fields: {error!r}") from error
-
-    def give_up(self) -> None:
-        """What waits for it goes elsewhere."""
-        self.is_lost = True
-        for task in self.requests:
-            task.cancel()
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
-
-    @property
-    def is_arealite(self) -> bool:
-        return self.kind == "arealite"
-
-    def describe(self) -> str:
-        state = "open" if self.is_open else "updating its weights"
-        if self.failures:
-            state = f"failed {self.failures} times (last: {self.last_error})"
-        return f"{self.address}: {state}, {self.load} sequences in flight"
 
 
 class Router:
@@ -96,30 +23,32 @@ class Router:
     def __init__(self, addresses: Iterable[str] = ()):
         self.servers: dict[str, Server] = {}
         self._affinity: OrderedDict[str, Server] = OrderedDict()
-        self._waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
+        # In order of arrival.
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        # Called after a server was opened or closed.
         self.on_change: Callable[[], None] = lambda: None
         for address in addresses:
             self.add(address)
 
     def add(self, address: str, *, is_open: bool = True) -> Server:
-        """A server joins; with `is_open=False` it gets requests only after `open`."""
+        """Add a server; with `is_open=False` it gets requests only after `open`."""
         if address not in self.servers:
             self.servers[address] = Server(address, is_open)
             self._wake()
         return self.servers[address]
 
     def remove(self, address: str) -> None:
-        """A server leaves; what it still answers is taken, new requests go elsewhere."""
+        """Remove a server. Its answers are still accepted; new requests go elsewhere."""
         server = self.servers.pop(address, None)
         if server is not None:
             self.close(server)
 
     def close(self, server: Server) -> None:
-        server.is_open = False
+        server.close()
         self.on_change()
 
     def open(self, server: Server) -> None:
-        server.is_open, server.is_lost = True, False
+        server.open()
         self._wake()
         self.on_change()
 
@@ -131,11 +60,11 @@ class Router:
             if wait.expired:
                 raise wait.error(self.describe(), "no server is healthy: see the servers' logs")
             await self._wait_for_change(wait)
-        server.load += weight
+        server.add_load(weight)
         return server
 
     def release(self, server: Server, weight: int = 1) -> None:
-        server.load -= weight
+        server.add_load(-weight)
 
     def describe(self) -> str:
         return "; ".join(s.describe() for s in self.servers.values()) or "no server is known"

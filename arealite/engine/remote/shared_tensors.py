@@ -1,6 +1,6 @@
-"""Tensors as SGLang takes them in `/update_weights_from_tensor`: in shared memory, with a pickle that says where.
+"""Tensors in the form of SGLang's `/update_weights_from_tensor`: in shared memory, with a pickle that names it.
 
-Only ever made here, never read: SGLang's own reader on the other side accepts nothing but tensors. The memory is freed when the returned tensors are.
+Pickles are only written here, never read; SGLang's reader accepts nothing but tensors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing
 
-from arealite.weights.process_group import Spec
 
+def share(tensors: dict[str, torch.Tensor], num_ranks: int) -> tuple[list[str], list[torch.Tensor]]:
+    """Copy tensors into shared memory.
 
-def share(tensors: dict[str, torch.Tensor], specs: list[Spec], num_ranks: int) -> tuple[list[str], list[torch.Tensor]]:
-    """One description for each rank of the server, and the copies that must live until the server has answered."""
-    copies = [(name, tensors[name].clone()) for name, _, _ in specs]
+    Returns one description for each rank of the server, and the copies: their memory is freed with them, so they must live
+    until the server has answered.
+    """
+    copies = [(name, tensor.clone()) for name, tensor in tensors.items()]
     before = torch.multiprocessing.get_sharing_strategy()
-    # By name: descriptors of files pass between parent and child only.
+    # By name: file descriptors pass between parent and child only.
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         pickles = [bytes(ForkingPickler.dumps(copies)) for _ in range(num_ranks)]

@@ -1,8 +1,9 @@
-"""What AReaLite adds inside a vLLM worker, through vLLM's own `--worker-extension-cls` and its registry of weight transfers: loading what a trainer published.
+"""AReaLite's part inside a vLLM worker: loads published weights, through vLLM's `--worker-extension-cls` and weight transfers.
 
-Runs in vLLM's process and environment: imports nothing but torch, vLLM and three small files of utils. `RemotevLLMEngine` calls `WeightLoading` over
-/collective_rpc (disk, shared memory), and `GroupTransfer` over /init_weight_transfer_engine … /finish_weight_update (broadcast): vLLM's own transfer needs NCCL
-and vLLM in the trainer's process, this one is a torch group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings as it was; mended here.
+Runs in vLLM's process and environment: imports nothing but torch, vLLM and the room `weights`. `VLLMClient` calls
+`WeightLoading` over /collective_rpc (disk, shared memory), and `GroupTransfer` over /init_weight_transfer_engine …
+/finish_weight_update (broadcast). vLLM's own transfer needs NCCL, and vLLM in the trainer's process; this one is a torch
+process group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings unchanged; fixed here.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import torch
 
 from arealite.weights.fingerprint import fingerprints
 from arealite.weights.host_memory import SharedWeights
-from arealite.weights.process_group import WeightGroup, parse_specs
+from arealite.weights.layout import TensorLayout
+from arealite.weights.process_group import RECEIVE_TIMEOUT_S, WeightGroup
 
 try:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-except ImportError:  # an older vLLM: its client then refuses rollout.weight_update=broadcast
+except ImportError:
+    # An older vLLM: its client refuses rollout.weight_update=broadcast.
     WeightTransferEngine = WeightTransferEngineFactory = None
-
-JOIN_TIMEOUT_S = 20.0
-TIMEOUT_S = 300.0
 
 
 class WeightLoading:
@@ -35,36 +35,38 @@ class WeightLoading:
     vllm_config: Any
 
     def arealite_device(self) -> str:
-        """Where the model lives; also the sign that this class is mixed in."""
+        """Return the device type of the model. An answer also shows that this class is mixed in."""
         return next(self.model_runner.get_model().parameters()).device.type
 
-    def arealite_load(self, kind: str, path: str) -> None:
-        """Load weights from a Hugging Face folder (`disk`) or from shared memory (`shm`)."""
-        if kind == "shm":
-            shared = SharedWeights.attach(path)
-            copies = ((name, tensor.clone()) for name, tensor in shared.tensors.items())
-            self.reload_weights(weights_iterator=copies)
-        else:
-            self.reload_weights(weights_path=path)
+    def arealite_load_folder(self, path: str) -> None:
+        """Load weights from a Hugging Face folder."""
+        self.reload_weights(weights_path=path)
+        _repack_head(self.model_runner.get_model())
+
+    def arealite_load_segment(self, path: str) -> None:
+        """Load weights from shared memory."""
+        shared = SharedWeights.attach(path)
+        copies = ((name, tensor.clone()) for name, tensor in shared.tensors.items())
+        self.reload_weights(weights_iterator=copies)
         _repack_head(self.model_runner.get_model())
 
     def arealite_fingerprints(self) -> dict[str, tuple[str, str]] | None:
-        """What this worker holds, tensor by tensor; None where it holds shards of them."""
+        """Return the fingerprint of each tensor of this worker; None if it holds shards."""
         if self.vllm_config.parallel_config.world_size > 1:
             return None
         model = self.model_runner.get_model()
-        # On CPU, matrices are packed for the kernels and emptied: norms, biases and embeddings can be compared.
+        # On CPU, vLLM packs matrices for its kernels and empties them: only norms, biases and embeddings can be compared.
         named = model.named_parameters()
         tensors = {n: p for n, p in named if p.is_cuda or (p.dim() == 1 and p.numel())}
         for name, module in model.named_modules():
             if hasattr(module, "org_vocab_size") and hasattr(module, "weight"):
-                # without the rows that pad the vocabulary
+                # Without the rows that pad the vocabulary.
                 tensors[f"{name}.weight"] = module.weight[: module.org_vocab_size]
         return fingerprints(tensors.items())
 
 
 def _repack_head(model: torch.nn.Module) -> None:
-    """CPU kernels use a packed copy of the head's weight; a tied head is no layer that vLLM's reload would pack anew."""
+    """Pack the head's weight again for CPU kernels: vLLM's reload does not do it for a tied head."""
     if next(model.parameters()).device.type != "cpu":
         return
     head = getattr(model, "lm_head", None)
@@ -77,7 +79,7 @@ if WeightTransferEngine is not None:
 
     @dataclass
     class GroupSettings:
-        """As the trainer's `WeightSender` sends them."""
+        """The group to join, as the trainer's `ProcessGroupTransport` describes it."""
 
         master_address: str
         master_port: int
@@ -88,7 +90,7 @@ if WeightTransferEngine is not None:
 
     @dataclass
     class Portion:
-        """Tensors that come next, in this order."""
+        """The tensors that the trainer broadcasts next, in this order."""
 
         names: list[str]
         dtype_names: list[str]
@@ -110,8 +112,7 @@ if WeightTransferEngine is not None:
                 init_info.rank_offset + rank,
                 init_info.world_size,
                 init_info.group_name,
-                join_timeout_s=JOIN_TIMEOUT_S,
-                timeout_s=TIMEOUT_S,
+                timeout_s=RECEIVE_TIMEOUT_S,
                 device=self.device if init_info.backend == "nccl" else "cpu",
             )
 
@@ -123,9 +124,9 @@ if WeightTransferEngine is not None:
 
         def receive_weights(self, update_info: Portion) -> None:
             if self.group is None:
-                raise RuntimeError("no group was joined: call /init_weight_transfer_engine first")
-            specs = parse_specs(update_info.names, update_info.dtype_names, update_info.shapes)
-            received = self.group.receive(specs)
+                raise RuntimeError("this worker has joined no group: call /init_weight_transfer_engine first")
+            layout = TensorLayout.from_lists(update_info.names, update_info.dtype_names, update_info.shapes)
+            received = self.group.receive(layout)
             self.model.load_weights((name, t.to(self.device)) for name, t in received.items())
 
         def finish_weight_update(self) -> None:

@@ -20,7 +20,7 @@ from aiohttp import web
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput
-from arealite.utils.http import dumps
+from arealite.utils.json_client import dumps
 
 ENGINE = web.AppKey("engine", Engine)
 API_KEY = web.AppKey("api_key", str)

@@ -1,7 +1,7 @@
-"""A small JSON client on aiohttp, for everybody who talks to a server of the job.
+"""A small JSON client on aiohttp, for all requests to servers of the job.
 
-Errors of the connection become `ServerError` (worth another attempt, perhaps elsewhere), refusals of a request keep their status in
-`HttpError`. One `HttpClient` belongs to one event loop; its connections are kept alive and not limited in number.
+Connection errors become `ServerError` (retry, perhaps elsewhere); an error status becomes `HttpError`, which keeps the
+status. One `JsonClient` belongs to one event loop; its connections are kept alive and unlimited in number.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import ServerError
 
-API_KEY_ENV = "AREALITE_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
 
 dumps: Callable[[Any], bytes]
@@ -42,15 +42,15 @@ class HttpError(ServerError):
 
     @property
     def is_refusal(self) -> bool:
-        """The request itself is wrong: no other server would take it either."""
+        """Whether the request itself is wrong: no other server would accept it either."""
         return 400 <= self.status < 500 and self.status not in (401, 403, 408, 425, 429)
 
 
 class UnreachableError(ServerError):
-    """No connection could be made: nobody has seen the request."""
+    """No connection could be made: the server has not seen the request."""
 
 
-class HttpClient:
+class JsonClient:
     """JSON requests over kept-alive connections. Make it and use it on one event loop."""
 
     def __init__(self, api_key: str | None = None):
@@ -58,7 +58,7 @@ class HttpClient:
         key = api_key or os.environ.get(API_KEY_ENV)
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        # time-outs are given per request, because a generation may rightly take an hour
+        # Timeouts are set per request: a generation may take an hour.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -67,7 +67,7 @@ class HttpClient:
         )
 
     async def post(self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True) -> Any:
-        """The answer; None if it `is_json=False` and so of no interest."""
+        """Return the answer; None with `is_json=False`, for an answer whose body does not matter."""
         return await self._request("POST", url, dumps(body), timeout_s, is_json)
 
     async def get(self, url: str, timeout_s: float | None = None) -> Any:
@@ -80,7 +80,7 @@ class HttpClient:
         self, method: str, url: str, data: bytes | None, timeout_s: float | None, is_json: bool = True
     ) -> Any:
         try:
-            # connecting is quick or hopeless; without its own limit a dead host takes the whole time-out
+            # Connecting is quick or hopeless. Without a limit of its own, a dead host would take the whole timeout.
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             async with self._session.request(method, url, data=data, timeout=timeout) as response:
                 raw = await response.read()
@@ -88,21 +88,18 @@ class HttpClient:
                     raise HttpError(url, response.status, _error_text(raw))
                 return loads(raw) if raw and is_json else None
         except aiohttp.ConnectionTimeoutError as error:
-            told = f"no connection within {CONNECT_TIMEOUT_S:g} s"
-            raise UnreachableError(f"{url} cannot be reached: {told}") from error
+            raise UnreachableError(f"{url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s") from error
         except TimeoutError as error:
             raise ServerError(f"{url} did not answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            told = f"{type(error).__name__}: {error}"
-            is_unseen = isinstance(error, aiohttp.ClientConnectorError)
-            kind = UnreachableError if is_unseen else ServerError
-            raise kind(f"{url} cannot be reached: {told}") from error
+            kind = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else ServerError
+            raise kind(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise ServerError(f"{url} answered something that is not JSON: {error}") from error
 
 
 def _error_text(raw: bytes) -> str:
-    """The message inside an error answer, in the forms servers use."""
+    """Return the message inside an error answer, in any of the forms that servers use."""
     text = raw.decode(errors="replace")
     try:
         parsed = json.loads(text)

@@ -1,0 +1,133 @@
+"""The contract of a client: how one kind of inference server is spoken to. `SGLangClient` and `VLLMClient` implement it.
+
+A client knows the wire format only. `Fleet` decides which servers get requests, `RemoteEngine` which request goes where,
+and `Transport` (`arealite.weights`) which of the loading methods an update uses.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.server import Server, ServerInfo
+from arealite.utils.json_client import JsonClient
+from arealite.weights.fingerprint import Fingerprints
+from arealite.weights.layout import TensorLayout
+
+CONTROL_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 5.0
+
+
+def read_version(version: Any, unknown: int) -> int:
+    """Parse a weight version as SGLang and vLLM report it.
+
+    Versions of this package are numbers; `default`, the weights that a server started with, is 0; else it is `unknown`.
+    """
+    if version == "default":
+        return 0
+    return int(version) if isinstance(version, int | str) and str(version).isdigit() else unknown
+
+
+class ServerClient(abc.ABC):
+    """Speaks to all servers of one kind. Methods raise `ServerError` when a server cannot be reached."""
+
+    def __init__(self, config: InferenceEngineConfig):
+        self.config = config
+        self._http: JsonClient | None = None
+
+    # ------------------------------------------------------------------------------------------- connections
+
+    @property
+    def http(self) -> JsonClient:
+        if self._http is None:
+            raise ConfigError("the engine is not connected: call initialize() first")
+        return self._http
+
+    def connect(self) -> None:
+        """Create the HTTP session; called on the event loop. Does nothing if there is one."""
+        self._http = self._http or JsonClient()
+
+    async def close(self) -> None:
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def control(
+        self,
+        server: Server,
+        endpoint: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        *,
+        is_json: bool = True,
+    ) -> Any:
+        """Post to a control endpoint of the server."""
+        return await self.http.post(f"{server.url}/{endpoint}", body or {}, timeout_s, is_json=is_json)
+
+    # -------------------------------------------------------------------------------------- state of a server
+
+    @abc.abstractmethod
+    async def probe(self, server: Server) -> ServerInfo:
+        """Return what the server says about itself, once it can generate."""
+
+    async def check_health(self, server: Server, timeout_s: float) -> None:
+        await self.http.get(f"{server.url}/health", timeout_s)
+
+    @abc.abstractmethod
+    async def fingerprints(self, server: Server) -> Fingerprints | None:
+        """Return the fingerprints of the server's tensors; None if it has none to offer."""
+
+    # -------------------------------------------------------------------------------------------- generation
+
+    @abc.abstractmethod
+    async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
+        """Ask for `num_samples` continuations of the prompt and the tokens so far."""
+
+    @abc.abstractmethod
+    async def pause(self, server: Server, mode: str) -> None:
+        """Stop decoding: `abort` returns what is in flight, `in_place` keeps it."""
+
+    @abc.abstractmethod
+    async def resume(self, server: Server) -> None:
+        """Continue decoding after `pause`."""
+
+    @abc.abstractmethod
+    async def release_memory(self, server: Server) -> None:
+        """Have a paused server free the memory of its KV cache."""
+
+    @abc.abstractmethod
+    async def resume_memory(self, server: Server) -> None:
+        """Have the server allocate its KV cache again."""
+
+    # ------------------------------------------------------------------------- weights: see `WeightClient`
+
+    def can_swap(self, server: Server) -> bool:
+        """Whether the server can load weights while it generates."""
+        return False
+
+    @abc.abstractmethod
+    async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Have the server load the Hugging Face folder `meta.path`."""
+
+    @abc.abstractmethod
+    async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Have the server use the LoRA adapter in the PEFT folder `meta.path`."""
+
+    @abc.abstractmethod
+    async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
+        """Have the server load the shared memory `meta.path`."""
+
+    @abc.abstractmethod
+    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
+        """Have the server join the process group over which weights are broadcast."""
+
+    @abc.abstractmethod
+    async def receive(
+        self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
+    ) -> None:
+        """Have the server receive these portions, in this order, over the process group."""

@@ -1,0 +1,97 @@
+"""`Progress`: one sample that is being generated, over any number of interruptions, and the pieces it is made of."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason
+
+
+@dataclass(slots=True)
+class Piece:
+    """Generated tokens, as one answer of a server brings them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: StopReason
+
+
+@dataclass(slots=True)
+class Progress:
+    """One sample that is being generated."""
+
+    request: ModelRequest
+    seed: int | None
+    sample: int = 0
+    num_sends: int = 0
+    # Tokens that the last request asked for.
+    num_asked: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason = "abort"
+    num_interruptions: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the answer may still get."""
+        return self.request.gconfig.max_new_tokens - len(self.tokens)
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece and decide whether the answer is complete."""
+        num_before = len(self.tokens)
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.versions += piece.versions
+        self.stop_reason = piece.stop_reason
+        if piece.stop_reason == "abort":
+            self.num_interruptions += 1
+            self._drop_possible_stop(num_before)
+        if self.num_left <= 0 and piece.stop_reason != "stop":
+            self.stop_reason = "length"
+        elif piece.stop_reason == "length" and len(piece.tokens) >= self.num_asked:
+            # A segment is complete, the answer is not. (With fewer tokens the server's context is full.)
+            self.stop_reason = "abort"
+
+    def _drop_possible_stop(self, num_before: int) -> None:
+        """Drop the last new tokens, which may begin a stop string: a server looks for it only in its own tokens.
+
+        With a seed and the same weights the same tokens come again, so the stop string is certainly found.
+        """
+        longest = max(map(len, self.request.gconfig.stop), default=1)
+        kept = max(num_before, len(self.tokens) + 1 - longest)
+        del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
+
+    def next_rid(self) -> str:
+        """Return a new request id for each attempt: a server may still hold the last one."""
+        self.num_sends += 1
+        return f"{self.request.rid}-{self.sample}-{self.num_sends}"
+
+    def next_segment(self, segment_tokens: int) -> int:
+        """Return how many tokens to ask for now.
+
+        Stop strings and penalties look back at generated tokens, so they need the answer in one piece.
+        """
+        g = self.request.gconfig
+        looks_back = g.stop or g.frequency_penalty or g.presence_penalty or g.repetition_penalty != 1
+        self.num_asked = self.num_left if looks_back else min(self.num_left, segment_tokens)
+        return self.num_asked
+
+    def response(self, began: float) -> ModelResponse:
+        return ModelResponse(
+            self.request.input_ids,
+            self.tokens,
+            self.logprobs,
+            self.versions,
+            self.stop_reason,
+            time.monotonic() - began,
+            self.num_interruptions,
+        )
+
+
+def new_samples(request: ModelRequest) -> list[Progress]:
+    """Return one `Progress` per sample of the request, each with a seed of its own."""
+    count = request.gconfig.n_samples
+    return [Progress(request, None if request.seed is None else request.seed + i, i) for i in range(count)]

@@ -1,0 +1,143 @@
+"""Weight updates of servers: pause, load, verify, resume; also for servers that missed an update.
+
+Owned by `Fleet`, on the executor's event loop. Guarantees: one update at a time, and a server is opened only after its
+fingerprints equal what the trainer published. How weights travel is the transport's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import torch
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.engine.remote.client import ServerClient
+from arealite.engine.remote.router import Router
+from arealite.engine.remote.server import Server
+from arealite.weights.fingerprint import Fingerprints, first_mismatch
+from arealite.weights.select import make_transport
+from arealite.weights.transport import Transport
+
+
+class WeightUpdater:
+    """Brings servers to the published weights. `version` is the one that all servers should hold.
+
+    `lock` is held while servers change: no update may begin meanwhile.
+    """
+
+    def __init__(self, config: InferenceEngineConfig, client: ServerClient, router: Router):
+        self.config = config
+        self.client = client
+        self.router = router
+        self.version = 0
+        self.lock = asyncio.Lock()
+        self._published: WeightUpdateMeta | None = None
+        self._transport: Transport | None = None
+        # Published tensors, read once for all servers.
+        self._tensors: tuple[WeightUpdateMeta, dict[str, torch.Tensor]] | None = None
+
+    def transport(self, meta: WeightUpdateMeta) -> Transport:
+        """Return the transport for `meta`, kept from one update to the next where possible."""
+        self._transport = make_transport(meta, self._transport)
+        return self._transport
+
+    def close(self) -> None:
+        self._tensors = None
+        if self._transport is not None:
+            self._transport.close()
+
+    async def update(self, servers: list[Server], meta: WeightUpdateMeta) -> list[BaseException | None]:
+        """Bring servers to `meta`, in parallel. Returns the failure of each; None for success. Needs the lock."""
+        self._published, self.version = meta, meta.version
+        return await self._load_all(servers, meta)
+
+    async def catch_up(self, server: Server) -> None:
+        """Bring a server that comes back or joins to the current weights, and open it."""
+        async with self.lock:
+            meta, is_current = self._published, server.version == self.version
+            if meta is not None and not (is_current and await self._mismatch(server, meta) is None):
+                (error,) = await self._load_all([server], meta)
+                if error is not None:
+                    raise error
+                return
+            if not is_current:
+                raise ServerError(
+                    f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
+                )
+            await self._compare_with_peers(server)
+            # It may have failed in the middle of an update.
+            await self.client.resume(server)
+            self.router.open(server)
+
+    async def _load_all(self, servers: list[Server], meta: WeightUpdateMeta) -> list[BaseException | None]:
+        try:
+            await self.transport(meta).connect(self.client, servers)
+        except ServerError as error:
+            # Servers that are still alive are then brought up to date one by one.
+            return [error for _ in servers]
+        return await asyncio.gather(*(self._load(s, meta) for s in servers), return_exceptions=True)
+
+    async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
+        with server.track_request():
+            if self.client.can_swap(server) and server.is_open:
+                # It reads while it generates and swaps between two steps: nothing has to stop.
+                await self._load_and_verify(server, meta)
+                server.set_version(meta.version)
+            else:
+                self.router.close(server)
+                await self._load_paused(server, meta)
+                server.set_version(meta.version)
+                self.router.open(server)
+
+    async def _load_paused(self, server: Server, meta: WeightUpdateMeta) -> None:
+        # A request is bound to its adapter: to continue under another one it has to be sent again.
+        mode = "abort" if meta.is_adapter else self.config.pause_mode
+        await self.client.pause(server, mode)
+        try:
+            await self._load_and_verify(server, meta)
+        except (ServerError, WeightUpdateError):
+            # No request may continue with half of the weights.
+            with suppress(ServerError):
+                await self.client.pause(server, "abort")
+                await self.client.resume(server)
+            raise
+        await self.client.resume(server)
+
+    async def _load_and_verify(self, server: Server, meta: WeightUpdateMeta) -> None:
+        await self.transport(meta).load(self.client, server, meta)
+        name = await self._mismatch(server, meta)
+        if name is not None:
+            raise WeightUpdateError(
+                f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
+                f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
+            )
+
+    async def _mismatch(self, server: Server, meta: WeightUpdateMeta) -> str | None:
+        """Return the name of a tensor in which the server differs from what `meta` published."""
+        if meta.is_adapter and not server.is_arealite:
+            # Other servers report no fingerprints of an adapter's tensors.
+            return None
+        held = await self._fingerprints(server)
+        if held is None:
+            return None
+        if self._tensors is None or self._tensors[0] != meta:
+            self._tensors = (meta, self.transport(meta).open(meta))
+        return first_mismatch(self._tensors[1], held)
+
+    async def _fingerprints(self, server: Server) -> Fingerprints | None:
+        with server.parse_answer():
+            return await self.client.fingerprints(server)
+
+    async def _compare_with_peers(self, server: Server) -> None:
+        """Before the first update nothing is published: a server that joins must hold what the others hold."""
+        peer = next((s for s in self.router.servers.values() if s.is_open), None)
+        if self._published is not None or peer is None or not server.is_elastic:
+            return
+        if await self._fingerprints(server) != await self._fingerprints(peer):
+            raise WeightUpdateError(
+                f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the first "
+                "update on"
+            )

@@ -1,0 +1,107 @@
+"""Weight updates: choose how weights travel (`make_weight_meta`) and bring every server to the trainer's weights.
+
+`sync_weights` is called once per training step by the script or trainer, on all ranks. Servers generate while the
+trainer publishes. When it returns, trainer and servers hold the same version.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers.utils.hub import cached_file
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.engine_api import InferenceEngine, TrainEngine
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.utils import distributed
+from arealite.utils.rundir import RunDir
+from arealite.weights.device_memory import SUFFIX
+from arealite.weights.select import make_transport
+
+logger = logging.getLogger("arealite.weights")
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+# Files may hold 16 bits per number where 32 are published.
+_HEADROOM = 2.5
+
+
+def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdateMeta) -> None:
+    """Bring every server to the actor's weights as `meta.version`."""
+    transport = make_transport(meta)
+    published = transport.versioned(meta)
+    rollout.begin_update(published)
+    actor.update_weights(published)
+    rollout.update_weights(published)
+    distributed.barrier()
+    actor.set_version(meta.version)
+    rollout.set_version(meta.version)
+    transport.remove_old(published)
+
+
+def make_weight_meta(
+    config: GRPOConfig, run_dir: RunDir | str | Path, rollout: InferenceEngine | None = None
+) -> WeightUpdateMeta:
+    """Choose how weights travel, by `rollout.weight_update`. Called by all ranks.
+
+    `auto` is shared memory if all servers can read it, else disk. With `shm`, weights stay on the GPU if all servers share
+    it. Without `rollout` servers cannot be asked: `auto` is disk and `shm` is host memory.
+    """
+    folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
+    disk = WeightUpdateMeta("disk", str(folders.weights), is_adapter=config.actor.lora_rank > 0)
+    host = WeightUpdateMeta("shm", str(folders.shared_weights))
+    way = config.rollout.weight_update
+    if way == "disk":
+        return disk
+    if way == "broadcast":
+        return WeightUpdateMeta("broadcast")
+    if way == "auto":
+        why_not = _on_rank_0(lambda: _why_not_shared(config, host, rollout))
+        logger.info("rollout.weight_update=auto: %s", f"disk ({why_not})" if why_not else "shm")
+        # Device memory would cost a second copy of the weights on the GPU: it is used on request only.
+        return disk if why_not else host
+    if rollout is None or config.actor.device == "cpu" or not torch.cuda.is_available():
+        return host
+    device = replace(host, path=host.path + SUFFIX)
+    why_not = _on_rank_0(lambda: _probe(device, rollout))
+    way = f"pass through host memory: {why_not}" if why_not else "stay on the GPU (CUDA IPC)"
+    logger.info("rollout.weight_update=shm: weights %s", way)
+    return host if why_not else device
+
+
+def _on_rank_0(decide) -> str:
+    """Decide on rank 0 for all ranks."""
+    return distributed.broadcast_json(decide() if distributed.rank() == 0 else None)
+
+
+def _why_not_shared(config: GRPOConfig, meta: WeightUpdateMeta, rollout: InferenceEngine | None) -> str:
+    """Return why weights cannot travel in shared memory; empty if they can."""
+    folder = Path(meta.path).parent
+    free = shutil.disk_usage(folder).free
+    need = int(_HEADROOM * _files_size(config.actor.path))
+    if config.actor.lora_rank > 0:
+        return "adapters are folders"
+    if rollout is None:
+        return "the servers cannot be asked from here"
+    if not 0 < need < free:
+        return f"{folder} has {free >> 20} MiB free, the weights may need {need >> 20} MiB"
+    return _probe(meta, rollout)
+
+
+def _probe(meta: WeightUpdateMeta, rollout: InferenceEngine) -> str:
+    """Return why not every server can open what this process publishes at `meta`; empty if all can."""
+    try:
+        return make_transport(meta).probe(rollout.read_probe)
+    except RuntimeError as error:
+        # CUDA refuses to share memory.
+        return str(error)
+
+
+def _files_size(path: str) -> int:
+    """Return the bytes of a model's weights on disk: of a folder, or of what was downloaded for a hub name."""
+    found = path if Path(path).is_dir() else str(cached_file(path, "config.json"))
+    folder = Path(found) if Path(found).is_dir() else Path(found).parent
+    return sum(f.stat().st_size for kind in _WEIGHT_FILES for f in folder.glob(kind))

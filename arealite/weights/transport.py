@@ -1,0 +1,128 @@
+"""The contract of a transport: one way for weights to travel from a trainer to inference servers.
+
+Four implementations: `disk`, `host_memory`, `device_memory` and `process_group`; `select.make_transport` chooses one. A
+transport meets the other parts through three small protocols: `WeightOwner` (the trainer's engine, which is published),
+`WeightClient` (the client of one kind of server, which asks a server to load) and `WeightServer` (one server).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+
+from arealite.api.errors import WeightUpdateError
+from arealite.api.io_struct import WeightUpdateMeta
+from arealite.utils.json_client import HttpError
+from arealite.weights.layout import TensorLayout
+
+Weights = dict[str, torch.Tensor]
+
+
+class WeightOwner(Protocol):
+    """A train engine. All ranks call these methods together."""
+
+    def empty_weights(self) -> Weights:
+        """Return the tensors that `gather_weights` yields, on the `meta` device: names, dtypes and shapes only."""
+        ...
+
+    def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each full tensor in turn. It is valid until the next one."""
+        ...
+
+    def save_weights(self, path: str, *, adapter_only: bool) -> None:
+        """Write a Hugging Face folder, or a PEFT folder with the adapter alone."""
+        ...
+
+
+class WeightServer(Protocol):
+    """One inference server, as a transport sees it."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def receives_on_gpu(self) -> bool: ...
+
+
+S = TypeVar("S", bound=WeightServer, contravariant=True)
+T = TypeVar("T", bound=WeightServer)
+
+
+class WeightClient(Protocol[S]):
+    """Asks one server to load weights. Raises `HttpError` for an error status."""
+
+    async def load_folder(self, server: S, meta: WeightUpdateMeta) -> None: ...
+    async def load_adapter(self, server: S, meta: WeightUpdateMeta) -> None: ...
+    async def load_segment(self, server: S, meta: WeightUpdateMeta) -> None: ...
+    async def join_group(self, server: S, settings: dict[str, Any]) -> None: ...
+    async def receive(
+        self, server: S, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
+    ) -> None: ...
+
+
+class Transport(abc.ABC):
+    """Weights at one place (`path`): published there by a trainer, opened or loaded from there by readers."""
+
+    # Published tensors exist only inside the trainer's process: readers elsewhere receive them.
+    is_in_process: ClassVar[bool] = False
+
+    def __init__(self, path: str):
+        self.path = path
+
+    # ---------------------------------------------------------------------------------------- trainer's side
+
+    @abc.abstractmethod
+    def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
+        """Make the current weights of `owner` available. Called by all ranks."""
+
+    def probe(self, read: Callable[[str], list[str]]) -> str:
+        """Return why a reader cannot open what this process publishes; empty if all can.
+
+        `read(path)` returns what each reader finds in a probe at `path`.
+        """
+        return ""
+
+    def versioned(self, meta: WeightUpdateMeta) -> WeightUpdateMeta:
+        """Return where this version is published."""
+        return meta
+
+    def remove_old(self, published: WeightUpdateMeta) -> None:
+        """Remove earlier versions, once all servers hold `published`."""
+
+    def close(self) -> None:
+        """Remove what this transport has published and release what it holds; idempotent."""
+
+    # ---------------------------------------------------------------------------------------- reader's side
+
+    @abc.abstractmethod
+    def open(self, meta: WeightUpdateMeta) -> Weights:
+        """Return the published tensors by name; mapped, not copied, where possible."""
+
+    # --------------------------------------------------------------- trainer's rank 0, which talks to servers
+
+    def begin(self) -> bool:
+        """Prepare for servers to load while the trainer still publishes. Returns False if that is not possible."""
+        return False
+
+    async def connect(self, client: WeightClient[T], servers: Sequence[T]) -> None:
+        """Prepare for these servers to load together."""
+
+    async def load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None:
+        """Have one server load the published weights.
+
+        Raises `WeightUpdateError` if the server refuses the weights, `ServerError` if the server itself fails.
+        """
+        try:
+            await self._load(client, server, meta)
+        except HttpError as error:
+            # 503: the server is being stopped, the weights are not to blame.
+            if error.status == 503:
+                raise
+            raise WeightUpdateError(f"{server.address} refused version {meta.version}: {error.text}") from None
+
+    @abc.abstractmethod
+    async def _load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None: ...
