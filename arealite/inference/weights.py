@@ -116,12 +116,12 @@ class ServedWeights:
             return None
         for name in saved.keys() - self.model.state_dict().keys():
             _check_type(name, saved[name], path)
-        config, settings = copy.deepcopy(self.model.config), {"output_loading_info": True}
+        config = copy.deepcopy(self.model.config)
+        settings: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         try:
-            # In float32: loading in another type makes it the default of all threads meanwhile.
-            loaded, info = type(self.model).from_pretrained(
-                path, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **settings
-            )
+            # In float32: loading in another dtype makes it the default of all threads meanwhile.
+            loading: Any = type(self.model).from_pretrained(path, config=config, dtype=torch.float32, **settings)
+            loaded, info = loading
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise WeightUpdateError(
                 f"cannot read the weights in {path}: {error}. The old weights are still served"

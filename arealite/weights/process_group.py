@@ -26,6 +26,9 @@ from arealite.weights.layout import TensorLayout
 from arealite.weights.outbox import Outbox, fill_outbox, get_outbox
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights
 
+# torch's type stubs do not export the stores and process groups.
+_c10d: Any = dist
+
 PORTION_BYTES = 256 << 20
 JOIN_TIMEOUT_S = 20.0
 # For one tensor. A process that dies closes its connections; these limits are for one that hangs.
@@ -56,15 +59,15 @@ class WeightGroup:
         self._timeout = timedelta(seconds=timeout_s)
         joining = timedelta(seconds=join_timeout_s)
         # The master's end of the store must live as long as the group.
-        self._store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=joining, wait_for_workers=False)
-        keys = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store))
-        keys = dist.PrefixStore(f"{self._device.type}/", keys)
+        self._store = _c10d.TCPStore(address, port, size, is_master=rank == 0, timeout=joining, wait_for_workers=False)
+        keys = _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, self._store))
+        keys = _c10d.PrefixStore(f"{self._device.type}/", keys)
         if self._device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            options = _c10d.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._group = dist.ProcessGroupNCCL(keys, rank, size, options)
+            self._group = _c10d.ProcessGroupNCCL(keys, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(keys, rank, size, joining)
+            self._group = _c10d.ProcessGroupGloo(keys, rank, size, joining)
 
     def send(self, outbox: Outbox) -> None:
         """Broadcast the outbox in portions, each as soon as it is filled."""

@@ -100,7 +100,7 @@ def test_broken_weights_are_told(make, model_path):
         engine.update_weights(WeightUpdateMeta("broadcast", "broken", 1))
     engine.engine.model.model.norm.weight.fill_(float("nan"))
     gconfig = GenerationHyperparameters(max_new_tokens=8)
-    with pytest.raises(ServerError, match="gave a request up"):
+    with pytest.raises(ServerError, match="gave up on a request"):
         run(engine, engine.agenerate(ModelRequest([5, 6], gconfig)))
 
 

@@ -250,7 +250,7 @@ def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady)
     torn = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torn.model.layers[1].mlp.up_proj.weight.data[3] += 1
     held = fingerprints(torn.named_parameters())
-    whole.fingerprints = lambda server: asyncio.sleep(0, held)
+    whole.client.fingerprints = lambda server: asyncio.sleep(0, held)
     with pytest.raises(WeightUpdateError, match=r"tensor model.layers.1.mlp.up_proj.weight differs"):
         whole.update_weights(WeightUpdateMeta("disk", str(folder), 1))
 

@@ -136,4 +136,4 @@ if WeightTransferEngine is not None:
         def shutdown(self) -> None:
             self.group = None
 
-    WeightTransferEngineFactory.register_engine("arealite", GroupTransfer)
+    WeightTransferEngineFactory.register_engine("arealite", GroupTransfer)  # pyright: ignore
