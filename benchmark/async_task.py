@@ -1,8 +1,9 @@
-"""The work that `async_vs_sync.py` times, started through the launcher; the environment says which.
+"""The training task that `async_vs_sync.py` times; the environment selects it, and the launcher starts it.
 
-`reverse`: the demo's task; after its answer an episode lets the model go on for a while (as an agent that checks itself would; not trained on), and its
-reward may wait for a remote judge. `halves`: prompts and answers of random tokens for any model, the reward is the share of tokens from the
-lower half of the vocabulary. Lengths are log-normal, drawn from the episode's seed: the same in every run.
+`reverse` is the demo's task. After its answer the model may generate on for a while, like an agent that checks itself
+(not trained on), and the reward may wait for a remote judge. `halves` has prompts and answers of random tokens for any
+model; the reward is the share of tokens from the lower half of the vocabulary. Lengths are log-normal and drawn from
+the episode's seed, so they are the same in every run.
 """
 
 from __future__ import annotations

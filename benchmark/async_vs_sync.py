@@ -2,10 +2,12 @@
 
     python benchmark/async_vs_sync.py [--case lognormal] [--case slow_reward] [--case one_gpu] [--runs 1] [--steps N]
 
-Cases: `lognormal`, on CPU, generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, rewards that wait a second; `one_gpu`, the
-layers of a 0.5B model (random weights, 1,024 tokens of vocabulary so that it learns within the run) on one GPU that server and trainer share, log-normal answers. Both sides run through the launcher with an embedded server
-and a trainer as two processes, over the same rows, seeds and lengths, and take turns. Compared are the seconds per step (without the first steps, which fill the pipeline) and, with all
-steps, the seconds until both had the same reward, the lower one of the two at the end (mean of five steps).
+Cases: `lognormal`, on CPU, has generations whose length varies by a factor of ten and more; `slow_reward`, on CPU, has
+rewards that wait a second; `one_gpu` has the layers of a 0.5B model (random weights, a vocabulary of 1,024 tokens so
+that it learns within the run) on one GPU that server and trainer share, with log-normal answers. Both sides run
+through the launcher, with an embedded server and a trainer as two processes, over the same rows, seeds and lengths,
+and alternate. Compared are the seconds per step (without the first steps, which fill the pipeline) and, with all
+steps, the seconds until both had the same reward: the lower one of the two at the end (mean of five steps).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from demo import supervise  # noqa: E402
 from reverse import make_model, make_tokenizer  # noqa: E402
 
 ETA = {"synchronous": 0, "asynchronous": 4}
-NUM_FILLING = 5  # steps
+# Steps.
+NUM_FILLING = 5
 GPU_SHAPE = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
                  num_key_value_heads=2, vocab_size=1024)  # fmt: skip
 TINY_SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -51,7 +54,8 @@ ON_CPU = ("server.context_length=512", "server.max_total_tokens=131072")
 ON_GPU = (
     "server.device=cuda", "server.dtype=bfloat16", "server.context_length=2304", "server.max_total_tokens=700000",
     "server.max_running_requests=512", "actor.device=cuda", "actor.dtype=bfloat16", "actor.max_tokens_per_mb=32768",
-    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=2e-4", "gconfig.max_new_tokens=2048", "train_dataset.batch_size=32",
+    "actor.ppo_n_minibatches=1", "actor.optimizer.lr=2e-4", "gconfig.max_new_tokens=2048",
+    "train_dataset.batch_size=32",
 )  # fmt: skip
 HALVES = {"BENCH_TASK": "halves", "BENCH_SIGMA": "1.2"}
 CASES = {
@@ -63,10 +67,11 @@ CASES = {
     "one_gpu": Case(
         {**HALVES, "BENCH_MEDIAN_TOKENS": "150", "BENCH_MAX_TOKENS": "2048"}, ON_GPU, 36, GPU_SHAPE
     ),
-    # how `one_gpu` is tried out without a GPU
+    # For trying `one_gpu` out without a GPU.
     "one_gpu_dry": Case(
         {**HALVES, "BENCH_MEDIAN_TOKENS": "16", "BENCH_MAX_TOKENS": "200"},
-        (*ON_CPU, "train_dataset.batch_size=8", "gconfig.max_new_tokens=200", "actor.optimizer.lr=1e-3"), 25, TINY_SHAPE,
+        (*ON_CPU, "train_dataset.batch_size=8", "gconfig.max_new_tokens=200", "actor.optimizer.lr=1e-3"),
+        25, TINY_SHAPE,
     ),
 }  # fmt: skip
 
@@ -126,7 +131,10 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 PARTS = ("rollout", "logp", "update", "weights")
-COLUMNS = ("seconds_per_step", "seconds_to_it", "same_reward", "final_reward", "lag_mean", "trainer_idle", "server_idle", "rollout_s", "update_s", "weights_s")  # fmt: skip
+COLUMNS = (
+    "seconds_per_step", "seconds_to_it", "same_reward", "final_reward", "lag_mean", "trainer_idle", "server_idle",
+    "rollout_s", "update_s", "weights_s",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -158,7 +166,8 @@ def main() -> None:
             print(json.dumps({name: faster, "of": median}), flush=True)
             for side, values in median.items():
                 table.append([name, side, *(f"{values[c]:.3f}" for c in COLUMNS)])
-            table.append([name, "times as fast", *(f"{faster[c]:.2f}" if c in faster else "" for c in COLUMNS)])  # fmt: skip
+            cells = [f"{faster[c]:.2f}" if c in faster else "" for c in COLUMNS]
+            table.append([name, "times as fast", *cells])
     print_table(["case", "side", *COLUMNS], table)
     print(json.dumps({**line, **describe_machine()}))
 

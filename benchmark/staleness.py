@@ -1,12 +1,15 @@
 """What does staleness cost? Reward after the same number of samples for several η, decoupled objective on and off.
 
-    python benchmark/staleness.py [--forced] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--objectives decoupled naive] [--steps 220] [--lr 2e-4] [--out results.jsonl]
+    python benchmark/staleness.py [--forced] [--etas 0 1 4 8 16] [--seeds 1 2 3] [--objectives decoupled naive]
+        [--steps 220] [--lr 2e-4] [--out results.jsonl]
 
-The demo's task from the same supervised start, as a run does it: η is what is allowed, and generation runs ahead no further than keeps the trainer busy. With `--forced` every
-sample is η versions old when it is trained on (`staleness_task.py`). Prints two rewards: `final`, of the last weights on fresh samples (512 held-out prompts × 8, the same for all
-runs: this one is compared), and `train`, of the last five batches trained on, sampled by weights as old as the lag; and that lag. One JSON line. One seed by default: ten runs of a
-minute and a half each on two idle cores. `--out` keeps each run, and goes on where it was left. The demo itself uses 110 steps at 4e-4, as fast as a synchronous run can learn;
-there four versions are a large part of the way.
+Trains the demo's task from the same supervised start, as a run does it: η is the limit, and generation runs ahead no
+further than keeps the trainer busy. With `--forced` every sample is η versions old when it is trained on
+(`staleness_task.py`). Prints two rewards and the lag: `final`, of the last weights on fresh samples (512 held-out
+prompts × 8, the same for all runs; compare this one), and `train`, of the last five training batches, which older
+weights sampled. One seed by default: ten runs of a minute and a half each on two idle cores. `--out` keeps each run,
+and a second start continues there. The demo itself uses 110 steps at 4e-4, as fast as a synchronous run can learn;
+there four versions are a large part of the training.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def run(setting: Setting, work: Path) -> Result:
     subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
     lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    full = rows[2 * eta :]  # before, the pipeline fills
+    # Before, the pipeline fills.
+    full = rows[2 * eta :]
     return {
         **setting,
         "eval_reward": rows[-1]["eval/reward"],

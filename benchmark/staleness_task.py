@@ -1,7 +1,8 @@
-"""The work that `staleness.py` compares: the demo's task, on samples that are exactly as old as the staleness rule allows.
+"""The task of `staleness.py`: the demo's, on samples that are exactly as old as the staleness limit allows.
 
-A run takes fresher samples where it can; here a batch is taken only when everything but the newest batch has been generated, so that its samples come
-from η versions ago. The last weights are evaluated on held-out prompts. Started through the launcher.
+A normal run uses fresher samples where it can. Here a batch is used only when everything but the newest batch has been
+generated, so that its samples come from η versions ago. The last weights are evaluated on held-out prompts. The
+launcher starts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real job of launcher, servers and trainer, with handles to hurt its parts and checks of what must hold afterwards."""
+"""A real job of launcher, servers and trainer: kill its parts, and check what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChaosJob:
     """`python -m arealite.launcher.local tests/chaos/task.py …` in a folder of its own."""
 
     def __init__(self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), **overrides: object):
-        """`wrap`: what the launcher is started through."""
+        """Start the job; `wrap` is a command that starts the launcher."""
         self.folder = folder
         self.run_dir = folder / "runs" / "chaos" / "job"
         options: dict[str, object] = {
@@ -71,7 +71,7 @@ class ChaosJob:
         )
 
     def pids(self, part: str) -> list[int]:
-        """Processes of this job: `server`, `trainer`, `worker` (of rollout) or `launcher`."""
+        """Return the processes of a part: `server`, `trainer`, `worker` (of rollout) or `launcher`."""
         words = {
             "server": "arealite.cli.serve",
             "trainer": "chaos/task.py",
@@ -101,15 +101,15 @@ class ChaosJob:
                 continue
         return found
 
-    def hurt(self, part: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal to one process of a part, as soon as there is one."""
+    def send_signal(self, part: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to one process of a part, once there is one."""
         self.until(lambda: self.pids(part), f"a {part} process")
         pid = self.pids(part)[0]
         os.kill(pid, number)
         return pid
 
     def step(self) -> int:
-        """Steps done so far."""
+        """Return the number of finished steps."""
         path = self.run_dir / "stats.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return json.loads(lines[-1])["step"] + 1 if lines else 0
@@ -132,7 +132,7 @@ class ChaosJob:
         return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
 
     def end(self) -> None:
-        """Leave nothing behind, whatever the test did."""
+        """Kill all processes of the job."""
         for pid in self.all_pids():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ class ChaosJob:
         self.log.close()
 
     def check(self) -> None:
-        """What is promised after any fault: all steps once, the ledger balances, nothing too old, no orphan."""
+        """Check that all steps ran once, the ledger adds up, nothing was too old, and no process is left."""
         steps = [json.loads(line) for line in (self.run_dir / "stats.jsonl").read_text().splitlines()]
         assert [row["step"] for row in steps] == list(range(self.steps)), self.tail()
         assert max(row["staleness/max"] for row in steps) <= self.eta

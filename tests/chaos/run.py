@@ -1,7 +1,7 @@
-"""Chaos for as long as you like: `python -m tests.chaos.run --minutes 120 --seed 7`.
+"""Random faults for as long as you like: `python -m tests.chaos.run --minutes 120 --seed 7`.
 
-Starts one job after another and hurts random parts at random moments; after each, everything that is promised is checked. Ends at the first violation, with the
-folder of the run.
+Starts one job after another, injects faults into random parts at random moments, and checks after each job that
+everything documented in docs/reliability.md holds. The first violation ends it and prints the folder of the run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHOICES = {
 FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "hang"]
 
 
-def visit(job: ChaosJob, rng: random.Random) -> None:
-    """Up to four faults upon one job."""
+def inject_faults(job: ChaosJob, rng: random.Random) -> None:
+    """Inject up to four faults into one job."""
     for _ in range(rng.randint(1, 4)):
         job.wait_for_step(min(job.steps - 1, job.step() + rng.randint(0, 3)))
         if job.launcher.poll() is not None:
@@ -39,24 +39,24 @@ def visit(job: ChaosJob, rng: random.Random) -> None:
         if fault == "worker" and not job.pids("worker"):
             continue
         if fault == "hang":
-            pid = job.hurt("server", signal.SIGSTOP)
+            pid = job.send_signal("server", signal.SIGSTOP)
             time.sleep(rng.uniform(0, 8))
             os.kill(pid, signal.SIGCONT)
         elif fault == "launcher":
-            job.hurt("launcher")
+            job.send_signal("launcher")
             job.launcher.wait()
             job.until_gone()
             job.start()
         else:
             part, _, word = fault.partition(" ")
-            job.hurt(part, signal.Signals[word or "SIGKILL"])
+            job.send_signal(part, signal.Signals[word or "SIGKILL"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--way", help="only this rollout.weight_update")
+    parser.add_argument("--transport", help="fix rollout.weight_update")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     deadline = time.monotonic() + 60 * options.minutes
@@ -65,21 +65,21 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         make_model(folder / "model")
         overrides = {key: rng.choice(values) for key, values in CHOICES.items()}
-        if options.way:
-            overrides["rollout.weight_update"] = options.way
+        if options.transport:
+            overrides["rollout.weight_update"] = options.transport
         chosen = " ".join(f"{key.split('.')[-1]}={value}" for key, value in overrides.items())
         print(f"job {number}: {chosen}, in {folder}", flush=True)
         overrides |= {"recover.retries": 20, "launcher.server_restarts": 20}
         job = ChaosJob(folder, folder / "model", **overrides)
         try:
-            visit(job, rng)
+            inject_faults(job, rng)
             code = job.finish()
             assert code == 0, f"exit code {code}\n{job.tail()}"
             job.check()
         finally:
             job.end()
         number += 1
-    print(f"{number} jobs, all promises kept")
+    print(f"{number} jobs, no violation")
 
 
 if __name__ == "__main__":

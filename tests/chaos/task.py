@@ -1,6 +1,6 @@
-"""The job that chaos is visited upon: a tiny model, GRPO through the launcher, and a workflow that misbehaves now and then.
+"""The job for fault injection: a tiny model, GRPO through the launcher, and a workflow that misbehaves now and then.
 
-Rows are judged by their seed alone, so that an episode that is played again after a crash meets the same fate.
+The seed of a row alone decides how it misbehaves, so that an episode that runs again after a crash does the same.
 """
 
 from __future__ import annotations

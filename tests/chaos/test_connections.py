@@ -1,4 +1,4 @@
-"""Bad connections and bad data: garbage, delays, cuts, half-written weights, a full disk, clocks that jump, very long queues."""
+"""Bad connections and data: garbage, delays, cuts, incomplete weights, full disk, clock jumps, long queues."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Proxy:
-    """Forwards to a server, and delays, cuts or garbles on demand. Has a loop and a thread of its own."""
+    """Forwards to a server, and delays, cuts or garbles on demand. Runs on a thread of its own."""
 
     def __init__(self, target: str):
         self.host, self.port = target.split(":")
@@ -78,7 +78,8 @@ def test_slow_cut_and_garbled_connections_lose_no_request(model_path, connect): 
             proxy.delay_s = 0.05
             check()
             proxy.delay_s, proxy.garble = 0.0, True
-            check()  # what is garbled is asked again elsewhere
+            # What is garbled is asked again elsewhere.
+            check()
             proxy.garble = False
             until(lambda: engine.router.servers[proxy.address].is_open)
             proxy.cut()
@@ -132,18 +133,20 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AReaLiteError
 from arealite.core.ledger import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
-executor = WorkflowExecutor(InferenceEngineConfig(max_head_offpolicyness=9), StubEngine(), 8, ledger=Ledger(sys.argv[1]))
+config = InferenceEngineConfig(max_head_offpolicyness=9)
+executor = WorkflowExecutor(config, StubEngine(), 8, ledger=Ledger(sys.argv[1]))
 executor.start()
-loader = [[{"x": i} for i in range(8)]]
+data = [[{"x": i} for i in range(8)]]
 try:
     for version in range(3000):
         executor.engine.version = version
-        executor.prepare_batch(loader, Echo())
+        executor.prepare_batch(data, Echo())
         executor.set_version(version + 1)
 except AReaLiteError as error:
     print("STOPPED", error, flush=True)
     executor.runner.stop()
-    os._exit(3)  # libraries may fail at the end of an interpreter that cannot write
+    # Skip the shutdown of libraries, which may fail if nothing can be written.
+    os._exit(3)
 """
 
 

@@ -1,4 +1,4 @@
-"""Trivial workflows and a stub engine: what the executor is tested with."""
+"""Trivial workflows and a stub engine for tests of the executor."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from arealite.core.workflow_executor import WorkflowExecutor
 
 
 def make_batch(value: int, n: int = 2, length: int = 4, version: int = 0, reward: float = 1.0):
-    """A result that carries `value` in its tokens."""
+    """Make a result whose tokens are all `value`."""
     versions = torch.full((n, length), version)
     versions[:, 0] = -1
     return {
@@ -27,14 +27,14 @@ def make_batch(value: int, n: int = 2, length: int = 4, version: int = 0, reward
 
 @dataclass
 class StubEngine:
-    """Workflows under test ask it for the version their tokens get."""
+    """Holds the version that workflows give their tokens."""
 
     version: int = 0
     calls: list = field(default_factory=list)
 
 
 class Echo(RolloutWorkflow):
-    """Returns the row's `x`; rows may ask for a version, a delay, a rejection or an error."""
+    """Returns the row's `x`; rows may set a version, a delay, a rejection or an error."""
 
     def __init__(self):
         self.gates: dict[int, asyncio.Event] = {}

@@ -1,4 +1,4 @@
-"""The audit of what is trained against what is dropped."""
+"""The audit of trained and dropped episodes."""
 
 import math
 

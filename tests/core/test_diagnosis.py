@@ -2,7 +2,7 @@ from arealite.core.diagnosis import FailureStreak
 from arealite.core.episode import EpisodeId
 
 
-def test_streaks_of_failures_are_told_ever_more_rarely(capfd):
+def test_streaks_of_failures_print_fewer_and_fewer_lines(capfd):
     streak = FailureStreak(limit=10)
     for _ in range(100):
         for _ in range(3):

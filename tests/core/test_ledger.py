@@ -1,4 +1,4 @@
-"""The ledger: every episode once, written off the hot path, rewound to a checkpoint."""
+"""The ledger: every episode once, written by its own thread, rewound to a checkpoint."""
 
 import sqlite3
 import threading
@@ -26,19 +26,21 @@ def test_rows_are_replaced_not_repeated(tmp_path):
     db.close()
 
 
-def test_rewind_gives_back_what_came_after_the_checkpoint(tmp_path):
+def test_rewind_undoes_what_came_after_the_checkpoint(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     for i in range(6):
         ledger.record(EpisodeRow(i, "trained", step=i // 2))
     ledger.record(EpisodeRow(10, "rejected", "x"))
     ledger.save_buffer(3, [(EpisodeId("stream", 7), make_batch(7))])
-    for i in range(6, 10):  # after the checkpoint
+    # After the checkpoint.
+    for i in range(6, 10):
         ledger.record(EpisodeRow(i, "trained", step=i // 2))
     ledger.record(EpisodeRow(11, "running"))
     ledger.flush()
     [(buffered_id, batch)] = ledger.rewind(step=3, has_ended=lambda i: i.number < 6 or i.number == 10)
     assert buffered_id == ("stream", 7) and torch.equal(batch["input_ids"], make_batch(7)["input_ids"])
-    assert ledger.counts() == {"trained": 7, "rejected": 1}  # 7 is noted as buffered by the executor
+    # 7 is noted as buffered by the executor.
+    assert ledger.counts() == {"trained": 7, "rejected": 1}
     ledger.close()
 
 
@@ -52,13 +54,13 @@ def test_trajectories_whose_tensors_share_memory_are_buffered(tmp_path):
     ledger.close()
 
 
-def test_a_path_that_cannot_be_written_is_told_at_once(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AReaLiteError, match=r"cannot be written.*resume"):
         Ledger(tmp_path / "file" / "run.sqlite")
 
 
-def test_whatever_ends_the_writer_is_told_to_who_waits_and_who_comes_next(tmp_path):
+def test_an_error_of_the_writer_thread_reaches_this_call_and_all_later_ones(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.save_buffer(3, [(EpisodeId("stream", 7), make_batch(7))])
     db = sqlite3.connect(ledger.path)
@@ -73,21 +75,22 @@ def test_whatever_ends_the_writer_is_told_to_who_waits_and_who_comes_next(tmp_pa
     ledger.close()
 
 
-def test_what_fails_at_the_commit_has_not_succeeded(tmp_path):
+def test_a_transaction_that_fails_at_commit_is_an_error(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
 
     def violate(db):
         db.execute("PRAGMA foreign_keys=ON")
         db.execute("CREATE TABLE a(i INTEGER PRIMARY KEY)")
         db.execute("CREATE TABLE b(i REFERENCES a(i) DEFERRABLE INITIALLY DEFERRED)")
-        db.execute("INSERT INTO b VALUES (1)")  # noticed by COMMIT only
+        # Noticed by COMMIT only.
+        db.execute("INSERT INTO b VALUES (1)")
 
     with pytest.raises(AReaLiteError, match="IntegrityError"):
         ledger._run_now(violate)
     ledger.close()
 
 
-def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
+def test_close_logs_an_error_that_was_not_raised_before(tmp_path, caplog):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.record(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]
     ledger.close()
@@ -96,17 +99,18 @@ def test_the_last_error_is_logged_if_nobody_else_heard_of_it(tmp_path, caplog):
         ledger.flush()
 
 
-def test_a_checkpoint_that_was_never_whole_does_not_push_out_the_buffer_of_the_last_good_one(tmp_path):
+def test_an_incomplete_checkpoint_does_not_replace_the_buffer_of_the_last_good_one(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.save_buffer(2, [(EpisodeId("stream", 8), make_batch(8))])
-    for _ in range(2):  # killed twice before the checkpoint at 4 was whole
+    # Killed twice before the checkpoint at 4 was whole.
+    for _ in range(2):
         ledger.save_buffer(4, [(EpisodeId("submitted", 20), make_batch(20))])
         assert [i.number for i, _ in ledger.rewind(2, has_ended=lambda i: i.number < 8)] == [8]
     ledger.close()
 
 
 @pytest.mark.parametrize("content", [b"no database " * 500, None])
-def test_a_damaged_file_is_told_as_such(tmp_path, content):
+def test_a_damaged_file_is_named_as_such(tmp_path, content):
     path = tmp_path / "run.sqlite"
     ledger = Ledger(path)
     for i in range(1000):
@@ -119,7 +123,7 @@ def test_a_damaged_file_is_told_as_such(tmp_path, content):
         Ledger(path).counts()
 
 
-def test_a_disk_that_hangs_is_an_error_in_the_end(tmp_path, monkeypatch):
+def test_a_disk_that_hangs_is_an_error_at_the_deadline(tmp_path, monkeypatch):
     ledger, release = Ledger(tmp_path / "run.sqlite"), threading.Event()
     monkeypatch.setattr(store, "_WRITE_TIMEOUT_S", 0.1)
     with pytest.raises(AReaLiteError, match="its disk hangs"):
@@ -128,7 +132,7 @@ def test_a_disk_that_hangs_is_an_error_in_the_end(tmp_path, monkeypatch):
     ledger.close()
 
 
-def test_a_closed_ledger_takes_nothing_more(tmp_path):
+def test_a_closed_ledger_raises(tmp_path):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.close()
     ledger.close()
@@ -147,7 +151,7 @@ class HalfCharacters:
 
 
 @pytest.mark.parametrize("tokenizer, texts", [(object(), 0), (Panics(), 0), (HalfCharacters(), 16)])
-def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(tmp_path, executors, caplog, tokenizer, texts):
+def test_a_tokenizer_that_cannot_decode_loses_only_the_text(tmp_path, executors, caplog, tokenizer, texts):
     ledger = Ledger(tmp_path / "run.sqlite")
     executor, workflow = executors(batch_size=4, ledger=ledger), Echo()
     workflow.tokenizer = tokenizer
@@ -163,7 +167,7 @@ def test_a_tokenizer_that_cannot_decode_costs_no_more_than_the_text(tmp_path, ex
     assert caplog.text.count("are not kept as text") == (0 if texts else 1)
 
 
-def test_the_executor_books_every_episode(tmp_path, executors):
+def test_the_executor_records_every_episode(tmp_path, executors):
     ledger = Ledger(tmp_path / "run.sqlite")
     executor = executors(batch_size=4, ledger=ledger, max_head_offpolicyness=1)
     rows = [
@@ -183,7 +187,8 @@ def test_the_executor_books_every_episode(tmp_path, executors):
         assert booked.get(state, 0) == getattr(counts, state), state
     assert sum(booked.values()) == counts.admitted
     db = sqlite3.connect(tmp_path / "run.sqlite")
-    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == 40  # 4 episodes of 2 samples in 5 steps
+    # 4 episodes of 2 samples in 5 steps.
+    assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == 40
     reason = db.execute("SELECT reason FROM episodes WHERE state = 'failed'").fetchone()[0]
     assert reason == "KeyError: 'k'"
     db.close()

@@ -1,4 +1,4 @@
-"""Winding the stream of rows back after a restart, whatever the dataloader is."""
+"""The stream of rows after a restart, with several kinds of dataloader."""
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.core.row_stream import RowStream
@@ -8,14 +8,14 @@ ROWS = [{"r": i} for i in range(12)]
 
 
 class Plain:
-    """A dataloader that can only begin anew."""
+    """A dataloader without state."""
 
     def __iter__(self):
         return iter([ROWS[i : i + 2] for i in range(0, 12, 2)])
 
 
 class Other(Plain):
-    """A stateful one of somebody else: it keeps another kind of state."""
+    """A stateful dataloader with another kind of state."""
 
     def state_dict(self):
         return {"i": 0}
@@ -30,7 +30,7 @@ def rows_after(loader, position, done):
     return [stream.next_row() for _ in range(4)]
 
 
-def test_the_stream_goes_on_where_it_was():
+def test_the_stream_continues_at_its_position():
     ours = StatefulDataLoader(ROWS, DatasetConfig("x", batch_size=2, shuffle=False))
     for loader in (Plain(), Other(), ours):
         found = [(number, row["r"]) for number, row in rows_after(loader, 5, {6, 13})]

@@ -1,4 +1,4 @@
-"""Admission and accounting."""
+"""Admission, counts and the lead."""
 
 import itertools
 
@@ -15,7 +15,7 @@ def test_capacity_follows_the_papers_rule(eta, version, expected):
     assert staleness.capacity() == min((eta + version + 1) * 8, (eta + 1) * 8) == expected
 
 
-def test_what_ends_without_use_frees_its_place_at_once():
+def test_episodes_that_end_unused_make_room_at_once():
     staleness = StalenessManager(8, 0, max_concurrent=100)
     staleness.admit(8)
     assert staleness.capacity() == 0
@@ -27,19 +27,20 @@ def test_what_ends_without_use_frees_its_place_at_once():
     staleness.drop_stale()
     assert staleness.capacity() == 3
     staleness.train(1)
-    assert staleness.capacity() == 3  # trained episodes stay counted until the version rises
+    # Trained episodes stay counted until the version rises.
+    assert staleness.capacity() == 3
     staleness.version = 1
     assert staleness.capacity() == 11
     staleness.counts.check()
 
 
-def test_concurrency_limits_too():
+def test_concurrency_limits_admission():
     staleness = StalenessManager(8, 4, max_concurrent=3)
     staleness.admit(2)
     assert staleness.capacity() == 1
 
 
-def test_lost_or_doubled_episodes_are_noticed():
+def test_lost_or_doubled_episodes_fail_the_check():
     staleness = StalenessManager(8)
     staleness.admit(1)
     staleness.counts.running = 0
@@ -48,7 +49,7 @@ def test_lost_or_doubled_episodes_are_noticed():
 
 
 def leads(lead, wait_s, batches=100, has_spare_batch=False, work_s=lambda batches: 1.0):
-    """The lead after each batch, if the trainer waits `wait_s(lead)` and then works for `work_s(lead)`."""
+    """Return the lead after each batch, if the trainer waits `wait_s(lead)` and works for `work_s(lead)`."""
     seen = []
     for _ in range(batches):
         waited_s = wait_s(lead.batches)
@@ -60,21 +61,23 @@ def leads(lead, wait_s, batches=100, has_spare_batch=False, work_s=lambda batche
 def test_the_lead_grows_while_that_shortens_the_waiting():
     lead = Lead(max_staleness=4)
     seen = leads(lead, lambda batches: 2 / batches**2)
-    assert seen[:5] == [1] * 5 and set(seen[5:]) == {4}  # at once: the waiting is for a judge
+    # At once: the waiting is for a judge.
+    assert seen[:5] == [1] * 5 and set(seen[5:]) == {4}
     seen = leads(lead, lambda batches: 0.0, has_spare_batch=True)
     assert sorted(seen, reverse=True) == seen and seen[-1] == 1
     assert max(leads(Lead(max_staleness=0), lambda batches: 1.0)) == 0
     assert max(leads(Lead(max_staleness=1), lambda batches: 1.0)) == 1
 
 
-def test_no_running_ahead_that_does_not_help():
+def test_a_longer_lead_that_does_not_help_is_undone():
     generation_takes_all_the_time = Lead(max_staleness=4)
     seen = leads(generation_takes_all_the_time, lambda batches: 1.0)
     assert set(seen) == {1, 3} and set(seen[15:]) == {1}
     seen = leads(Lead(max_staleness=4), lambda batches: 1.0 if batches == 1 else 0.6, 400)
     assert seen[5] == 3 and set(seen[20:100]) == {1}
     assert max(seen[150:]) == 4 and set(seen[250:]) == {2}
-    tried = itertools.count()  # a few batches that come at once prove nothing
+    # A few batches that come at once prove nothing.
+    tried = itertools.count()
     lucky = leads(Lead(4), lambda b: 0.0 if b > 1 and next(tried) < 8 else 1.0, 60)
     assert max(lucky) == 3 and lucky[-1] == 1
     # after a while it is tried again, after a second time only much later
@@ -84,18 +87,19 @@ def test_no_running_ahead_that_does_not_help():
     assert seen[800] == 1 and seen[-1] == 4
 
 
-def test_no_running_ahead_that_slows_the_trainer_down():
-    """On a GPU that both share more generation ends the waiting, and the update takes as much longer."""
+def test_a_longer_lead_that_slows_the_trainer_down_is_undone():
+    """On a shared GPU more generation ends the waiting, and the update takes that much longer."""
 
     def lead_after(work_s):
         return leads(Lead(4), lambda b: 0.4 / b**2, 60, work_s=work_s)[-1]
 
     assert lead_after(lambda batches: 1.0) > 1
     assert lead_after(lambda batches: 1.0 + 0.3 * (batches > 1)) == 1
-    steps = itertools.count()  # every fifth one with an evaluation
+    # Every fifth one with an evaluation.
+    steps = itertools.count()
     assert lead_after(lambda batches: 1.0 if next(steps) % 5 else 20.0) > 1
 
 
-def test_the_lead_only_ever_holds_back():
+def test_the_lead_never_exceeds_the_staleness_limit():
     plain, led = StalenessManager(8, 4, 1000), StalenessManager(8, 4, 1000, Lead(4))
     assert led.capacity() == 16 < plain.capacity() == 40

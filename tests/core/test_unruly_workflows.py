@@ -1,4 +1,4 @@
-"""What a workflow does costs its own episode, whatever it is; where it cannot, one message says what it did."""
+"""Misbehaving workflows fail their own episode only; otherwise one message says what they did."""
 
 import asyncio
 import sys
@@ -30,7 +30,7 @@ async def interrupts(**row):
 
 
 class Unruly(Echo):
-    """Row 1 does what its name says, the others are as they should be."""
+    """Row 1 calls the method named `does`; the others behave."""
 
     def __init__(self, does):
         super().__init__()
@@ -76,12 +76,12 @@ class Unruly(Echo):
         ("interrupts_in_a_task", "KeyboardInterrupt: "),
         ("raises_what_cannot_be_printed", "Unprintable, which raises RuntimeError when it is printed"),
         ("awaits_what_is_cancelled", "RuntimeError: the workflow awaited something that was cancelled"),
-        ("takes_no_notice_of_its_deadline", "TimeoutError: no result within rollout.episode_timeout_s=1"),
+        ("takes_no_notice_of_its_deadline", "TimeoutError: no result within rollout.episode_timeout_s=0.5"),
     ],
-)  # fmt: skip
-def test_it_costs_its_episode_with_the_reason(tmp_path, executors, does, reason):
+)
+def test_only_its_own_episode_fails_with_the_reason(tmp_path, executors, does, reason):
     ledger, release = Ledger(tmp_path / "run.sqlite"), asyncio.Event()
-    executor = executors(ledger=ledger, episode_timeout_s=1.0)
+    executor = executors(ledger=ledger, episode_timeout_s=0.5)
     rows = [{"x": i, "release": release} for i in range(8)]
     batch = executor.prepare_batch([rows[:4], rows[4:]], Unruly(does))
     assert batch["input_ids"][::2, 0].tolist() == [0, 2, 3, 4]
@@ -90,12 +90,13 @@ def test_it_costs_its_episode_with_the_reason(tmp_path, executors, does, reason)
     assert (counts.failed, counts.running, counts.trained) == (1, 0, 4)
     found: list = []
     ledger.flush()
-    ledger._run_now(lambda db: found.extend(db.execute("SELECT id, reason FROM episodes WHERE state = 'failed'")))  # fmt: skip
+    query = "SELECT id, reason FROM episodes WHERE state = 'failed'"
+    ledger._run_now(lambda db: found.extend(db.execute(query)))
     assert found == [(1, reason)]
     executor.runner.loop.call_soon_threadsafe(release.set)
 
 
-def test_of_a_very_long_error_the_beginning_is_booked():
+def test_very_long_errors_are_cut():
     assert len(describe(ValueError("x" * 10**7))) < 20_000
     assert describe(ValueError("x" * 10**7)).startswith("ValueError: xxx")
 
@@ -106,13 +107,13 @@ class StopsTheLoop(Echo):
         return await super().arun_episode(engine, data)
 
 
-def test_a_stopped_loop_turns_on(executors):
+def test_a_stopped_loop_is_started_again(executors):
     executor = executors()
     rows = [{"x": i, "yields": 3} for i in range(4)]
     assert len(executor.rollout_batch(rows, StopsTheLoop())["rewards"]) == 8
 
 
-def test_an_error_in_the_books_ends_the_wait_at_once(executors, monkeypatch):
+def test_an_error_of_the_ledger_ends_the_wait_at_once(executors, monkeypatch):
     executor = executors()
     monkeypatch.setattr(executor.accounts, "record", lambda *_: 1 / 0)
     with pytest.raises(TrainingError, match="ZeroDivisionError"):
@@ -128,7 +129,7 @@ class Changes(Echo):
         return make_batch(1, version=engine.version)
 
 
-def test_a_workflow_that_changes_its_row_leaves_the_data_as_it_was(executors):
+def test_a_workflow_that_changes_its_row_does_not_change_the_dataset(executors):
     executor = executors()
     rows = [{"x": i, "seed": i, "messages": [{"role": "user"}]} for i in range(4)]
     for _ in range(2):
@@ -137,7 +138,7 @@ def test_a_workflow_that_changes_its_row_leaves_the_data_as_it_was(executors):
 
 
 class BlocksLater(Echo):
-    """Row 2, not the oldest, blocks the loop; `in_task`: in a task of its own."""
+    """Row 2, not the oldest, blocks the loop; with `in_task` in a task of its own."""
 
     def __init__(self, in_task, release):
         super().__init__()
@@ -153,11 +154,12 @@ class BlocksLater(Echo):
         await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize(("in_task", "who"), [(False, "episode 2, "), (True, "a task that a workflow")])  # fmt: skip
-def test_whoever_blocks_the_loop_is_named_with_the_users_own_line(executors, in_task, who):
+@pytest.mark.parametrize(("in_task", "who"), [(False, "episode 2, "), (True, "a task that a workflow")])
+def test_code_that_blocks_the_loop_is_named_with_its_line(executors, in_task, who):
     executor, release = executors(batch_timeout_s=0.5), threading.Event()
     try:
-        with pytest.raises(WaitTimeout, match=f"{who}.*blocks all other episodes in BlocksLater.blocks .*test_unruly"):  # fmt: skip
+        message = f"{who}.*blocks all other episodes in BlocksLater.blocks .*test_unruly"
+        with pytest.raises(WaitTimeout, match=message):
             executor.prepare_batch([[{"x": i} for i in range(4)]], BlocksLater(in_task, release))
     finally:
         release.set()
@@ -176,7 +178,7 @@ def masked(*values):
         ({**make_batch(1), 3: torch.ones(2)}, "`3` must be a tensor"),
     ],
 )
-def test_a_result_that_no_trainer_takes_is_refused(executors, result, words):
+def test_unusable_results_fail_the_episode(executors, result, words):
     executor = executors(batch_size=1, max_failed_episodes=1)
     executor.submit({"x": 0, "returns": result}, Echo())
     with pytest.raises(TrainingError, match=words):
@@ -184,7 +186,7 @@ def test_a_result_that_no_trainer_takes_is_refused(executors, result, words):
 
 
 @pytest.mark.parametrize("width", [None, 3])
-def test_results_that_cannot_be_joined_are_one_message(executors, width):
+def test_results_that_cannot_be_joined_give_one_message(executors, width):
     odd = {**make_batch(1), "scores": torch.ones(2, 2)}
     other = make_batch(2) if width is None else {**make_batch(2), "scores": torch.ones(2, width)}
     executor = executors(batch_size=2)

@@ -1,4 +1,4 @@
-"""Rollout workers: the same workflow code in other processes; a worker that dies costs nothing."""
+"""Rollout workers: the same workflow code in other processes; no episode is lost with a worker."""
 
 import asyncio
 import os
@@ -18,21 +18,22 @@ from arealite.core.worker_pool import WorkerError, WorkerPool
 from arealite.core.workflow_executor import WorkflowExecutor
 from tests.core.conftest import make_batch
 
-ALL_BITS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(2, -1)  # NaNs, -0.0, …
+# NaNs, -0.0, …
+ALL_BITS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(2, -1)
 
 
-class FollowingEngine:
-    """An engine that only knows what it was told."""
+class StateEngine:
+    """An engine that stores the state of the servers."""
 
     def __init__(self, config):
-        self.told = {}
+        self.state = {}
 
     async def apply_server_state(self, state):
-        self.told = state
+        self.state = state
 
 
-class FragileEngine(FollowingEngine):
-    """Cannot be made while the file that it is given exists."""
+class FragileEngine(StateEngine):
+    """Cannot be created while the file `broken` exists."""
 
     def __init__(self, broken):
         super().__init__(broken)
@@ -50,7 +51,7 @@ async def exit_now():
 
 
 class Pids(RolloutWorkflow):
-    """Tells who played the episode; waits where the row says so."""
+    """Returns the process id; rows may set a delay, a rejection or an error."""
 
     async def arun_episode(self, engine, data):
         if data.get("raises"):
@@ -67,7 +68,7 @@ class Pids(RolloutWorkflow):
             time.sleep(1000)
         if "wait_s" in data:
             await asyncio.sleep(data["wait_s"])
-        batch = make_batch(data["x"], version=engine.told["version"])
+        batch = make_batch(data["x"], version=engine.state["version"])
         for name, dtype in data.get("columns", {}).items():
             batch[name] = ALL_BITS.view(dtype).clone()
         batch["pid"] = torch.full((2,), os.getpid())
@@ -79,7 +80,7 @@ def executor():
     config = InferenceEngineConfig(batch_timeout_s=60, max_head_offpolicyness=8)
     executor = WorkflowExecutor(config, None, 8)
     executor.start()
-    pool = WorkerPool(2, FollowingEngine, config, lambda: {"version": executor.staleness.version})
+    pool = WorkerPool(2, StateEngine, config, lambda: {"version": executor.staleness.version})
     executor.run_coroutine(pool.start(), NamedWait("the test", "workers", 60))
     executor.runner.pool = pool
     yield executor
@@ -115,71 +116,71 @@ def test_a_killed_worker_loses_no_episode(executor):
     assert pool.num_replaced == 1 and executor.staleness.counts.failed == 0
 
 
-def test_a_workflow_that_cannot_travel_is_told(executor):
+def test_a_workflow_that_cannot_be_pickled_is_an_error(executor):
     class Local(RolloutWorkflow):
         async def arun_episode(self, engine, data):
             return None
 
-    play = executor.runner.pool.run_episode(Local(), {"x": 1})
+    episode = executor.runner.pool.run_episode(Local(), {"x": 1})
     with pytest.raises(ConfigError, match="Local cannot be sent to a worker process"):
-        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+        executor.run_coroutine(episode, NamedWait("the test", "an answer", 20))
 
 
 def test_a_workflow_that_cancels_itself_fails_at_once(executor):
-    play = executor.runner.pool.run_episode(Pids(), {"x": 1, "cancels": True})
+    episode = executor.runner.pool.run_episode(Pids(), {"x": 1, "cancels": True})
     with pytest.raises(WorkerError, match="CancelledError"):
-        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+        executor.run_coroutine(episode, NamedWait("the test", "an answer", 20))
 
 
 @pytest.mark.parametrize(
     ("does", "words"), [("exits", "SystemExit: out of a task"), ("unprintable", "Unprintable, which")]
 )
-def test_a_workflow_that_fails_in_an_odd_way_costs_its_episode_only(executor, does, words):
+def test_unusual_failures_fail_their_own_episode_only(executor, does, words):
     pool, workflow = executor.runner.pool, Pids()
     for x in range(8):
         executor.submit({"x": x, "wait_s": 1.0}, workflow)
     with pytest.raises(WorkerError, match=words):
-        play = pool.run_episode(workflow, {"x": 8, does: True})
-        executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+        episode = pool.run_episode(workflow, {"x": 8, does: True})
+        executor.run_coroutine(episode, NamedWait("the test", "an answer", 20))
     assert executor.wait(8)["input_ids"][::2, 0].tolist() == list(range(8))
     assert pool.num_replaced == 0 and executor.staleness.counts.failed == 0
 
 
-def test_types_that_numpy_lacks_come_back_bit_for_bit(executor):
+def test_all_tensor_types_are_returned_bit_for_bit(executor):
     columns = {"a": torch.bfloat16, "b": torch.float8_e5m2, "c": torch.float16}
-    play = executor.runner.pool.run_episode(Pids(), {"x": 1, "columns": columns})
-    batch = executor.run_coroutine(play, NamedWait("the test", "an answer", 20))
+    episode = executor.runner.pool.run_episode(Pids(), {"x": 1, "columns": columns})
+    batch = executor.run_coroutine(episode, NamedWait("the test", "an answer", 20))
     assert {name: batch[name].dtype for name in columns} == columns
     for name in columns:
         assert batch[name].view(torch.int16).equal(ALL_BITS)
 
 
-async def play_for(seconds, pool, data):
+async def run_for(seconds, pool, data):
     async with asyncio.timeout(seconds):
         await pool.run_episode(Pids(), data)
 
 
-async def play_beside_a_blocked_one(pool):
-    """The first worker is blocked by the first episode, the second has one that only waits too long."""
+async def run_beside_a_blocked_one(pool):
+    """Block the first worker, and give the second an episode that only waits too long."""
     rows = [{"x": 0, "blocks": True}, {"x": 0, "wait_s": 1000}]
-    bad = (play_for(1.0, pool, row) for row in rows)
+    bad = (run_for(1.0, pool, row) for row in rows)
     good = (pool.run_episode(Pids(), {"x": x}) for x in range(1, 9))
     return await asyncio.gather(*bad, *good, return_exceptions=True)
 
 
-def test_a_worker_that_blocks_is_replaced_and_costs_its_episode_only(executor, monkeypatch):
+def test_a_worker_that_blocks_is_replaced_and_only_its_blocking_episode_fails(executor, monkeypatch):
     monkeypatch.setattr(worker_pool, "MAX_SILENCE_S", 1)
     pool = executor.runner.pool
     blocked, waits = [worker.process for worker in pool._workers]
     wait = NamedWait("the test", "episodes", 40)
-    results = executor.run_coroutine(play_beside_a_blocked_one(pool), wait)
+    results = executor.run_coroutine(run_beside_a_blocked_one(pool), wait)
     assert [type(result) for result in results[:2]] == [TimeoutError, TimeoutError]
     assert [int(batch["input_ids"][0, 0]) for batch in results[2:]] == list(range(1, 9))
     blocked.join(10)
     assert pool.num_replaced == 1 and waits.is_alive() and not blocked.is_alive()
 
 
-def test_workers_that_cannot_start_are_an_error_until_they_can(tmp_path):
+def test_episodes_fail_while_no_worker_can_start(tmp_path):
     async def scenario(broken):
         pool = WorkerPool(2, FragileEngine, broken, lambda: {"version": 0})
         await pool.start()
@@ -198,7 +199,7 @@ def test_workers_that_cannot_start_are_an_error_until_they_can(tmp_path):
     asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
 
 
-def test_a_pool_that_shrinks_warns_and_grows_again(tmp_path, monkeypatch, caplog):
+def test_a_pool_that_loses_a_worker_warns_and_starts_another(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(worker_pool, "RETRY_S", 0.1)
 
     async def scenario(broken):

@@ -33,7 +33,7 @@ def check_conserved(executor):
     executor.staleness.counts.check()
 
 
-def test_results_come_oldest_first_with_their_own_group(executors):
+def test_results_are_returned_oldest_first_each_as_its_own_group(executors):
     executor = executors(max_head_offpolicyness=3)
     workflow = Echo()
     for row in rows(4):
@@ -45,7 +45,7 @@ def test_results_come_oldest_first_with_their_own_group(executors):
     check_conserved(executor)
 
 
-def test_joined_episodes_are_freed_at_once_by_the_thread_that_made_them(executors):
+def test_joined_episodes_are_freed_by_the_loops_thread(executors):
     executor, freed_by = executors(batch_size=2), []
 
     class Watched(Echo):
@@ -79,19 +79,19 @@ class Random(RolloutWorkflow):
 def test_no_staleness_equals_a_plain_loop_bit_for_bit(executors):
     data = rows(20)
     executor = executors(batch_size=4, max_head_offpolicyness=0)
-    engine, workflow = StubEngine(), Random()
-    for version in range(12):  # over two epochs
+    engine, workflow, batches = StubEngine(), Random(), loader(data)
+    # Over two epochs.
+    for version in range(12):
         executor.engine.version = engine.version = version
-        batch = executor.prepare_batch(
-            loader(data) if version == 0 else executor.resume_state._stream.dataloader, workflow
-        )
+        batch = executor.prepare_batch(batches, workflow)
         expected = []
         for position in range(4 * version, 4 * version + 4):
             row = {**data[position % 20], "seed": episode_seed(executor.runner.seed, position)}
             expected.append(asyncio.run(workflow.arun_episode(engine, row)))
         plain = concat_padded(expected)
         for key in plain:
-            if key == "versions":  # padding is marked as not generated
+            # Padding is marked as not generated.
+            if key == "versions":
                 plain[key] = plain[key].masked_fill(plain["attention_mask"] == 0, -1)
             assert torch.equal(batch[key], plain[key]), key
         assert executor.stats()["lag_max"] == 0
@@ -124,10 +124,11 @@ def test_generation_goes_on_while_the_trainer_trains(executors):
     deadline = time.monotonic() + 10
     while executor.stats()["buffered"] < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert executor.stats()["buffered"] == 4  # made without another call
+    # Made without another call.
+    assert executor.stats()["buffered"] == 4
 
 
-def test_a_server_that_missed_an_update_is_told(executors):
+def test_a_server_that_missed_an_update_is_an_error(executors):
     executor = executors(batch_size=2, max_head_offpolicyness=1, max_failed_episodes=3)
     executor.set_version(5)
     with pytest.raises(TrainingError, match="under version 5 but has tokens of version 3: a server missed"):
@@ -151,7 +152,7 @@ def test_a_sample_fresh_when_finished_may_be_stale_when_consumed(executors):
     check_conserved(executor)
 
 
-def test_rejected_and_failed_episodes_free_their_place_and_are_replaced(executors):
+def test_rejected_and_failed_episodes_are_replaced(executors):
     executor = executors(batch_size=4, max_head_offpolicyness=0)
     data = rows(40)
     for row in data:
@@ -166,7 +167,7 @@ def test_rejected_and_failed_episodes_free_their_place_and_are_replaced(executor
     check_conserved(executor)
 
 
-def test_when_everything_fails_the_first_cause_is_told(executors):
+def test_when_everything_fails_the_first_cause_is_raised(executors):
     executor = executors(batch_size=4, max_failed_episodes=10)
     with pytest.raises(TrainingError, match=r"10 episodes in a row failed.*ZeroDivisionError: first") as info:
         executor.prepare_batch(loader(rows(8, raises=ZeroDivisionError("first"))), Echo())
@@ -188,7 +189,7 @@ def test_when_everything_fails_the_first_cause_is_told(executors):
         ({**make_batch(1), "logprobs": torch.full((2, 4), float("-inf"))}, "`logprobs` are not finite"),
     ],
 )
-def test_wrong_results_are_named(executors, result, words):
+def test_wrong_results_are_described(executors, result, words):
     executor = executors(batch_size=1, max_failed_episodes=1)
     executor.submit({"x": 0, "returns": result}, Echo())
     with pytest.raises(TrainingError, match=words):
@@ -196,7 +197,7 @@ def test_wrong_results_are_named(executors, result, words):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), BaseException("odd")])
-def test_whatever_a_workflow_raises_costs_its_episode_only(executors, error):
+def test_any_exception_in_a_workflow_fails_its_own_episode_only(executors, error):
     executor = executors(batch_size=1)
     executor.submit({"x": 0, "raises": error}, Echo())
     executor.submit({"x": 1}, Echo())
@@ -213,7 +214,8 @@ def test_a_workflow_that_rejects_every_row_stops_the_run(executors):
 
 class Blocks(Echo):
     async def arun_episode(self, engine, data):
-        data["release"].wait(60)  # does not await: nothing else runs on the loop meanwhile
+        # Does not await: nothing else runs on the loop meanwhile.
+        data["release"].wait(60)
 
 
 def test_a_workflow_that_blocks_the_loop_is_named_with_its_line(executors):
@@ -267,7 +269,7 @@ def test_wait_for_more_than_was_submitted_is_an_error(executors):
         executor.wait(2)
 
 
-def test_small_and_empty_datasets_are_told(executors):
+def test_small_and_empty_datasets_are_errors(executors):
     with pytest.raises(DatasetError, match="3 rows, but a batch needs 4"):
         executors(batch_size=4).prepare_batch(loader(rows(3)), Echo())
     with pytest.raises(DatasetError, match="gives no rows"):
@@ -302,7 +304,7 @@ def test_pause_admits_nothing_new(executors):
     assert xs(executor.wait(1)) == [0]
 
 
-def test_counts_are_conserved_under_random_fates(executors):
+def test_counts_add_up_with_random_results(executors):
     rng = random.Random(7)
     executor = executors(batch_size=8, max_head_offpolicyness=2, max_failed_episodes=1000)
     data = []
@@ -325,18 +327,21 @@ def test_counts_are_conserved_under_random_fates(executors):
     assert len(seen) == len(set(seen)) == 160
 
 
-def test_many_waiting_episodes_are_all_returned(executors):
-    count = 5000
+def test_many_waiting_episodes_are_all_returned_even_if_the_clock_jumps(executors, monkeypatch):
+    count, real_time, jump_s = 5000, time.time, [0.0]
+    # Deadlines must not depend on the wall clock.
+    monkeypatch.setattr(time, "time", lambda: real_time() + jump_s[0])
     executor = executors(batch_size=count)
     gate = asyncio.Event()
     workflow = Echo()
     for row in rows(count, gate=gate):
         executor.submit(row, workflow)
+    jump_s[0] = 86400.0
     executor.runner.loop.call_soon_threadsafe(gate.set)
     assert xs(executor.wait(count)) == list(range(count))
 
 
-def test_a_straggler_is_waited_for_rather_than_dropped(executors):
+def test_a_batch_waits_for_a_straggler(executors):
     """With η = 1 the slow first episode belongs to the batch of version 1 at the latest."""
     executor = executors(batch_size=4, max_head_offpolicyness=1)
     workflow, gate = Echo(), asyncio.Event()
@@ -344,7 +349,8 @@ def test_a_straggler_is_waited_for_rather_than_dropped(executors):
     assert 0 not in xs(executor.prepare_batch(data, workflow))
     executor.engine.version = 1
     executor.set_version(1)
-    executor._last_batch_at -= 60  # as if the step had taken a minute
+    # As if the step had taken a minute.
+    executor._last_batch_at -= 60
     executor.runner.loop.call_soon_threadsafe(executor.runner.loop.call_later, 0.2, gate.set)
     assert 0 in xs(executor.prepare_batch(data, workflow))
     assert executor.stats()["stale"] == 0
@@ -364,7 +370,7 @@ def test_a_straggler_delays_a_batch_no_longer_than_a_step(executors):
 
 
 def test_the_same_result_returned_again_and_again_is_counted_once_per_episode(executors):
-    """A workflow that keeps one result and hands it out for every row (a cache gone wrong) harms no account."""
+    """A workflow that returns one result for every row (a broken cache) does not break the counts."""
 
     class Cached(Echo):
         kept = None

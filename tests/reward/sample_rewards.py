@@ -1,4 +1,4 @@
-"""Rewards that misbehave in every way a user's may. Importable by worker processes."""
+"""Misbehaving rewards, importable by worker processes."""
 
 import asyncio
 import os
@@ -64,13 +64,13 @@ def own_pid(completion, **data):
     return float(os.getpid())
 
 
-def naps(completion, nap_s=0.3, **data):
+def naps(completion, nap_s=0.2, **data):
     time.sleep(nap_s)
     return float(os.getpid())
 
 
 def computes(completion, **data):
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         pass
     return 1.0

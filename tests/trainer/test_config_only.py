@@ -27,7 +27,10 @@ def cli(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "sampling"),
-    [("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]), ("embedded.d1+d2", ["n_samples=1", "temperature=0"])],
+    [
+        ("embedded.d1+d1", ["n_samples=2", "temperature=0.6"]),
+        pytest.param("embedded.d1+d2", ["n_samples=1", "temperature=0"], marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_without_training_reports_the_mean_reward_and_keeps_all_answers(
     model_path, gsm8k_path, tmp_path, layout, sampling, capsys
@@ -53,7 +56,7 @@ def test_evaluation_without_training_reports_the_mean_reward_and_keeps_all_answe
     assert "31pensandgets32.Howmany?" in "".join(printed.split())
 
 
-@pytest.mark.parametrize("kind", ["dpo", "rw"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("rw", marks=pytest.mark.slow)])
 def test_preference_pairs_train(model_path, tmp_path, kind):
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{i}: ", "chosen": "good", "rejected": "bad"} for i in range(8)]
@@ -100,6 +103,6 @@ def test_the_tree_becomes_the_flat_config_of_a_script():
         ("allocation_mode=sglang.d4x2", "\\^"),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(argument, message):
+def test_mistakes_are_errors_before_anything_starts(argument, message):
     with pytest.raises(ConfigError, match=message):
         load_config([argument], MainConfig)

@@ -1,4 +1,4 @@
-"""The promises that tie the parts together: synchronous means synchronous, and the ready loop is the written-out one."""
+"""With η = 0, training through the executor equals a plain synchronous loop."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def executor_loop(parts: Parts) -> list[dict[str, torch.Tensor]]:
 
 
 def plain_loop(parts: Parts) -> list[dict[str, torch.Tensor]]:
-    """No admission, no queue: play the rows of a batch, wait for all, train."""
+    """No admission, no queue: run the rows of a batch, wait for all, train."""
     batches, next_id = [], 0
     rows_of_step = parts.dataloader.cycle()
     for step in range(NUM_STEPS):

@@ -16,7 +16,7 @@ def info(step: int, per_epoch: int = 4) -> StepInfo:
 
 
 class Engine:
-    """As much of a TrainEngine as checkpoints touch: one number in one file."""
+    """The part of a TrainEngine that checkpoints use: one number in one file."""
 
     def __init__(self, value=0, fail=None):
         self.value, self.fail = value, fail
@@ -87,7 +87,7 @@ def test_the_last_step_is_always_saved(tmp_path, freq):
     assert path == tmp_path / "checkpoints" / "step000002" and path.exists()
 
 
-def test_full_disk_is_named(tmp_path):
+def test_a_full_disk_is_named(tmp_path):
     engine = Engine(fail=OSError(28, "No space left on device"))
     with pytest.raises(CheckpointError, match=r"No space left.*earlier ones are untouched"):
         Saver(FreqConfig(), RunDir(tmp_path), engine).save(info(0))
@@ -114,18 +114,20 @@ def test_a_failed_save_leaves_the_previous_one(tmp_path):
     make(tmp_path, value=1).save(info(0))
     with pytest.raises(CheckpointError, match="No space left on device; earlier ones"):
         make(tmp_path, fail=OSError(28, "No space left on device")).save(info(1))
-    (tmp_path / "recover" / "writing" / "actor").mkdir(parents=True)  # and a crash in the middle
+    # And a crash in the middle.
+    (tmp_path / "recover" / "writing" / "actor").mkdir(parents=True)
     again = make(tmp_path)
     assert again.load() == info(0) and again.engines["actor"].value == 1
     again.save(info(1))
     assert [p.name for p in list_complete(tmp_path / "recover")] == ["step000002", "step000001"]
 
 
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_detected_and_the_one_before_it_is_used(tmp_path, capsys):
     for step in range(2):
         make(tmp_path, value=step, at=step).save(info(step))
     weights = tmp_path / "recover" / "step000002" / "actor" / "weights"
-    weights.write_text("7")  # as long as before: only its checksum tells
+    # As long as before: only its checksum tells.
+    weights.write_text("7")
     again = make(tmp_path)
     assert again.load() == info(0) and again.engines["actor"].value == 0
     assert again.parts["loader"].at == 0
@@ -136,7 +138,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_taken(tmp_path, c
         make(tmp_path).load()
 
 
-def test_a_changed_digit_of_the_state_is_noticed(tmp_path, capsys):
+def test_a_changed_digit_in_the_state_is_detected(tmp_path, capsys):
     for step in range(2):
         make(tmp_path, value=step, at=3 + step).save(info(step))
     state = tmp_path / "recover" / "step000002" / "state.json"
@@ -146,7 +148,7 @@ def test_a_changed_digit_of_the_state_is_noticed(tmp_path, capsys):
     assert "step000002 is damaged (state.json)" in capsys.readouterr().out
 
 
-def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
+def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path):
     recover = make(tmp_path, value=1)
     recover.save(info(0))
     copy = shutil.copytree(tmp_path / "recover/step000001", tmp_path / "recover/step000001.bak")
@@ -156,7 +158,7 @@ def test_a_copy_beside_the_checkpoints_is_left_alone(tmp_path):
     assert last is not None and last.global_step == 2 and copy.exists()
 
 
-def test_what_cannot_be_resumed_is_an_error(tmp_path):
+def test_a_checkpoint_that_is_missing_or_of_another_run_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"recover.mode=resume, but there is no complete checkpoint"):
         make(tmp_path, "resume").load()
     make(tmp_path).save(info(0))

@@ -23,19 +23,20 @@ def test_each_step_is_on_disk_at_once(tmp_path):
     assert lines[0]["loss"] == 1.5 and lines[1]["loss"] is None and lines[1]["reward"] == 1.0
 
 
-def test_resume_drops_what_is_done_again(tmp_path):
+def test_resume_drops_steps_that_run_again(tmp_path):
     logger, run_dir = make(tmp_path)
     for step in range(5):
         logger.commit(step, {"loss": step})
     with run_dir.stats_path.open("a") as file:
-        file.write('{"step": 5, "lo')  # a crash in mid-line
+        # A crash in mid-line.
+        file.write('{"step": 5, "lo')
     assert len(read_stats(run_dir)) == 5
     logger.resume(3)
     logger.commit(3, {"loss": 30})
     assert [(s["step"], s["loss"]) for s in read_stats(run_dir)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
-def test_damaged_lines_are_left_out(tmp_path):
+def test_damaged_lines_are_skipped(tmp_path):
     logger, run_dir = make(tmp_path)
     for step in range(2):
         logger.commit(step, {"reward": 1.0})

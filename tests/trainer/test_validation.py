@@ -47,7 +47,7 @@ def test_a_validation_set_smaller_than_the_ranks_is_refused(model_path, tokenize
         SFTTrainer(config, make_rows([5] * 8), tokenizer, make_rows([4]))
 
 
-def test_a_script_that_evaluates_nothing_says_so(model_path, tokenizer, tmp_path):
+def test_an_evaluator_without_evaluate_is_an_error(model_path, tokenizer, tmp_path):
     trainer = SFTTrainer(make_config(model_path, tmp_path), make_rows([5] * 8), tokenizer)
     with pytest.raises(ConfigError, match="gives its Run no `evaluate`"):
         trainer.train()

@@ -11,12 +11,13 @@ STATS = {"reward": 0.5, "loss": 0.01, "staleness/max": 2, "tokens_per_s": 1234.5
 
 
 def read_terminal(master: int) -> bytes:
-    """All that is shown until the other end closes."""
+    """Read until the other end closes."""
     shown = b""
     try:
         while chunk := os.read(master, 65536):
             shown += chunk
-    except OSError:  # how Linux reports that the other end of a terminal closed
+    # How Linux reports that the other end of a terminal closed.
+    except OSError:
         pass
     os.close(master)
     return shown
@@ -54,7 +55,7 @@ def test_slow_steps_have_a_line_each(capsys, monkeypatch):
     assert lines[-1].endswith("left 1:00")
 
 
-def test_an_evaluation_is_told(capsys):
+def test_an_evaluation_is_printed(capsys):
     with ProgressTable(9) as table:
         table.update(1, {**STATS, "eval/reward": 0.25, "eval/num_prompts": 8.0})
     told = capsys.readouterr().out.splitlines()[0]

@@ -84,7 +84,7 @@ def test_rewards_in_the_pool_equal_those_inline(tokenizer):
     assert all(torch.equal(inline[key], pooled[key]) for key in inline)
 
 
-def test_a_reward_that_is_no_number_is_named(tokenizer):
+def test_a_reward_that_is_not_a_number_is_an_error(tokenizer):
     workflow = RLVRWorkflow(returns_none, GenerationHyperparameters(), tokenizer, reward_inline=True)
     with pytest.raises(RewardError, match="returns_none returned None"):
         play(workflow, tokenizer, {"prompt": "x"})

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides the stream of rows: submitted episodes and the seeds of direct ones."""
+"""What a checkpoint stores besides the stream of rows: submitted episodes and seeds of direct ones."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tests.core.conftest import Echo
 
 
 class Seeds(Echo):
-    """Remembers the seed of every row."""
+    """Records the seed of every row."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Seeds(Echo):
 
 @pytest.fixture
 def live(tmp_path, executors):
-    """Start another life of one run; what was not on disk is lost with the life before."""
+    """Start the run again, with only what is on disk."""
     lives = []
 
     def start(state=None):
@@ -40,7 +40,7 @@ def live(tmp_path, executors):
 
 
 def settle(executor, running=0):
-    """Turn the loop until no more than `running` episodes are under way."""
+    """Run the loop until at most `running` episodes run."""
     wait = NamedWait("the test", "episodes to end", 20.0)
     while executor.stats()["running"] > running or executor.stats()["queued"]:
         assert not wait.expired
@@ -66,9 +66,11 @@ def test_submitted_episodes_survive_a_resume_and_their_seeds_do_not_repeat(live)
     trained = ids(executor.wait(4))
     settle(executor)
     state = executor.state_dict()
-    executor.submit({"x": 10}, workflow)  # after the checkpoint: undone by the resume
+    # After the checkpoint: undone by the resume.
+    executor.submit({"x": 10}, workflow)
     assert ids(executor.wait(7)) == [4, 5, 6, 7, 8, 9, 10]
-    for _ in range(2):  # a checkpoint of a resumed life is as good as one of the first
+    # A checkpoint of a resumed life is as good as one of the first.
+    for _ in range(2):
         executor = live(state)
         assert executor.to_submit_again == []
         assert executor.accounts.ledger.counts() == {"trained": len(trained), "buffered": 10 - len(trained)}
@@ -76,7 +78,8 @@ def test_submitted_episodes_survive_a_resume_and_their_seeds_do_not_repeat(live)
         trained += ids(executor.wait(2))
         check_balance(executor)
         state = executor.state_dict()
-        assert state["done"] == []  # of the stream, which was not asked
+        # Of the stream, which was not asked.
+        assert state["done"] == []
     executor = live(state)
     executor.submit({"x": 10}, workflow)
     assert trained + ids(executor.wait(3)) == list(range(11))
@@ -86,7 +89,7 @@ def test_submitted_episodes_survive_a_resume_and_their_seeds_do_not_repeat(live)
     assert len({seed for _, seed in workflow.seeds}) == 11
 
 
-def test_submitted_episodes_that_had_not_ended_are_named_and_struck(live, caplog):
+def test_submitted_episodes_that_had_not_ended_are_listed_and_deleted(live, caplog):
     executor, gate = live(), asyncio.Event()
     fates = [{"reject": True}, {"gate": gate}, {}, {"raises": KeyError("k")}, {"gate": gate}, {}]
     for x, fate in enumerate(fates):
@@ -96,7 +99,8 @@ def test_submitted_episodes_that_had_not_ended_are_named_and_struck(live, caplog
     state = executor.state_dict()
     executor.runner.loop.call_soon_threadsafe(gate.set)
     settle(executor)
-    assert ids(executor.wait(3)) == [1, 4, 5]  # these weights are lost
+    # These weights are lost.
+    assert ids(executor.wait(3)) == [1, 4, 5]
     executor = live(state)
     assert executor.to_submit_again == [1, 4] and "[1, 4]" in caplog.text
     assert executor.accounts.ledger.counts() == {"rejected": 1, "failed": 1, "trained": 1, "buffered": 1}
@@ -118,13 +122,15 @@ def test_direct_episodes_draw_the_seeds_of_a_run_that_was_never_killed(live):
     assert resumed == undisturbed != first
 
 
-def test_rows_that_ended_far_ahead_of_the_stream_are_remembered_by_the_next_checkpoint(live):
+def test_rows_that_ended_far_ahead_of_the_stream_are_in_the_next_checkpoint(live):
     executor, data = live(), [[{"x": i} for i in range(4)]]
     executor.prepare_batch(data, Echo())
     state = executor.state_dict()
-    state["done"] = [*state["done"], 500]  # a straggler of before kept `position` far behind
+    # A straggler of before kept `position` far behind.
+    state["done"] = [*state["done"], 500]
     executor = live(state)
-    assert executor.state_dict()["done"] == state["done"]  # nothing was asked of it yet
+    # Nothing was asked of it yet.
+    assert executor.state_dict()["done"] == state["done"]
     executor.prepare_batch(data, Echo())
     assert 500 in executor.state_dict()["done"]
 
