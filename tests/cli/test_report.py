@@ -1,6 +1,4 @@
 import sqlite3
-import subprocess
-import sys
 
 import pytest
 
@@ -8,6 +6,7 @@ from arealite.api.errors import ConfigError
 from arealite.cli.report import main
 from arealite.core.ledger import EpisodeRow, Ledger, RolloutRow
 from arealite.utils.rundir import RunDir
+from tests import warm_python
 
 
 @pytest.fixture
@@ -46,7 +45,6 @@ def test_a_run_that_has_just_begun(tmp_path, capsys):
 def test_it_only_reads(run_dir):
     with sqlite3.connect(run_dir.db_path) as database:
         before = database.execute("SELECT COUNT(*) FROM episodes").fetchone()
-    command = [sys.executable, "-m", "arealite.cli.report", str(run_dir.path)]
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert warm_python.run(["-m", "arealite.cli.report", run_dir.path], timeout=60).returncode == 0
     with sqlite3.connect(run_dir.db_path) as database:
         assert database.execute("SELECT COUNT(*) FROM episodes").fetchone() == before

@@ -1,11 +1,10 @@
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 
 from arealite.utils.console import Column, ProgressTable, clock, print_summary
+from tests import warm_python
 
 STATS = {"reward": 0.5, "loss": 0.01, "staleness/max": 2, "tokens_per_s": 1234.5, "idle/trainer": 0.25}
 
@@ -87,9 +86,8 @@ print("after")
 def test_the_live_table_keeps_other_output_in_the_log(tmp_path):
     master, slave = pty.openpty()
     log = tmp_path / "log"
-    process = subprocess.Popen(
-        [sys.executable, "-c", LIVE, str(log)], stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"}
-    )  # fmt: skip
+    env = {**os.environ, "TERM": "xterm"}
+    process = warm_python.start(["-c", LIVE, log], stdout=slave, stderr=slave, env=env)
     os.close(slave)
     shown = read_terminal(master)
     text = shown.decode()
@@ -122,7 +120,7 @@ def test_messages_appear_above_the_live_table(tmp_path):
         "    print('chatter')\n"
         "    table.update(1, {'reward': 0.2})\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=slave, stderr=slave)
+    process = warm_python.start(["-c", script], stdout=slave, stderr=slave)
     os.close(slave)
     shown = read_terminal(master)
     assert process.wait() == 0, shown
