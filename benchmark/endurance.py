@@ -2,8 +2,9 @@
 
     python benchmark/endurance.py requests=100000
 
-Random weights of the smallest shape on the CPU; prompts differ, so that the prefix cache fills and evicts. Fails unless every request gets its own answer, once, and no
-block is missing at the end. Prints the server's resident memory after each tenth and one JSON line; the first tenth fills caches and is not counted.
+Random weights of the smallest shape on the CPU; prompts differ, so that the prefix cache fills and evicts. Fails unless
+every request gets its own answer, once, and no block is missing at the end. Prints the server's resident memory after
+each tenth and one JSON line; the first tenth fills caches and is not counted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The embedded engine beside SGLang and vLLM: one machine, the same weights, prompts, lengths and client, log-probs returned.
 
-    python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite python3"
-    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu cases=135m/mixed \\
+    python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite
+    python3" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu
+    cases=135m/mixed \\
         groups=8 median=32 max_output=64 concurrency=32 input_len=32 vllm=$(scripts/servers/install-vllm-cpu)/bin/python
 
-All servers are started side by side (starting takes minutes), and those not being measured are stopped by signal; each is
-ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server
-that fails costs its own figures and nothing else.
+All servers are started side by side (starting takes minutes), and those not being measured are stopped by signal; each
+is ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server that fails
+costs its own figures and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Load on a generation server, from several processes, so that the client is not what is measured.
 
-Used by the benchmarks of inference: `measure(url, dialect, jobs, ...)`. Run as a script it is one of those processes: it takes its share
-of the requests on standard input, prepares them, says `ready`, starts at `go`, keeps `concurrency` of them open, and prints
-tokens and times. Every answer is read, parsed and counted; log-probs of the sampled tokens are always asked for.
+Used by the benchmarks of inference: `measure(url, dialect, jobs, ...)`. Run as a script it is one of those processes:
+it takes its share of the requests on standard input, prepares them, says `ready`, starts at `go`, keeps `concurrency`
+of them open, and prints tokens and times. Every answer is read, parsed and counted; log-probs of the sampled tokens are
+always asked for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python benchmark/logprobs.py shape=0.5b                                   random weights, random prompts
 
 The engine samples at temperature 1; then the training engine (packed, as in a run), Hugging Face's modules in the same
-type, and the same in float32 (exact arithmetic, as far as this goes) read the same tokens. Prints a table and one JSON line.
+type, and the same in float32 (exact arithmetic, as far as this goes) read the same tokens. Prints a table and one JSON
+line.
 """
 
 from __future__ import annotations

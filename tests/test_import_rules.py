@@ -37,10 +37,10 @@ MAX_FILE, MAX_FUNCTION, MAX_FOLDER, MAX_FIRST_LINE = 400, 50, 4_000, 99
 # A training loop is read from top to bottom, and a Triton kernel is one program: neither gains by being split.
 MAX_WHOLE_FUNCTION = 100
 # Temporary: files and functions that are still too long, with their size. Entries may only shrink or go.
-LONG_FILES = {"engine/fsdp_engine.py": 479, "engine/remote/fleet.py": 417, "inference/ranks.py": 483}
-LONG_FUNCTIONS = {"packed_attention": 52, "attend": 59}
+LONG_FILES = {"engine/remote/fleet.py": 417}
+LONG_FUNCTIONS: dict[str, int] = {}
 # Temporary: first docstring lines that are too long or have no full stop. May only shrink.
-MAX_BAD_DOCSTRINGS = 345
+MAX_BAD_DOCSTRINGS = 210
 # Temporary: files that import, for type checkers only, a file that imports them.
 TYPE_CYCLES = {"arealite.engine.fsdp.checkpoint"}
 

@@ -1,6 +1,7 @@
 """`python -m arealite.cli.serve model_path=... port=...`: the embedded engine behind HTTP.
 
-Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` makes it a server of a job that already runs. Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
+Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` makes it a server of a job that already
+runs. Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Whether this process is the driver of controller mode, in which engines live in Ray actors.
 
-The Ray launcher sets `CONTROLLER_ENV` in one process. Engines check it, so that one made in the wrong process fails at once.
+The Ray launcher sets `CONTROLLER_ENV` in one process. Engines check it, so that one made in the wrong process fails at
+once.
 """
 
 from __future__ import annotations
@@ -19,5 +20,6 @@ def check_not_driver(engine: object) -> None:
         name = type(engine).__name__
         raise ConfigError(
             f"{name}(…) was constructed in the driver of controller mode (controller=true), which has no device: write "
-            f"`make_engine({name}, …)` with `from arealite.controller.factory import make_engine`, or set controller=false"
+            f"`make_engine({name}, …)` with `from arealite.controller.factory import make_engine`, or set "
+            "controller=false"
         )

@@ -127,7 +127,7 @@ def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, mo
     for here, there in pairs:
         assert {k: here[k] for k in keys} == {k: there[k] for k in keys}
         assert there["driver/tensor_bytes"] == 0, "a tensor passed through the driver"
-    for first, second in (("actor.compute_logp", "ref.forward"), ("actor.ppo_update", "critic.ppo_update")):  # fmt: skip
+    for first, second in (("actor.compute_logp", "ref.forward"), ("actor.ppo_update", "critic.ppo_update")):
         pairs = [(a, b) for a in spans(other, first) for b in spans(other, second)]
         assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs), f"{first} and {second} never overlapped"
     assert rank_pids(other) == []
@@ -191,7 +191,11 @@ def train_dpo(make) -> tuple[dict[str, float], torch.Tensor]:
     batch["ref_logp"] = ref.forward(batch)["logp"]
     result = engine.train_dpo(batch)
     weight = 2.0
-    extra = engine.eval_batch(pairs_batch(), lambda out, mb: (out["logp"].sum() * weight, {"two": Stat(torch.tensor(2.0))}), lambda mb: mb["loss_mask"].sum())  # fmt: skip
+
+    def loss(outputs, micro_batch):
+        return outputs["logp"].sum() * weight, {"two": Stat(torch.tensor(2.0))}
+
+    extra = engine.eval_batch(pairs_batch(), loss, lambda micro_batch: micro_batch["loss_mask"].sum())
     return result | extra, batch["ref_logp"] * 1.0
 
 

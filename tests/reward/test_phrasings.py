@@ -1,7 +1,8 @@
 """Every answer of a dataset, in several phrasings: right against itself, wrong against another answer.
 
 `answers.json` holds a sample of the answers of GSM8K, MAWPS and MATH. If the environment variable AREALITE_TEST_DATA
-names a folder with these datasets (`gsm8k/`, `mathword/`, `math/`, each with .jsonl files), a slow test checks all answers.
+names a folder with these datasets (`gsm8k/`, `mathword/`, `math/`, each with .jsonl files), a slow test checks all
+answers.
 """
 
 from __future__ import annotations

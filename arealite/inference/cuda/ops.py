@@ -168,15 +168,7 @@ def attend(
     precise = q.dtype == torch.float32
     rows = group if decode else tokens_per_tile(group) * group
     kernels.attend_kernel[(tiles, num_kv, splits)](
-        q,
-        keys,
-        values,
-        out,
-        part,
-        lse,
-        batch.rows,
-        batch.positions,
-        batch.table,
+        q, keys, values, out, part, lse, batch.rows, batch.positions, batch.table,
         batch.rows if decode else batch.tile_first,
         batch.rows if decode else batch.tile_count,
         q if sinks is None else sinks,
@@ -184,10 +176,7 @@ def attend(
         H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=32 if precise else 64,
-        SPLITS=splits,
-        WINDOW=window or 0,
-        DECODE=decode,
-        PRECISE=precise,
+        SPLITS=splits, WINDOW=window or 0, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         num_warps=2 if decode else 8,
