@@ -1,4 +1,4 @@
-"""The inference backends: for each kind of server its name, client class, command line and environment.
+"""The inference backends: name, client class, command line and environment of each kind of server.
 
 Launchers build commands from here and the engines resolve the client class. To add a backend, add a class and list
 it in `BACKENDS`. Imports neither torch nor engines: a launcher only starts servers.
@@ -238,7 +238,7 @@ def _as_text(variables: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _publishes_adapters(config: ServerSettings) -> bool:
-    """Whether the trainer publishes adapters alone. It does by disk; otherwise it merges them into the weights."""
+    """Whether the trainer publishes adapters alone (by disk) instead of merging them into the weights."""
     return config.lora_rank > 0 and config.weight_update in ("auto", "disk")
 
 

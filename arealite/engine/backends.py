@@ -1,4 +1,4 @@
-"""Resolves the client engine for the servers of an `allocation_mode`. Backends are declared in `arealite.api.backends`."""
+"""Resolves the client engine for the servers of an `allocation_mode`; see `arealite.api.backends`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`EmbeddedEngine`: the inference engine inside the trainer's own process, for runs on one device without any server.
+"""`EmbeddedEngine`: the inference engine inside the trainer's process, for runs without any server.
 
-The same engine as behind `python -m arealite.cli.serve`, on a thread of its own, without HTTP. Weights are swapped between
-two decode steps; requests in flight keep their tokens, and their KV cache is kept (`rollout.pause_mode=in_place`) or
-computed again (`abort`). One rank only.
+The same engine as behind `python -m arealite.cli.serve`, on a thread of its own, without HTTP. Weights are swapped
+between two decode steps; requests in flight keep their tokens, and their KV cache is kept
+(`rollout.pause_mode=in_place`) or computed again (`abort`). One rank only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`RemoteSGLangEngine`: generation with SGLang servers, or with embedded servers, which speak the same protocol.
+"""`RemoteSGLangEngine`: generation with SGLang or embedded servers, which speak one protocol.
 
-Only the wire format is here (`SGLangClient`). Choice of server, retries, interruption and collection are in `RemoteEngine`.
+Only the wire format is here (`SGLangClient`). Choice of server, retries, interruption and collection are in
+`RemoteEngine`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SGLangClient(ServerClient):
             "rid": progress.next_rid(),
         }
         if not server.is_arealite:
-            # After an update in place, SGLang keeps its prefix cache: new requests must not use keys and values of old weights.
+            # After an update in place, SGLang keeps its prefix cache: new requests must not use keys and values of old
+            # weights.
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
@@ -120,7 +122,7 @@ class SGLangClient(ServerClient):
                 await self._load(server, "update_weights_from_distributed", body)
 
     async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Load the adapter under a name of its own, then unload the last one: its requests have been interrupted."""
+        """Load the adapter under a new name, then unload the last one: no request uses it any more."""
         name, last = f"v{meta.version}", server.adapter
         body: dict[str, Any] = {"lora_name": name, "lora_path": meta.path}
         if server.is_arealite:
@@ -154,7 +156,7 @@ class SGLangClient(ServerClient):
 
     @asynccontextmanager
     async def _update_session(self, server: Server) -> AsyncIterator[None]:
-        """Around tensors: newer SGLang takes them only between begin and end. Ends a session that a crash left open."""
+        """Around tensors: newer SGLang takes them between begin and end. Ends a session left open."""
         if "/begin_weight_update" not in server.info.endpoints:
             yield
             return
@@ -182,8 +184,8 @@ class SGLangClient(ServerClient):
         missing = [e for e in _NEEDED if e not in endpoints]
         if missing:
             raise ConfigError(
-                f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later is "
-                "needed"
+                f"{server.address} is SGLang {setup.get('version')}, which lacks {', '.join(missing)}: 0.5.4 or later "
+                "is needed"
             )
         if int(setup.get("pp_size", 1)) > 1 and self.config.weight_update not in ("auto", "disk"):
             raise ConfigError(

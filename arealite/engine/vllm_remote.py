@@ -1,8 +1,9 @@
-"""`RemotevLLMEngine`: generation with vLLM servers, over vLLM's own endpoints for reinforcement learning.
+"""`RemotevLLMEngine`: generation with vLLM servers, over vLLM's endpoints for RL.
 
-Tokens in and out over /inference/v1/generate, or /v1/completions where that is missing; pause, weights and versions over the
-endpoints of VLLM_SERVER_DEV_MODE=1. Only the wire format is here (`VLLMClient`). Choice of server, retries, interruption and
-collection are in `RemoteEngine`. The client probes what a server can do; a version that cannot be used is named.
+Tokens in and out over /inference/v1/generate, or /v1/completions where that is missing; pause, weights and versions
+over the endpoints of VLLM_SERVER_DEV_MODE=1. Only the wire format is here (`VLLMClient`). Choice of server, retries,
+interruption and collection are in `RemoteEngine`. The client probes what a server can do; a version that cannot be
+used is named.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class VLLMClient(ServerClient):
         held = server.version
         params = _sampling_params(progress, num_samples, progress.next_segment(self.config.segment_tokens))
         prompt = progress.request.input_ids + progress.tokens
-        # After an update in place, vLLM keeps its prefix cache: new requests must not use keys and values of old weights.
+        # After an update in place, vLLM keeps its prefix cache: new requests must not use keys and values of old
+        # weights.
         body: dict[str, Any] = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
         if server.adapter:
             body["model"] = server.adapter
@@ -88,7 +90,8 @@ class VLLMClient(ServerClient):
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
         if "/init_weight_transfer_engine" not in server.info.endpoints:
             raise WeightUpdateError(
-                f"{server.address} is a vLLM without /init_weight_transfer_engine: set rollout.weight_update=disk or shm"
+                f"{server.address} is a vLLM without /init_weight_transfer_engine: set rollout.weight_update=disk or "
+                "shm"
             )
         await self.control(server, "init_weight_transfer_engine", {"init_info": settings}, JOIN_TIMEOUT_S)
 
@@ -106,7 +109,7 @@ class VLLMClient(ServerClient):
         await self._set_version(server, meta)
 
     async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Load the adapter under a name of its own, then unload the last one: its requests have been interrupted."""
+        """Load the adapter under a new name, then unload the last one: no request uses it any more."""
         name, last = f"v{meta.version}", server.adapter
         body = {"lora_name": name, "lora_path": meta.path, "load_inplace": True}
         await self.control(server, "v1/load_lora_adapter", body, is_json=False)
@@ -129,8 +132,8 @@ class VLLMClient(ServerClient):
         if missing:
             version = (await self.http.get(f"{server.url}/version", timeout_s=PROBE_TIMEOUT_S))["version"]
             raise ConfigError(
-                f"{server.address} is vLLM {version} without {', '.join(missing)}: 0.24 or later is needed, started with "
-                "VLLM_SERVER_DEV_MODE=1 (the launcher does so)"
+                f"{server.address} is vLLM {version} without {', '.join(missing)}: 0.24 or later is needed, started "
+                "with VLLM_SERVER_DEV_MODE=1 (the launcher does so)"
             )
         try:
             answer = await self.control(server, "collective_rpc", {"method": "arealite_device"})

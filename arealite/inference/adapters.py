@@ -1,7 +1,8 @@
-"""LoRA adapters in PEFT's folders: read, and checked for being what the embedded engine can merge.
+"""LoRA adapters in PEFT folders: reads them and checks that the embedded engine can merge them.
 
-Used by `weights.ServedWeights`. An adapter is `W + scale·B·A` on linear layers and nothing else: whatever changes the model in another way (DoRA,
-trained biases, whole modules, starts that move the base weights) is refused by name, before any weight is touched.
+Used by `ServedWeights`. An adapter is `W + scale·B·A` on linear layers and nothing else. Anything that changes the
+model in another way (DoRA, trained biases, whole modules, an initialization that moves the base weights) is refused by
+name, before any weight is changed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from arealite.weights.transport import Weights
 
 SETTINGS = "adapter_config.json"
 _PREFIX = "base_model.model."
-# Settings of PEFT that mean more than a low-rank sum on linear layers.
+# PEFT settings that do more than add a low-rank product to linear layers.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "trainable_token_indices", "target_parameters",
     "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config",
 )  # fmt: skip
-_HUGE = 1e9  # no rank, and no alpha that leaves weights finite
+# Above any rank, and any alpha that leaves weights finite.
+_HUGE = 1e9
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "kaiming")
 
 
 class LowRank(NamedTuple):
-    """What one layer's weight gains: `scale · up @ down`."""
+    """The change of one layer's weight: `scale · up @ down`."""
 
     down: torch.Tensor  # A: [rank, in]
     up: torch.Tensor  # B: [out, rank]
@@ -39,14 +41,14 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """`layers` by the name of the weight they change; `tensors` as they stand in the file."""
+    """`layers`: changes by the name of the weight. `tensors`: as they are in the file."""
 
     layers: dict[str, LowRank]
     tensors: Weights
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The adapter in a PEFT folder; `WeightUpdateError` if it is torn or more than low-rank sums."""
+    """Read the adapter in a PEFT folder; raises `WeightUpdateError` if it is torn or cannot be merged."""
     folder = Path(path)
     tensors = read_tensors(folder, ADAPTER_STEM)
     try:
@@ -60,7 +62,7 @@ def read_adapter(path: str | Path) -> Adapter:
     for key, tensor in tensors.items():
         found = re.fullmatch(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight", key)
         if found is None:
-            raise WeightUpdateError(f"{folder} holds {key!r}, which is no lora_A or lora_B weight")
+            raise WeightUpdateError(f"{folder} holds {key!r}, which is neither a lora_A nor a lora_B weight")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     layers = {f"{module}.weight": _low_rank(module, pair, settings, folder) for module, pair in pairs.items()}
     return Adapter(layers, tensors)
@@ -96,15 +98,17 @@ def _low_rank(module: str, pair: dict[str, torch.Tensor], settings: dict[str, An
 
 
 def _setting(settings: dict[str, Any], name: str, patterns_name: str, module: str, folder: Path) -> int | float:
-    """A number by PEFT's rule: that of the first pattern that matches the end of the module's name, else the common one."""
+    """Return a number by PEFT's rule: of the first pattern that matches the module, else the default."""
     patterns = settings.get(patterns_name) or {}
     try:
         matching = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
         value = next(matching, settings.get(name))
     except (re.error, AttributeError) as error:
         raise WeightUpdateError(
-            f"{folder / SETTINGS}: {patterns_name} must map regular expressions to numbers, got {patterns!r:.200}: {error}"
+            f"{folder / SETTINGS}: {patterns_name} must map regular expressions to numbers, got "
+            f"{patterns!r:.200}: {error}"
         ) from error
-    if not (isinstance(value, int | float) and abs(value) < _HUGE):  # as NaN is not
+    # NaN fails this comparison too.
+    if not (isinstance(value, int | float) and abs(value) < _HUGE):
         raise WeightUpdateError(f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {value!r:.60}")
     return value

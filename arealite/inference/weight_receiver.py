@@ -1,7 +1,8 @@
-"""The embedded server's side of a broadcast: `/init_weights_update_group` and `/update_weights_from_distributed`.
+"""The embedded server's side of a broadcast: joins a process group and receives weights.
 
-Joining and receiving run on threads; generation goes on meanwhile, and the new weights are swapped in between two steps.
-Only the last group is kept: a trainer that forms a new one has dropped the old one.
+It serves `/init_weights_update_group` and `/update_weights_from_distributed`. Joining and receiving run on threads;
+generation goes on meanwhile, and the new weights are swapped in between two steps. Only the last group is kept: a
+trainer that forms a new one has dropped the old one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The weights of a model that is being served: new ones are read, checked as a whole, cut to this rank, then copied in place.
+"""The weights of a served model: reads, checks and shards new weights, then copies them in place.
 
-Used by the engine, in tensor parallel on every rank. What does not fit (a missing, unknown or misshapen tensor, numbers that are
-not finite) is refused before the first byte is copied, so the old weights stay whole. Names are those of `named_parameters()`; a tied head may be left out.
-An adapter is merged as `W + scale·B·A` in float32, always from the weights without any adapter, which are kept on the host: swapping to
-and fro gives the same bits, and the storage that CUDA graphs read stays the same.
+Used by the engine; with tensor parallelism on every rank. Weights that do not fit (missing, unknown or misshapen
+tensors, numbers that are not finite) are refused before the first byte is copied, so the old weights stay complete.
+Names are those of `named_parameters()`; a tied head may be left out. An adapter is merged as `W + scale·B·A` in
+float32, always from the weights without any adapter, which are kept on the host: swapping back and forth gives the
+same bits, and the storage that CUDA graphs read stays the same.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class WeightSource:
 
 @dataclass
 class Staged:
-    """New values of parameters, ready to be copied. `is_base`: they replace the base weights, not only what an adapter adds."""
+    """New values of parameters, ready to be copied. `is_base`: they replace the base weights too."""
 
     pairs: Pairs
     adapter: Adapter | None = None
@@ -87,13 +88,14 @@ class Staged:
 
 
 class ServedWeights:
-    """Knows which weights the model holds. `stage` on any thread, one at a time; `accept` once the pairs were copied."""
+    """The weights of the model. Call `stage` on any thread, one at a time, and `accept` after the copy."""
 
     def __init__(self, model: PreTrainedModel, shards: Shards | None = None):
         self.model = model
         self.shards = shards or Shards()
         self.adapter: Adapter | None = None
-        self._base: Weights = {}  # what layers with an adapter were without it
+        # Layers with an adapter, as they were without it.
+        self._base: Weights = {}
 
     def stage(self, source: WeightSource) -> Staged:
         """Read and check new weights; nothing is copied into the model yet."""
@@ -111,7 +113,7 @@ class ServedWeights:
         return self._match(weights, meta.path)
 
     def _convert(self, path: str, saved: Weights) -> Weights | None:
-        """Weights under the names of this model, where transformers saves them under others (experts one by one); None: it does not."""
+        """Convert weights that transformers saves under other names (each expert alone); else None."""
         if not get_model_conversion_mapping(self.model, add_legacy=False):
             return None
         for name in saved.keys() - self.model.state_dict().keys():
@@ -129,14 +131,16 @@ class ServedWeights:
         for kind, names in info.items():
             if names:
                 raise WeightUpdateError(
-                    f"{path} does not fit this model: {kind} {sorted(map(str, names))[:3]}. The old weights are still served"
+                    f"{path} does not fit this model: {kind} {sorted(map(str, names))[:3]}. The old weights are "
+                    "still served"
                 )
         return dict(loaded.named_parameters())
 
     def _match(self, weights: Weights, source: str) -> Staged:
-        """Pairs (parameter, its new value), or `WeightUpdateError` if the two do not fit exactly."""
+        """Pair each parameter with its new value; raises `WeightUpdateError` if they do not fit exactly."""
         targets: Weights = dict(self.model.named_parameters())
-        aliases = set(self.model.state_dict()) - set(targets)  # tied heads and persistent buffers
+        # Tied heads and persistent buffers.
+        aliases = set(self.model.state_dict()) - set(targets)
         missing = sorted(set(targets) - set(weights))
         extra = sorted(set(weights) - set(targets) - aliases)
         if missing or extra:
@@ -153,7 +157,7 @@ class ServedWeights:
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def _check_tied(self, weights: Weights, targets: Weights, source: str) -> None:
-        """A head that is tied here may be sent along, but only as the same numbers."""
+        """A head that is tied here may be sent too, but only with the same numbers."""
         owners = {target.data_ptr(): name for name, target in targets.items()}
         for alias, tensor in self.model.state_dict().items():
             owner = owners.get(tensor.data_ptr())
@@ -161,16 +165,18 @@ class ServedWeights:
                 continue
             if not torch.equal(weights[alias].to(weights[owner]), weights[owner]):
                 raise WeightUpdateError(
-                    f"{source}: {alias} differs from {owner}, to which it is tied in this model. The old weights are still served"
+                    f"{source}: {alias} differs from {owner}, to which it is tied in this model. The old weights are "
+                    "still served"
                 )
 
     def accept(self, staged: Staged) -> None:
+        """Record that the staged pairs were copied."""
         self.adapter = staged.adapter
         if staged.is_base or staged.adapter is None:
             self._base = {}
 
     def fingerprint(self) -> str:
-        """A hash of all weights, the same on every server that holds the same numbers in the same type."""
+        """Return a hash of all weights, equal on servers that hold the same numbers in the same dtype."""
         digest = hashlib.sha256()
         for name, part in sorted(self.model.named_parameters()):
             digest.update(name.encode())
@@ -179,14 +185,15 @@ class ServedWeights:
         return digest.hexdigest()
 
     def fingerprints(self) -> Fingerprints:
-        """A cheap fingerprint of each tensor, to be compared after every update."""
+        """Return a cheap fingerprint of each tensor, to be compared after every update."""
         return fingerprints(self.named_tensors().items())
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of which this rank has `part`."""
         return part
 
     def named_tensors(self) -> Weights:
-        """Everything whose fingerprint others may compare: parameters as they are used, and the adapter's own tensors."""
+        """Return all tensors with a fingerprint: parameters as they are used, and the adapter's own tensors."""
         return {**dict(self.model.named_parameters()), **(self.adapter.tensors if self.adapter else {})}
 
     def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
@@ -194,8 +201,8 @@ class ServedWeights:
         for name, (down, up, _) in adapter.layers.items():
             if name not in targets or targets[name].dim() != 2:
                 raise WeightUpdateError(
-                    f"{source} adapts {name!r}, which is no linear layer of its own in this model: the adapter belongs to "
-                    "another model. The old weights are still served"
+                    f"{source} adapts {name!r}, which is not a separate linear layer of this model: the adapter belongs "
+                    "to another model. The old weights are still served"
                 )
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
             for factor in (down, up):
@@ -230,19 +237,21 @@ class ServedWeights:
 def _check_type(name: str, value: torch.Tensor, source: str) -> None:
     if not value.is_floating_point():
         raise WeightUpdateError(
-            f"{source}: {name} holds {value.dtype}, weights are floating-point numbers. The old weights are still served"
+            f"{source}: {name} holds {value.dtype}, weights are floating-point numbers. The old weights are still "
+            "served"
         )
 
 
 def _check_ranges(weights: list[tuple[str, torch.Tensor, torch.dtype]], source: str) -> None:
-    """Refuse what has diverged. That is NaN all over: of a large tensor some numbers are looked at, all would take as long as the copy."""
+    """Reject non-finite weights. Checks a sample of each tensor; a full scan costs as much as the copy."""
     weights = [(name, value.detach().flatten(), dtype) for name, value, dtype in weights]
     some = [value[:: 1 + (value.numel() >> 14)].double().abs() for _, value, _ in weights]
     peaks = torch.stack([v.amax() if v.numel() else v.new_zeros(()) for v in some])
     for (name, _, dtype), peak in zip(weights, peaks.tolist(), strict=True):
-        if not peak <= torch.finfo(dtype).max:  # as NaN is not
+        # NaN fails this comparison too.
+        if not peak <= torch.finfo(dtype).max:
             raise WeightUpdateError(
-                f"{source}: {name} holds NaN, infinity or more than {dtype} can hold: whoever trains has diverged. "
+                f"{source}: {name} holds NaN, infinity or more than {dtype} can hold: the training has diverged. "
                 "The old weights are still served"
             )
 

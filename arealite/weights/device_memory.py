@@ -1,8 +1,8 @@
-"""Weights in device memory: one buffer on the trainer's GPU, mapped by servers on the same GPU through CUDA IPC.
+"""Weights in device memory: one buffer on the trainer's GPU, which servers map by CUDA IPC.
 
-The file at `path` says where the buffer is; it is JSON (GPU, IPC handle, layout), nothing is unpickled. The buffer lives
-until the trainer unlinks it, so a server that joins late can still read it. Not every pair of processes can share
-memory (other visible GPUs, other containers): the transport's `probe` finds out beforehand.
+The file at `path` says where the buffer is; it is JSON (GPU, IPC handle, layout), nothing is unpickled. The buffer
+lives until the trainer unlinks it, so a server that joins late can still read it. Not every pair of processes can
+share memory (other visible GPUs, other containers): the transport's `probe` finds out beforehand.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DeviceWeights(Segment):
         gpus = visible_gpus()
         if fields["gpu"] not in gpus:
             raise WeightUpdateError(
-                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with that GPU "
-                "visible, or set rollout.weight_update=disk"
+                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with that "
+                "GPU visible, or set rollout.weight_update=disk"
             )
         device = gpus.index(fields["gpu"])
         handle = [base64.b64decode(f) if isinstance(f, str) else f for f in fields["handle"]]

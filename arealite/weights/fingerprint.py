@@ -1,7 +1,8 @@
 """Fingerprints of weights: cheap enough to compare trainer and servers after every update, per tensor.
 
-Up to 4,096 elements spread evenly over a tensor are hashed, in the type of whoever holds the copy. That catches a tensor that was not updated,
-was taken from another place, or was half written; it is no checksum of every bit (`/weights_checker` has one).
+A fingerprint is a hash of up to 4,096 elements spread evenly over a tensor, in the dtype of the copy. It catches a
+tensor that was not updated, came from another place, or was half written. It is no checksum of every bit
+(`/weights_checker` has one).
 """
 
 from __future__ import annotations
@@ -12,32 +13,33 @@ from collections.abc import Iterable
 import torch
 
 MAX_ELEMENTS = 4096
-# Name of a tensor → its type (as `float32`) and its hash.
+# Name of a tensor → its dtype (such as `float32`) and its hash.
 Fingerprints = dict[str, tuple[str, str]]
-# SGLang tells the first eight bytes of the SHA-256 of a tensor's bytes.
+# SGLang reports the first eight bytes of the SHA-256 of a tensor's bytes.
 SHA256 = "sha256:"
-# SGLang and vLLM keep these matrices as one, rows after rows.
+# SGLang and vLLM concatenate the rows of these matrices.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def fingerprint(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:
-    """Hash of a sample of `tensor`, converted to `dtype` first."""
+    """Return the hash of a sample of `tensor`, converted to `dtype` first."""
     return _digests([(tensor, dtype or tensor.dtype)])[0]
 
 
 def stride(numel: int) -> int:
-    """Every so many elements belong to the sample."""
+    """Return the distance between two elements of the sample."""
     return max(1, numel // MAX_ELEMENTS)
 
 
 def digest(sample: torch.Tensor, shape: torch.Size) -> str:
-    """Hash of the sample of a tensor of that shape."""
+    """Return the hash of the sample of a tensor of that shape."""
     raw = sample.contiguous().cpu().view(torch.uint8).numpy()
     person = ",".join(map(str, shape)).encode()[:16]
     return hashlib.blake2b(raw.data, digest_size=8, person=person).hexdigest()
 
 
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> Fingerprints:
+    """Return the fingerprint of each tensor."""
     named = dict(tensors)
     digests = _digests((tensor, tensor.dtype) for tensor in named.values())
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
@@ -45,7 +47,7 @@ def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]]) -> Fingerprints:
 
 
 def _digests(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> list[str]:
-    """Hashes of samples, converted to the type given with each. A GPU is asked once for all: one that others use too answers late."""
+    """Return hashes of samples, each in its dtype. One transfer for all: a busy GPU answers late."""
     samples, shapes = [], []
     for tensor, dtype in tensors:
         samples.append(tensor.detach().reshape(-1)[:: stride(tensor.numel())].to(dtype))
@@ -57,12 +59,13 @@ def _digests(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> list[str]:
 
 
 def first_mismatch(published: dict[str, torch.Tensor], held: Fingerprints) -> str | None:
-    """The name of a published tensor that a server holds differently; None if all agree.
+    """Return the name of a tensor in which a server differs from what was published; None if all agree.
 
-    Tensors that only the server has (a tied head) follow from others and are not compared. An adapter's must all be there.
+    Tensors that only the server has (a tied head) follow from others and are not compared. An adapter's tensors must
+    all be there.
     """
-    lacking = (name for name in published if ".lora_" in name and name not in held)
-    if (missing := next(lacking, None)) is not None:
+    absent = (name for name in published if ".lora_" in name and name not in held)
+    if (missing := next(absent, None)) is not None:
         return missing
     names = [name for name in held if _parts(published, name)]
     whole = ((_joined(published, name), getattr(torch, held[name][0])) for name in names)
@@ -73,7 +76,7 @@ def first_mismatch(published: dict[str, torch.Tensor], held: Fingerprints) -> st
 
 
 def _parts(published: dict[str, torch.Tensor], name: str) -> list[torch.Tensor]:
-    """The published tensors that a server holds under that name, several if it fuses them; none if one is lacking."""
+    """Return the published tensors that a server fuses under that name; none if one is missing."""
     names = [name]
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:

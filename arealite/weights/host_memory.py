@@ -1,7 +1,8 @@
-"""Weights in host memory: one file on a memory file system, in the safetensors layout, mapped by both sides.
+"""Weights in host memory: one safetensors file on a memory file system, mapped by both sides.
 
-For servers on the trainer's machine. No tensor is serialized: an update costs two memory copies. The layout is fixed when
-the file is created. A process maps a file once, because touching each page of a new mapping costs as much as a copy.
+For servers on the trainer's machine. No tensor is serialized: an update costs two memory copies. The layout is fixed
+when the file is created. A process maps a file once, because touching each page of a new mapping costs as much as a
+copy.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class SharedWeights(Segment):
         free = disk.f_bavail * disk.f_frsize
         if total > free:
             raise WeightUpdateError(
-                f"{path.parent} has {free / 1e9:.1f} GB free, the weights need {total / 1e9:.1f} GB: enlarge it, or set "
-                "rollout.weight_update=disk"
+                f"{path.parent} has {free / 1e9:.1f} GB free, the weights need {total / 1e9:.1f} GB: enlarge it, or "
+                "set rollout.weight_update=disk"
             )
         # A file of a killed run: processes that map it keep it until they see the new one.
         path.unlink(missing_ok=True)
@@ -103,7 +104,7 @@ class HostMemoryTransport(SegmentTransport):
 
 
 def _pin(memory: torch.Tensor) -> int:
-    """Pin the memory, which makes copies to and from a GPU several times faster. Returns its address, 0 if CUDA refuses."""
+    """Pin the memory, for several times faster copies to a GPU. Returns its address, 0 if CUDA refuses."""
     if not torch.cuda.is_initialized():
         return 0
     cudart: Any = torch.cuda.cudart()

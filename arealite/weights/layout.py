@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Named tensors in one buffer of `size_bytes`. Two layouts are equal if every tensor lies in the same place."""
+    """Named tensors in one buffer. Layouts are equal if every tensor lies in the same place."""
 
     specs: dict[str, TensorSpec]
     size_bytes: int

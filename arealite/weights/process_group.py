@@ -1,7 +1,8 @@
 """Weights over a process group: the trainer's rank 0 broadcasts its outbox, inference servers receive.
 
-The group is formed as torch forms its own (same keys in the store), so the other side may be SGLang. It is independent of
-the trainer's groups, so servers may come and go: another set of servers gets another group. gloo on CPU, NCCL on CUDA.
+The group is formed as torch forms its own (same keys in the store), so the other side may be SGLang. It is independent
+of the trainer's groups, so servers may come and go: another set of servers gets another group. gloo on CPU, NCCL on
+CUDA.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class ProcessGroupTransport(Transport):
     """Broadcasts the outbox named `path`.
 
     `connect` forms a group with exactly the servers of this update, or keeps the last one if the servers are the same,
-    and starts to send on a thread; `load` then has each server receive. After a failure the group is dropped, and servers
-    that are left without weights get a group of their own. At most one group at a time.
+    and starts to send on a thread; `load` then has each server receive. After a failure the group is dropped, and
+    servers that are left without weights get a group of their own. At most one group at a time.
     """
 
     is_in_process = True

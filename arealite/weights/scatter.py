@@ -1,4 +1,4 @@
-"""Scattering of batches from rank 0 over the trainer's ranks. Layouts travel as JSON, tensors as bytes: no pickle."""
+"""Scatters batches from rank 0 over the trainer's ranks: layouts as JSON, tensors as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arealite.weights.layout import TensorLayout
 
 
 def scatter_batches(shares: list[Batch] | None, group: dist.ProcessGroup | None = None) -> Batch:
-    """Give each rank the share of its replica, on the host. Rank 0 passes one share per replica (`data_size`)."""
+    """Return this rank's share, on the host. Rank 0 passes one share per replica (`data_size`)."""
     if distributed.world_size() == 1:
         assert shares is not None
         return shares[0]

@@ -23,7 +23,7 @@ SegmentT = TypeVar("SegmentT", bound="Segment")
 
 
 class Segment(abc.ABC):
-    """Named tensors in shared memory. `tensors` are views: writing to them is seen by every process that maps it."""
+    """Named tensors in shared memory. `tensors` are views: every process that maps it sees writes."""
 
     path: Path
     tensors: Weights

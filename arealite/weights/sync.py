@@ -1,4 +1,4 @@
-"""Weight updates: choose how weights travel (`make_weight_meta`) and bring every server to the trainer's weights.
+"""Weight updates: chooses how weights travel and brings every server to the trainer's weights.
 
 `sync_weights` is called once per training step by the script or trainer, on all ranks. Servers generate while the
 trainer publishes. When it returns, trainer and servers hold the same version.
@@ -47,8 +47,8 @@ def make_weight_meta(
 ) -> WeightUpdateMeta:
     """Choose how weights travel, by `rollout.weight_update`. Called by all ranks.
 
-    `auto` is shared memory if all servers can read it, else disk. With `shm`, weights stay on the GPU if all servers share
-    it. Without `rollout` servers cannot be asked: `auto` is disk and `shm` is host memory.
+    `auto` is shared memory if all servers can read it, else disk. With `shm`, weights stay on the GPU if all servers
+    share it. Without `rollout` servers cannot be asked: `auto` is disk and `shm` is host memory.
     """
     folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     disk = WeightUpdateMeta("disk", str(folders.weights), is_adapter=config.actor.lora_rank > 0)
@@ -101,7 +101,7 @@ def _probe(meta: WeightUpdateMeta, rollout: InferenceEngine) -> str:
 
 
 def _files_size(path: str) -> int:
-    """Return the bytes of a model's weights on disk: of a folder, or of what was downloaded for a hub name."""
+    """Return the bytes of a model's weights on disk: of a folder, or downloaded for a hub name."""
     found = path if Path(path).is_dir() else str(cached_file(path, "config.json"))
     folder = Path(found) if Path(found).is_dir() else Path(found).parent
     return sum(f.stat().st_size for kind in _WEIGHT_FILES for f in folder.glob(kind))

@@ -25,7 +25,7 @@ class WeightOwner(Protocol):
     """A train engine. All ranks call these methods together."""
 
     def empty_weights(self) -> Weights:
-        """Return the tensors that `gather_weights` yields, on the `meta` device: names, dtypes and shapes only."""
+        """Return the tensors that `gather_weights` yields, on the `meta` device: without values."""
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ class Transport(abc.ABC):
     # --------------------------------------------------------------- trainer's rank 0, which talks to servers
 
     def begin(self) -> bool:
-        """Prepare for servers to load while the trainer still publishes. Returns False if that is not possible."""
+        """Prepare for servers to load while the trainer still publishes; return False if impossible."""
         return False
 
     async def connect(self, client: WeightClient[T], servers: Sequence[T]) -> None:

@@ -1,4 +1,4 @@
-"""A LoRA actor and a real embedded server: only adapters travel, every server holds the newest, also one that starts anew."""
+"""A LoRA actor and a real embedded server: only adapters travel, and a restarted server gets the newest."""
 
 import json
 import time

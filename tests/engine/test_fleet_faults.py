@@ -1,4 +1,4 @@
-"""What a fleet must not do: open a server with wrong weights, wait for one that hangs, give one up for a garbled answer."""
+"""Faults of servers: wrong weights, servers that hang, garbled answers, servers that stop in an update."""
 
 import asyncio
 import contextlib

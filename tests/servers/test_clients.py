@@ -1,4 +1,4 @@
-"""The same client tests against every real server: log-probs, versions, updates of weights by every way, interruption, adapters."""
+"""The same client tests against every real server: log-probs, versions, weight updates, interruption, adapters."""
 
 import asyncio
 import os

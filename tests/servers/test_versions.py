@@ -1,4 +1,4 @@
-"""Versions of SGLang and vLLM that cannot be installed here: what they lack is worked around, or named. Stands-in answer what those versions would."""
+"""Older and newer versions of SGLang and vLLM, as stub servers: missing endpoints are worked around or named."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ OLD_VLLM = {
 
 
 class Stub:
-    """Knows these endpoints and no others, with their answers or what makes one of a request; remembers what it was asked."""
+    """A server with these endpoints only. `endpoints` maps a path to an answer or a function; records all requests."""
 
     def __init__(self, endpoints: dict[str, object]):
         self.asked: list[str] = []
@@ -207,7 +207,7 @@ def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 2), ("in_place", 1)])
 def test_tokens_that_an_update_in_place_may_have_met_count_as_old(connect, mode, version):
-    """An older SGLang tells one version, the last: interrupted by an update it is all tokens', in place it need not be."""
+    """An older SGLang reports the last version only. After an update in place, earlier tokens may be older."""
     it = Restarting()
 
     def generate(body: dict) -> dict:

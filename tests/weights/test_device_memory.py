@@ -1,4 +1,4 @@
-"""Segments on a GPU, as far as they can be seen without one: what cannot be mapped is refused with a reason, never waited for or crashed over."""
+"""Device memory without a GPU: a segment that cannot be mapped is refused with a reason."""
 
 import json
 

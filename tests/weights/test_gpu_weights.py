@@ -1,9 +1,11 @@
-"""Weights on a GPU: handed over without leaving it, adapters under captured graphs, sums of ranks in a graph, memory given back."""
+"""Weights on a GPU: CUDA IPC, adapters under captured graphs, all-reduce in a graph, released memory."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sharding import TensorGroup, shard_model
 from arealite.inference.weights import WeightSource
-from arealite.weights.device_memory import visible_gpus
+from arealite.weights.device_memory import DeviceWeights, visible_gpus
 from arealite.weights.select import make_transport
 from arealite.weights.sync import _probe
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
@@ -79,6 +81,35 @@ def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
     finally:
         engine.destroy()
         actor.destroy()
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_no_warning_about_shared_memory_when_the_trainer_ends_first(tmp_path, is_mapped):
+    """torch warns at exit if it counts users of shared memory, whether or not they exist."""
+    path = tmp_path / "weights.cuda"
+    producer = subprocess.Popen(
+        [sys.executable, "-c", PRODUCER, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert producer.stdout.readline() == "published\n"
+    held = DeviceWeights.attach(path).tensors["w"] if is_mapped else None
+    _, messages = producer.communicate("", timeout=60)
+    assert producer.returncode == 0 and not path.exists()
+    assert "CUDA" not in messages and "roducer" not in messages, messages
+    del held
+    DeviceWeights.detach(path)
+
+
+PRODUCER = """
+import sys, torch
+from arealite.weights.device_memory import DeviceWeights
+made = DeviceWeights.create(sys.argv[1], {"w": torch.empty(1000)})
+made.tensors["w"].fill_(1)
+made.flush()
+print("published", flush=True)
+sys.stdin.read()
+made.unlink()
+"""
 
 
 def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):

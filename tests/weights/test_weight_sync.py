@@ -1,4 +1,4 @@
-"""How weights travel when nobody says: shared memory where every server reads this machine's and there is room, else disk."""
+"""weight_update=auto: shared memory if every server can read it and there is room, else disk."""
 
 import logging
 import shutil

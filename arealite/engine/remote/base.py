@@ -1,11 +1,11 @@
-"""`RemoteEngine`: generation by the inference servers of a job, with retries, interruption and weight updates.
+"""`RemoteEngine`: generation by inference servers, with retries, interruption and weight updates.
 
-Three parts: a `ServerClient` knows the wire format, a `Fleet` keeps the servers healthy and up to date, and its `Router`
-chooses the server of a request. Everything runs on the executor's event loop on rank 0.
+Three parts: a `ServerClient` knows the wire format, a `Fleet` keeps the servers healthy and up to date, and its
+`Router` chooses the server of a request. Everything runs on the executor's event loop on rank 0.
 
-A request that a weight update interrupts keeps its tokens and continues under the new weights; a request whose server dies
-continues elsewhere. Long answers are asked for in segments, so that a killed server loses at most one segment. Each token
-comes with its log-prob and weight version, exactly once.
+A request that a weight update interrupts keeps its tokens and continues under the new weights; a request whose server
+dies continues elsewhere. Long answers are asked for in segments, so that a killed server loses at most one segment.
+Each token comes with its log-prob and weight version, exactly once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class RemoteEngine(CollectingEngine):
         addresses = addrs or [a for a in os.environ.get(ADDRESSES_ENV, "").split(",") if a] or self.config.server_addrs
         if not addresses:
             raise ConfigError(
-                "no inference server is known: start the script with a launcher, set rollout.server_addrs, or pass addrs"
+                "no inference server is known: start the script with a launcher, set rollout.server_addrs, or "
+                "pass addrs"
             )
         self.start_executor(train_batch_size)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
@@ -194,7 +195,7 @@ class RemoteEngine(CollectingEngine):
             self._begun = asyncio.run_coroutine_threadsafe(update, self.executor.runner.loop)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Have all servers load in parallel: pause, load, compare, resume. Rank 0 acts, the others return at once."""
+        """Have all servers load in parallel: pause, load, compare, resume. Only rank 0 acts."""
         if distributed.rank() == 0:
             wait = self._update_wait(meta)
             self.executor.run_coroutine(self._update(meta, wait), wait)
@@ -208,7 +209,7 @@ class RemoteEngine(CollectingEngine):
         return self._setup_wait("update_weights", f"{len(self.router.servers)} servers to load version {meta.version}")
 
     def offload(self) -> None:
-        """Have all servers free the memory of their KV caches, for a trainer on the same device, until `onload`."""
+        """Have all servers free their KV caches until `onload`, for a trainer on the same device."""
         self._run_on_fleet("offload", self.fleet.release_memory)
 
     def onload(self) -> None:

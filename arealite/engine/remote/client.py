@@ -1,7 +1,7 @@
-"""The contract of a client: how one kind of inference server is spoken to. `SGLangClient` and `VLLMClient` implement it.
+"""The contract of a client of one kind of inference server: `SGLangClient`, `VLLMClient`.
 
-A client knows the wire format only. `Fleet` decides which servers get requests, `RemoteEngine` which request goes where,
-and `Transport` (`arealite.weights`) which of the loading methods an update uses.
+A client knows the wire format only. `Fleet` decides which servers get requests, `RemoteEngine` which request goes
+where, and `Transport` (`arealite.weights`) which of the loading methods an update uses.
 """
 
 from __future__ import annotations

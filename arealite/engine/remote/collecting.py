@@ -1,7 +1,8 @@
-"""The collecting half of every inference engine: one executor on rank 0, batches shared out over the ranks.
+"""Collects batches for all inference engines: one executor on rank 0, batches scattered to ranks.
 
-Every rank makes the engine and calls the same methods. Rank 0 owns the executor; `prepare_batch` and `rollout_batch` give each rank
-whole groups (their statistics need all samples of a prompt), balanced by tokens. With one rank a batch keeps the order of its data.
+Every rank makes the engine and calls the same methods. Rank 0 owns the executor; `prepare_batch` and `rollout_batch`
+give each rank whole groups (their statistics need all samples of a prompt), balanced by tokens. With one rank a batch
+keeps the order of its data.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import split_groups
 from arealite.weights.scatter import scatter_batches
 
-_GRACE_S = 60.0  # in which rank 0 says why it gave up, before the others do
+# Other ranks wait longer than rank 0, whose error says more.
+_GRACE_S = 60.0
 
 
 class CollectingEngine(InferenceEngine):
-    """Subclasses add generation and weight updates. `ledger_path` (rank 0) keeps the book of episodes."""
+    """Subclasses add generation and weight updates. The ledger of episodes is at `ledger_path` (rank 0)."""
 
     def __init__(self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None):
         check_not_driver(self)
@@ -86,21 +88,21 @@ class CollectingEngine(InferenceEngine):
             self._executor.set_version(version)
 
     def stats(self) -> dict[str, float]:
-        """Counts of episodes and numbers of the last batch (rank 0; empty elsewhere)."""
+        """Return counts of episodes and statistics of the last batch (rank 0; empty elsewhere)."""
         return self._executor.stats() if self._executor is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the collecting stands, for a recover checkpoint (rank 0)."""
+        """Return the state of the collection for a recover checkpoint (rank 0)."""
         return self.executor.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; called by all ranks before the first batch."""
+        """Continue from a checkpoint; called by all ranks before the first batch."""
         if self._executor is not None:
             self._executor.load_state_dict(state)
         self._version = state["version"]
 
     def _share(self, batch: Batch | None) -> Batch:
-        """This rank's part of the batch that rank 0 has."""
+        """Return this rank's share of the batch that rank 0 has collected."""
         if distributed.world_size() == 1:
             assert batch is not None
             return batch
@@ -109,7 +111,7 @@ class CollectingEngine(InferenceEngine):
         try:
             distributed.wait_for_first(limit_s)
         except TimeoutError as error:
-            cause = "rank 0 hangs: its own deadline is the same, and it did not end"
-            raise wait.error("nothing has come from rank 0", cause) from error
+            cause = "rank 0 hangs: it has the same deadline and did not raise"
+            raise wait.error("rank 0 has sent nothing", cause) from error
         shares = None if batch is None else split_groups(batch, distributed.data_size())
         return scatter_batches(shares)

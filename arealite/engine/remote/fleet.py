@@ -1,9 +1,9 @@
 """Tracks health, membership and weight version of all inference servers of a job.
 
-Lives on the executor's event loop, owned by `RemoteEngine`. Guarantees: a server is open only while it answers and holds
-the current weights; a server that fails is retried with backoff and gets the weights it missed first; one that does not
-answer health checks for `health_timeout_s` loses its requests to others; after an update every server's fingerprints
-equal what the trainer published, or the run stops and the tensor is named.
+Lives on the executor's event loop, owned by `RemoteEngine`. Guarantees: a server is open only while it answers and
+holds the current weights; a server that fails is retried with backoff and gets the weights it missed first; one that
+does not answer health checks for `health_timeout_s` loses its requests to others; after an update every server's
+fingerprints equal what the trainer published, or the run stops and the tensor is named.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Fleet:
                 server.give_up()
 
     def _open_mirrored(self, server: Server, mirrored: dict[str, int]) -> None:
-        """In a rollout worker: open a server if the trainer has it open. The trainer alone pauses, loads and resumes."""
+        """In a rollout worker: open a server if the trainer, which alone updates servers, has it open."""
         if server.version < mirrored.get(server.address, server.version + 1):
             raise ServerError(f"{server.address} is not open: the trainer's log says why")
         self.router.open(server)
@@ -213,8 +213,8 @@ class Fleet:
         longest = max((s.info.context_length for s in self.router.servers.values()), default=0)
         if 0 < server.info.context_length < longest:
             show_message(
-                f"warning: {server.address} takes {server.info.context_length} tokens of prompt and answer, others {longest}: "
-                "its answers end earlier or are refused. Start it with the same context_length and max_total_tokens"
+                f"warning: {server.address} takes {server.info.context_length} tokens of prompt and answer, others "
+                f"{longest}: its answers end earlier or are refused. Start it with the same context_length and max_total_tokens"
             )
 
     # ---------------------------------------------------------------------------- health checks and membership

@@ -1,8 +1,8 @@
-"""Servers that join and leave a running job, by leases in the name service.
+"""Membership of servers in a running job, by leases in the name service.
 
-A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) keeps a lease with its address in the run directory; the launcher keeps one for each of
-its own, and starts one that died again under a new address. The client on rank 0 reads the living ones. A server that is stopped withdraws its
-lease, one that is killed lets it expire.
+A server started by hand (`python -m arealite.cli.serve … join=RUN_DIR`) holds a lease with its address in the run
+directory. The launcher holds one for each of its servers, and restarts a server that died under a new address. Rank 0
+reads the leases. A server that is stopped withdraws its lease; the lease of a killed server expires.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ LAUNCHER_PREFIX = "servers/"
 
 
 class Lease:
-    """The server's side: published while it serves."""
+    """The server's side: a lease that is published while the server runs."""
 
     def __init__(self, run_dir: str | Path, address: str):
         if not Path(run_dir).is_dir():
             raise ConfigError(
-                f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} of a running job"
+                f"join={run_dir}: there is no such run directory; give {{fileroot}}/{{experiment_name}}/{{trial_name}} "
+                "of a running job"
             )
         self.address = address
         self._names = elastic_names(RunDir(run_dir))
@@ -39,7 +40,8 @@ class Lease:
             while not stop.is_set():
                 try:
                     self._names.renew()
-                except OSError as error:  # a shared folder that is away for a moment
+                except OSError as error:
+                    # A shared folder that is unavailable for a moment.
                     logger.warning("the lease of %s was not renewed: %s", self.address, error)
                 try:
                     async with asyncio.timeout(self._names.ttl_s / 3):
@@ -51,7 +53,7 @@ class Lease:
 
 
 class Members:
-    """The client's side: who holds a lease."""
+    """The client's side: reads which servers hold a lease."""
 
     def __init__(self, run_dir: str | Path | None, launcher_names: str | None = None):
         self._leases: list[tuple[FileNames, str]] = []
@@ -62,6 +64,7 @@ class Members:
             self._leases.append((FileNames(launcher_names), LAUNCHER_PREFIX))
 
     def living(self) -> set[str]:
+        """Return the addresses of all servers with a lease."""
         return {address for names, prefix in self._leases for address in names.list(prefix).values()}
 
     def close(self) -> None:

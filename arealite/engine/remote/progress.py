@@ -1,4 +1,4 @@
-"""`Progress`: one sample that is being generated, over any number of interruptions, and the pieces it is made of."""
+"""`Progress`: one sample that is being generated, over any number of interruptions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Progress:
             self.stop_reason = "abort"
 
     def _drop_possible_stop(self, num_before: int) -> None:
-        """Drop the last new tokens, which may begin a stop string: a server looks for it only in its own tokens.
+        """Drop the last new tokens, which may begin a stop string: servers search only their own tokens.
 
         With a seed and the same weights the same tokens come again, so the stop string is certainly found.
         """

@@ -1,4 +1,4 @@
-"""Chooses the server of a request: the least loaded open one, or again the one that has the prefix cached.
+"""Chooses the server of a request: the least loaded open one, or the one with the prefix cached.
 
 Lives on the executor's event loop. `Fleet` opens and closes servers; a request that finds none open waits here.
 """

@@ -1,7 +1,7 @@
-"""One inference server as its client sees it: what it says about itself, and its state in this process.
+"""One inference server: what it says about itself, and its state in this process.
 
-State changes only through methods: `Router` opens, closes and counts load, `Fleet` records failures and membership, clients
-and `WeightUpdater` record what a server has loaded.
+State changes only through methods: `Router` opens, closes and counts load, `Fleet` records failures and membership,
+clients and `WeightUpdater` record what a server has loaded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Server:
 
     @property
     def receives_on_gpu(self) -> bool:
-        """Whether a broadcast reaches it on its GPU. The embedded server receives in host memory and swaps from there."""
+        """Whether a broadcast reaches it on its GPU; the embedded server receives in host memory."""
         return self.info.device == "cuda" and not self.is_arealite
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors in the form of SGLang's `/update_weights_from_tensor`: in shared memory, with a pickle that names it.
+"""Tensors in the form of SGLang's `/update_weights_from_tensor`: shared memory and its name.
 
 Pickles are only written here, never read; SGLang's reader accepts nothing but tensors.
 """
@@ -15,8 +15,8 @@ import torch.multiprocessing
 def share(tensors: dict[str, torch.Tensor], num_ranks: int) -> tuple[list[str], list[torch.Tensor]]:
     """Copy tensors into shared memory.
 
-    Returns one description for each rank of the server, and the copies: their memory is freed with them, so they must live
-    until the server has answered.
+    Returns one description for each rank of the server, and the copies: their memory is freed with them, so they must
+    live until the server has answered.
     """
     copies = [(name, tensor.clone()) for name, tensor in tensors.items()]
     before = torch.multiprocessing.get_sharing_strategy()

@@ -65,7 +65,8 @@ class WeightUpdater:
                 return
             if not is_current:
                 raise ServerError(
-                    f"{server.address} holds version {server.version}, the job is at {self.version} and has nothing to send"
+                    f"{server.address} holds version {server.version}, the job is at {self.version} and has "
+                    "nothing to send"
                 )
             await self._compare_with_peers(server)
             # It may have failed in the middle of an update.
@@ -111,8 +112,8 @@ class WeightUpdater:
         name = await self._mismatch(server, meta)
         if name is not None:
             raise WeightUpdateError(
-                f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the trainer "
-                f"published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
+                f"{server.address} says it loaded version {meta.version}, but its tensor {name} differs from what the "
+                f"trainer published at {meta.path}: the update was torn or went wrong; nothing may be generated with it"
             )
 
     async def _mismatch(self, server: Server, meta: WeightUpdateMeta) -> str | None:
@@ -138,6 +139,6 @@ class WeightUpdater:
             return
         if await self._fingerprints(server) != await self._fingerprints(peer):
             raise WeightUpdateError(
-                f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the first "
-                "update on"
+                f"{server.address} serves other weights than {peer.address}, or in another dtype: it can join from the "
+                "first update on"
             )

@@ -1,9 +1,12 @@
-"""AReaLite's part inside a vLLM worker: loads published weights, through vLLM's `--worker-extension-cls` and weight transfers.
+"""AReaLite's part inside a vLLM worker: loads published weights.
+
+vLLM finds it by `--worker-extension-cls` and by the name of its weight transfer.
 
 Runs in vLLM's process and environment: imports nothing but torch, vLLM and the room `weights`. `VLLMClient` calls
 `WeightLoading` over /collective_rpc (disk, shared memory), and `GroupTransfer` over /init_weight_transfer_engine …
-/finish_weight_update (broadcast). vLLM's own transfer needs NCCL, and vLLM in the trainer's process; this one is a torch
-process group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings unchanged; fixed here.
+/finish_weight_update (broadcast). vLLM's own transfer needs NCCL, and vLLM in the trainer's process; this one is a
+torch process group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings unchanged;
+fixed here.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class WeightLoading:
         if self.vllm_config.parallel_config.world_size > 1:
             return None
         model = self.model_runner.get_model()
-        # On CPU, vLLM packs matrices for its kernels and empties them: only norms, biases and embeddings can be compared.
+        # On CPU, vLLM packs matrices for its kernels and empties them: only norms, biases and embeddings can be
+        # compared.
         named = model.named_parameters()
         tensors = {n: p for n, p in named if p.is_cuda or (p.dim() == 1 and p.numel())}
         for name, module in model.named_modules():
