@@ -30,7 +30,7 @@ def run(engine, coroutine):
 
 
 def gap(actor, engine) -> float:
-    """How far the log-probs the server reports are from a forward pass of the actor."""
+    """Return the distance of the server's log-probs from a forward pass of the actor."""
     gconfig = GenerationHyperparameters(max_new_tokens=24, ignore_eos=True)
     answer = run(engine, engine.agenerate(ModelRequest(list(range(5, 15)), gconfig, seed=3)))
     assert set(answer.output_versions) == {engine.get_version()}

@@ -1,4 +1,4 @@
-"""Weights over a process group: to two servers at once, in buckets, beside generation, with one dying in between."""
+"""Broadcast of weights: to two servers, in portions, during generation, with a server that dies."""
 
 import signal
 import threading
@@ -23,7 +23,7 @@ LIMITS = {"join_timeout_s": 20, "timeout_s": 20}
 
 
 @pytest.mark.parametrize("portion_bytes", [128, 1 << 20])
-def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, portion_bytes):
+def test_tensors_arrive_bit_for_bit_with_any_portion_size(monkeypatch, portion_bytes):
     monkeypatch.setattr(weight_group, "PORTION_BYTES", portion_bytes)
     torch.manual_seed(0)
     tensors = {
@@ -52,7 +52,7 @@ def test_tensors_arrive_bit_for_bit_whatever_the_bucket(monkeypatch, portion_byt
         assert all(torch.equal(received[name], tensors[name]) for name in tensors)
 
 
-def test_a_sender_hears_of_weights_that_never_come():
+def test_a_sender_fails_when_weights_are_not_gathered():
     def breaks_off():
         yield "a", torch.ones(2)
         raise OSError("no more")
@@ -77,7 +77,7 @@ def other_weights(model_path):
 
 
 class Gathering:
-    """An actor that has gathered some of its weights and goes on when it is told to."""
+    """An actor that stops in the middle of gathering until `may_go_on` is set."""
 
     def __init__(self, model):
         self.model = model
@@ -97,7 +97,7 @@ class Gathering:
         self.version = version
 
 
-def test_buckets_travel_while_others_are_gathered_and_generation_goes_on(
+def test_portions_are_sent_while_others_are_gathered_and_servers_generate(
     model_path,
     connect,  # noqa: F811
     steady,  # noqa: F811
@@ -129,7 +129,7 @@ def test_buckets_travel_while_others_are_gathered_and_generation_goes_on(
     assert steady.get("model_info")["weight_version"] == "2"
 
 
-def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, connect, steady):  # noqa: F811
+def test_servers_receive_a_broadcast_and_a_dead_one_is_skipped(model_path, connect, steady):  # noqa: F811
     model, two = other_weights(model_path), steady
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, two)
@@ -149,7 +149,7 @@ def test_servers_take_a_broadcast_and_a_dead_one_is_left_behind(model_path, conn
         assert two.get("model_info")["weight_version"] == "3"
 
 
-def test_a_server_that_dies_before_the_group_has_met_leaves_the_others(model_path, connect, steady):  # noqa: F811
+def test_a_server_that_dies_before_the_group_is_formed_does_not_stop_others(model_path, connect, steady):  # noqa: F811
     with server_process(model_path) as one:
         engine = connect(one, steady, health_timeout_s=60.0)
         fill_outbox("early", other_weights(model_path).named_parameters())
@@ -159,7 +159,7 @@ def test_a_server_that_dies_before_the_group_has_met_leaves_the_others(model_pat
         assert is_open(engine, steady) and steady.get("model_info")["weight_version"] == "1"
 
 
-def test_a_transfer_that_nobody_waits_for_any_more_disturbs_no_other(
+def test_an_abandoned_transfer_does_not_disturb_the_next(
     model_path,
     connect,  # noqa: F811
     steady,  # noqa: F811

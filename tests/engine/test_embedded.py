@@ -1,4 +1,4 @@
-"""The engine in process: a whole loop, interruption, weights by disk and in memory."""
+"""The engine in process: a training loop, interruption, weights from disk and memory."""
 
 import asyncio
 from concurrent.futures import Future
@@ -91,7 +91,7 @@ def test_an_answer_ends_where_the_context_does(make):
         run(engine, engine.agenerate(ModelRequest([5] * 32, gconfig, seed=1)))
 
 
-def test_broken_weights_are_told(make, model_path):
+def test_non_finite_weights_are_reported(make, model_path):
     engine = make()
     model = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model.model.norm.weight.data.fill_(float("nan"))
@@ -131,7 +131,7 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
-    """As with embedded servers: what is in flight goes on inside the engine, which knows the tokens it has made."""
+    """Requests in flight continue inside the engine, which knows their tokens."""
     engine = make(pause_mode=mode)
     gconfig = GenerationHyperparameters(max_new_tokens=60, temperature=0.0, ignore_eos=True, frequency_penalty=1000.0)
     asked = engine.agenerate(ModelRequest([5, 6, 7], gconfig))
@@ -145,7 +145,7 @@ def test_penalties_see_the_whole_answer_over_updates(make, model_path, mode):
     assert len(set(answer.output_tokens)) == 60 and answer.num_interruptions == 0
 
 
-def test_an_engine_that_takes_no_weights_in_time_is_named(make, model_path, monkeypatch):
+def test_an_update_that_takes_too_long_is_a_named_timeout(make, model_path, monkeypatch):
     engine = make(setup_timeout_s=0.05)
     monkeypatch.setattr(engine.engine, "update", lambda *_: Future())
     with pytest.raises(WaitTimeout, match=r"rollout.setup_timeout_s\) for version 1"):

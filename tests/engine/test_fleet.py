@@ -1,4 +1,4 @@
-"""Servers that fail, hang, come back, join, leave or hold wrong weights: real processes throughout."""
+"""The fleet with real servers that fail, hang, recover, join, leave or hold wrong weights."""
 
 import asyncio
 import re
@@ -107,7 +107,7 @@ def test_a_restarted_server_gets_the_current_weights_before_its_first_request(mo
         assert second.get("weights_checker") == steady.get("weights_checker")
 
 
-def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(model_path, tmp_path, connect, steady):
+def test_a_server_joins_and_leaves_and_its_requests_continue(model_path, tmp_path, connect, steady):
     weights = other_weights(model_path, tmp_path / "other")
     engine = connect(steady)
     engine.update_weights(WeightUpdateMeta("disk", weights, 1))
@@ -127,9 +127,7 @@ def test_a_server_joins_by_hand_and_leaves_with_its_requests_going_on(model_path
     assert set(run(engine, engine.agenerate(request(3))).output_versions) == {2}
 
 
-def test_a_server_with_another_model_is_refused_on_the_console_and_the_job_goes_on(
-    model_path, tmp_path, connect, steady, capfd
-):
+def test_a_server_with_another_model_is_refused_and_the_job_continues(model_path, tmp_path, connect, steady, capfd):
     other = Qwen2Config.from_pretrained(model_path)
     other.vocab_size += 64
     Qwen2ForCausalLM(other).save_pretrained(tmp_path / "larger")
@@ -144,8 +142,8 @@ def test_a_server_with_another_model_is_refused_on_the_console_and_the_job_goes_
         assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 
-def test_a_server_whose_lease_lapses_stays_while_it_answers(model_path, tmp_path, connect, steady):
-    """The keeper of a lease may stand still (Ctrl+Z), or a clock jump: nobody has left then."""
+def test_a_server_whose_lease_expires_stays_while_it_answers(model_path, tmp_path, connect, steady):
+    """The holder of a lease may be suspended (Ctrl+Z), or a clock may jump: the server has not left."""
     engine = connect(steady)
     with server_process(model_path, deterministic="true") as guest:
         leases = elastic_names(RunDir(tmp_path / "run"))
@@ -159,7 +157,7 @@ def test_a_server_whose_lease_lapses_stays_while_it_answers(model_path, tmp_path
     until(lambda: guest.address not in engine.router.servers)
 
 
-def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_path, connect, steady):
+def test_a_hanging_server_loses_its_requests_and_recovers_later(model_path, connect, steady):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady, health_timeout_s=1.5)
         futures = [background(engine, engine.agenerate(request(i))) for i in range(4)]
@@ -173,8 +171,8 @@ def test_a_hanging_server_loses_its_requests_and_returns_when_it_wakes(model_pat
 
 
 @pytest.mark.timeout(120)
-def test_rollout_workers_give_a_hanging_server_up_and_know_what_each_one_holds():
-    """They watch no server themselves: the owner's fleet tells them."""
+def test_rollout_workers_mirror_lost_servers_and_versions():
+    """Workers check no health themselves: they mirror the trainer's fleet."""
 
     async def both_sides():
         owner, worker = (Fleet(InferenceEngineConfig(), Silent()) for _ in range(2))  # pyright: ignore
@@ -256,7 +254,7 @@ def test_segments_make_the_same_tokens_as_one_piece(model_path, connect, steady)
 
 
 def test_an_answer_ends_where_the_context_does(model_path, connect):
-    """It must not be asked for again from a prompt that fills the context: that is refused."""
+    """A continuation of a prompt that fills the context would be refused."""
     with server_process(model_path, context_length="32") as server:
         engine = connect(server, segment_tokens=8)
         gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=TOKENS, ignore_eos=True)

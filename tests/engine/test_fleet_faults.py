@@ -31,7 +31,7 @@ def on_loop(engine, function, *args):
 
 
 def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path, connect, steady):  # noqa: F811
-    """It says the right version: only the fingerprints tell. A load that went wrong once is tried again."""
+    """It reports the right version: only fingerprints show the difference. A failed load is retried."""
     with server_process(model_path, deterministic="true") as one:
         engine = connect(steady, one)
         engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
@@ -52,8 +52,8 @@ def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path
         until(lambda: is_open(engine, one))
 
 
-def test_no_request_stays_with_a_server_that_fails_and_then_hangs(model_path, connect, steady):  # noqa: F811
-    """What failed closes it; what it still works on must not wait for its own deadline."""
+def test_requests_leave_a_server_that_fails_and_then_hangs(model_path, connect, steady):  # noqa: F811
+    """A failure closes the server; its other requests must not wait for their deadlines."""
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady, health_timeout_s=1.5)
         futures = [background(engine, engine.agenerate(request(i))) for i in range(4)]
@@ -94,7 +94,7 @@ def test_an_update_does_not_wait_for_a_server_that_hangs_while_it_catches_up(
 
 
 @pytest.mark.parametrize("garbled", ["model_info", "weights_checker?tensors=1"])
-def test_one_garbled_answer_costs_a_server_no_more_than_another_look(
+def test_a_server_recovers_from_a_garbled_answer(
     garbled,
     model_path,
     connect,  # noqa: F811
@@ -113,7 +113,7 @@ def test_one_garbled_answer_costs_a_server_no_more_than_another_look(
     until(lambda: not answers and is_open(engine, steady))
 
 
-def test_a_server_that_dies_while_its_memory_is_lent_stops_no_run(model_path, connect, steady):  # noqa: F811
+def test_the_run_continues_when_a_server_dies_with_released_memory(model_path, connect, steady):  # noqa: F811
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady, health_timeout_s=60.0)
         engine.offload()
@@ -123,7 +123,7 @@ def test_a_server_that_dies_while_its_memory_is_lent_stops_no_run(model_path, co
         assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 
-def test_the_least_length_may_be_longer_than_a_segment(connect, steady):  # noqa: F811
+def test_min_new_tokens_may_exceed_a_segment(connect, steady):  # noqa: F811
     engine = connect(steady, segment_tokens=16)
     gconfig = GenerationHyperparameters(max_new_tokens=60, min_new_tokens=40)
     answers = [run(engine, engine.agenerate(ModelRequest([5, 6, 7], gconfig, seed=i))) for i in range(4)]
@@ -143,8 +143,8 @@ class Obedient:
         self.resumed.append(server.address)
 
 
-def test_a_rollout_worker_neither_continues_nor_opens_what_its_owner_has_closed():
-    """The owner may have paused the server in the middle of an update, or found wrong weights in it."""
+def test_a_rollout_worker_does_not_open_a_server_that_the_trainer_has_closed():
+    """The trainer may have paused the server in an update, or found wrong weights in it."""
 
     async def worker_side():
         client = Obedient()
@@ -170,13 +170,13 @@ def test_a_rollout_worker_neither_continues_nor_opens_what_its_owner_has_closed(
     assert asyncio.run(worker_side()) == (False, [])
 
 
-def test_a_server_that_is_stopped_while_it_reads_new_weights_stops_no_run(
+def test_the_run_continues_when_a_server_stops_while_it_reads_weights(
     model_path,
     tmp_path,
     connect,  # noqa: F811
     steady,  # noqa: F811
 ):
-    """It answers 503: that is no refusal of the weights."""
+    """It answers 503, which is not a refusal of the weights."""
     slow = tmp_path / "slow"
     slow.mkdir()
     os.mkfifo(slow / "model.safetensors.index.json")
@@ -206,8 +206,8 @@ def answers(server):
         return sock.connect_ex((host, int(port))) == 0
 
 
-def test_servers_that_cannot_be_reached_use_up_no_attempts(connect, steady):  # noqa: F811
-    """Machines that were lost while nothing was asked of them are the least loaded ones."""
+def test_unreachable_servers_do_not_count_as_attempts(connect, steady):  # noqa: F811
+    """Servers that were lost while idle are the least loaded ones."""
     engine = connect(steady, request_retries=2, health_timeout_s=60.0)
     for _ in range(4):
         engine.router.add(f"127.0.0.1:{free_port()}")
@@ -215,8 +215,8 @@ def test_servers_that_cannot_be_reached_use_up_no_attempts(connect, steady):  # 
     assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 
-def test_who_cannot_be_connected_to_is_told_so_and_when(monkeypatch):
-    """Not that it gave no answer within the hour that a generation may take."""
+def test_a_connection_timeout_is_reported_as_such(monkeypatch):
+    """The limit is that of connecting, not the hour that a generation may take."""
     monkeypatch.setattr("arealite.utils.json_client.CONNECT_TIMEOUT_S", 0.2)
 
     async def ask(address):
@@ -237,8 +237,8 @@ def test_who_cannot_be_connected_to_is_told_so_and_when(monkeypatch):
             asyncio.run(ask(f"127.0.0.1:{full.getsockname()[1]}"))
 
 
-def test_a_wrong_token_is_told_at_once(model_path, connect):  # noqa: F811
-    """Waiting does not make it right."""
+def test_a_wrong_api_key_is_reported_at_once(model_path, connect):  # noqa: F811
+    """Retrying does not help."""
     with (
         server_process(model_path, api_key="secret") as server,
         pytest.raises(ConfigError, match=r"401.*set AREALITE_API_KEY"),
@@ -246,7 +246,7 @@ def test_a_wrong_token_is_told_at_once(model_path, connect):  # noqa: F811
         connect(server, setup_timeout_s=60.0)
 
 
-def test_a_server_with_less_context_than_others_is_told_of(
+def test_a_shorter_context_length_is_warned_about(
     model_path,
     tmp_path,
     connect,  # noqa: F811

@@ -1,4 +1,4 @@
-"""A job's first moments: a server that dies before the trainer has met it."""
+"""The start of a job: servers that die before the trainer connects."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.server_process import server_process
 
 
 @pytest.mark.timeout(120)
-def test_one_that_died_is_replaced_by_the_one_started_in_its_place(model_path, tmp_path, monkeypatch):
+def test_a_server_that_died_is_replaced_by_its_successor(model_path, tmp_path, monkeypatch):
     names = FileNames(tmp_path / "names")
     monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
     dead = f"127.0.0.1:{free_port()}"
@@ -31,7 +31,7 @@ def test_one_that_died_is_replaced_by_the_one_started_in_its_place(model_path, t
 
 
 @pytest.mark.timeout(60)
-def test_when_all_have_died_the_wait_for_others_has_its_deadline(tmp_path, monkeypatch):
+def test_waiting_for_servers_has_a_deadline_when_all_have_died(tmp_path, monkeypatch):
     monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
     engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=2.0))
     try:
@@ -43,7 +43,7 @@ def test_when_all_have_died_the_wait_for_others_has_its_deadline(tmp_path, monke
 
 
 @pytest.mark.timeout(60)
-def test_without_a_launcher_the_one_that_was_named_is_waited_for():
+def test_without_a_launcher_a_named_server_is_waited_for():
     dead = f"127.0.0.1:{free_port()}"
     engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=0.5))
     try:
@@ -55,9 +55,7 @@ def test_without_a_launcher_the_one_that_was_named_is_waited_for():
 
 @pytest.mark.parametrize("status", [400, 401])
 @pytest.mark.timeout(120)
-def test_one_that_is_refused_again_and_again_is_told_of_whatever_way_weights_take(
-    model_path, tmp_path, monkeypatch, capfd, status
-):
+def test_a_server_that_keeps_refusing_is_warned_about(model_path, tmp_path, monkeypatch, capfd, status):
     """A broadcast of another model's weights is answered with 400, a wrong token with 401."""
     asked = []
 

@@ -1,4 +1,4 @@
-"""The client against real embedded server processes: generation, interruption, updates, failures, a whole loop."""
+"""The client with real embedded servers: generation, interruption, updates, failures, a training loop."""
 
 import asyncio
 import signal
@@ -81,7 +81,7 @@ def test_one_request(server, connect, model_path):
     assert torch.allclose(torch.tensor(response.output_logprobs), expected, atol=1e-4)
 
 
-def test_a_group_is_what_single_requests_with_its_seeds_are(server, connect):
+def test_a_group_equals_single_requests_with_its_seeds(server, connect):
     engine = connect(server)
     group = run(engine, engine.agenerate_group(request(n=4)))
     assert len({tuple(r.output_tokens) for r in group}) == 4
@@ -99,7 +99,7 @@ def test_refused_request_is_not_retried(server, connect):
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
-def test_interruption_loses_and_doubles_no_token(model_path, connect, mode, server):
+def test_an_interruption_loses_no_token_and_repeats_none(model_path, connect, mode, server):
     """With the same weights loaded again, an interrupted generation equals an undisturbed one, token for token."""
     engine = connect(server, pause_mode=mode)
     wanted = request(n=4, max_new_tokens=120)
@@ -169,7 +169,7 @@ def test_new_weights_make_other_tokens_by_disk_and_shared_memory(model_path, tmp
     shared.unlink()
 
 
-def test_requests_of_a_killed_server_go_on_elsewhere(model_path, connect, server):
+def test_requests_of_a_killed_server_continue_elsewhere(model_path, connect, server):
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, server)
         futures = [in_background(engine, engine.agenerate(request(max_new_tokens=120, seed=i))) for i in range(8)]
@@ -204,7 +204,7 @@ def reward(completion, **data):
     return float(sum(c in "aeiou" for c in completion))
 
 
-def test_a_whole_loop_with_updates_keeps_its_promises(model_path, tokenizer, connect, server):
+def test_a_training_loop_with_updates_keeps_versions_and_staleness(model_path, tokenizer, connect, server):
     engine = connect(server, batch_size=4, max_head_offpolicyness=2)
     gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=24)
     workflow = RLVRWorkflow(reward, gconfig, tokenizer, reward_inline=True)

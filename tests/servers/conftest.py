@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def server_venv(backend: str) -> Path:
-    """Where the server's environment is; skips if it is nowhere."""
+    """Return the server's environment; skip the test if there is none."""
     home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     venv = Path(os.environ.get("AREALITE_SERVERS", f"{home}/arealite/servers")) / VERSIONS[backend]
     if not (venv / ".complete").exists() and "CI" in os.environ:

@@ -21,7 +21,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 
 
 def reward(prompt: str, completion: str, prompt_ids, completion_ids, **data) -> float:
-    """Something that random weights reach now and then, so that groups differ."""
+    """A reward that random weights get sometimes, so that groups differ."""
     return float(sum(character in "aeiou" for character in completion) > 0)
 
 

@@ -88,8 +88,8 @@ def test_a_group_is_of_different_samples(engine):
     assert all(len(r.output_tokens) == len(r.output_logprobs) == 16 for r in responses)
 
 
-def test_pieces_of_a_seeded_answer_are_drawn_anew(engine):
-    """Where probabilities are flat, noise that begins anew with each piece makes many of the same tokens again."""
+def test_segments_of_a_seeded_answer_use_different_noise(engine):
+    """With flat probabilities, noise that restarts with each segment would repeat many tokens."""
     engine.config.segment_tokens = 8
     wanted = request(40, temperature=2.0, n_samples=4)
     wanted.seed = 5
@@ -109,7 +109,7 @@ def test_a_stop_token_ends_the_continuation(engine, models):
 
 @pytest.fixture
 def publish() -> Iterator:
-    """Publish a model's weights as a trainer would, by any way."""
+    """Publish a model's weights with any transport, as a trainer would."""
     segment = Path(f"/dev/shm/arealite-test-{os.getpid()}")
 
     def make(way: str, path: Path, version: int) -> WeightUpdateMeta:
@@ -148,7 +148,7 @@ def test_a_server_that_holds_other_weights_stops_the_run(engine, models, monkeyp
         engine.update_weights(WeightUpdateMeta("disk", str(models[1]), version=2))
 
 
-def test_requests_wait_while_the_memory_is_lent_and_go_on_after(engine, models):
+def test_requests_wait_while_memory_is_released_and_continue_after(engine, models):
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(run, engine, engine.agenerate(request(200)), 120)
         engine.offload()

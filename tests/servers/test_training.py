@@ -80,7 +80,7 @@ def test_grpo_through_the_local_launcher(start, tmp_path, models, gsm8k_path, ba
     ("backend", "way"),
     [pytest.param("embedded", "broadcast", marks=pytest.mark.slow), pytest.param("vllm", "broadcast", marks=VLLM)],
 )
-def test_a_killed_server_costs_no_step(start, tmp_path, models, gsm8k_path, backend, way):
+def test_training_continues_after_a_server_was_killed(start, tmp_path, models, gsm8k_path, backend, way):
     mode, steps = f"{backend}.d2+d1", 40 if backend == "embedded" else 15
     argv = arguments(tmp_path, backend, models[0], gsm8k_path, mode, steps, way)
     process = start("local", argv)

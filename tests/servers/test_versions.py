@@ -115,7 +115,7 @@ def test_pipeline_stages_of_sglang_load_from_disk_only(connect):
         connect(RemoteSGLangEngine, OLD_SGLANG | info, weight_update="broadcast")
 
 
-def test_half_of_the_weights_are_no_version(connect, monkeypatch):
+def test_the_version_is_sent_with_the_last_portion(connect, monkeypatch):
     session = {"/begin_weight_update": {}, "/end_weight_update": {}}
     stub, engine, _ = connect(RemoteSGLangEngine, OLD_SGLANG | session)
 
@@ -162,7 +162,7 @@ class Restarting:
 
 
 @pytest.mark.parametrize("cls", [RemoteSGLangEngine, RemotevLLMEngine])
-def test_a_server_started_anew_between_two_requests_is_noticed(connect, cls):
+def test_a_server_restarted_between_two_requests_is_noticed(connect, cls):
     it = Restarting()
     if cls is RemoteSGLangEngine:
         does = {"/get_model_info": it.info, "/generate": it.sglang}
@@ -206,7 +206,7 @@ def test_an_adapter_that_a_server_has_lost_is_loaded_again(connect):
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 2), ("in_place", 1)])
-def test_tokens_that_an_update_in_place_may_have_met_count_as_old(connect, mode, version):
+def test_tokens_of_a_request_in_flight_during_an_update_count_as_old(connect, mode, version):
     """An older SGLang reports the last version only. After an update in place, earlier tokens may be older."""
     it = Restarting()
 
@@ -223,8 +223,8 @@ def test_tokens_that_an_update_in_place_may_have_met_count_as_old(connect, mode,
     assert answer.output_versions == [version]
 
 
-def test_a_piece_that_brings_nothing_takes_no_token_away():
-    """With stop strings an interruption costs the last tokens; one before the first new token costs none."""
+def test_an_empty_piece_drops_no_token():
+    """With stop strings an interruption drops the last tokens; without a new token it drops none."""
     gconfig = GenerationHyperparameters(max_new_tokens=50, stop=["12345"])
     progress = Progress(ModelRequest([1], gconfig), seed=1)
     ten = [7] * 10
@@ -235,8 +235,8 @@ def test_a_piece_that_brings_nothing_takes_no_token_away():
         assert len(progress.tokens) == len(progress.logprobs) == len(progress.versions) == 6
 
 
-def test_samples_that_vllm_has_not_begun_keep_their_place_and_their_seed(connect):
-    """Aborted before its first token, a sample has no entry; those after it must not slip into its place."""
+def test_samples_that_vllm_has_not_started_keep_their_index_and_seed(connect):
+    """A sample that was aborted before its first token has no entry; the others keep their indices."""
 
     def generate(body: dict) -> dict:
         params = body["sampling_params"]
@@ -257,7 +257,7 @@ def test_samples_that_vllm_has_not_begun_keep_their_place_and_their_seed(connect
     assert (1, 51) in sent[1:], f"the second sample was not begun anew with its own seed: {sent}"
 
 
-def test_version_spans_that_do_not_fit_the_tokens_are_no_answer(connect):
+def test_version_spans_that_do_not_match_the_tokens_are_an_error(connect):
     it = Restarting()
 
     def generate(body: dict) -> dict:

@@ -144,7 +144,7 @@ def test_the_sum_over_ranks_is_captured_in_the_graph(make_engine):
         assert output.token_ids == generate(model, prompt, 20, None)
 
 
-def test_memory_is_given_back_and_the_weights_return(make_engine):
+def test_memory_is_released_and_the_weights_are_restored(make_engine):
     model = make_model()
     engine = make_engine(copy.deepcopy(model))
     asked = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}

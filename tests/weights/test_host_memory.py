@@ -1,4 +1,4 @@
-"""Weights in a mapped file: one map per process, and a new file under the same name is seen."""
+"""Weights in a mapped file: one mapping per process; a new file under the same name is noticed."""
 
 import os
 
@@ -11,7 +11,7 @@ from arealite.weights.host_memory import SharedWeights
 LIKE = {"a": torch.empty(3, 5), "none": torch.empty(0, 4), "b": torch.empty(7, dtype=torch.bfloat16)}
 
 
-def test_what_is_written_is_read_and_a_process_maps_once(tmp_path):
+def test_a_process_maps_a_file_once_and_reads_what_was_written(tmp_path):
     made = SharedWeights.create(tmp_path / "w", LIKE)
     made.tensors["a"].copy_(torch.arange(15.0).view(3, 5))
     made.tensors["b"].fill_(1.5)
@@ -27,7 +27,7 @@ def test_what_is_written_is_read_and_a_process_maps_once(tmp_path):
         SharedWeights.attach(tmp_path / "w")
 
 
-def test_a_file_made_anew_is_mapped_anew_and_the_old_map_stays_readable(tmp_path):
+def test_a_new_file_is_mapped_again_and_the_old_mapping_stays_readable(tmp_path):
     old = SharedWeights.create(tmp_path / "w", {"a": torch.empty(4)})
     old.tensors["a"].fill_(1.0)
     reader = SharedWeights.attach(tmp_path / "w").tensors["a"]

@@ -38,7 +38,7 @@ def test_shared_memory_if_all_servers_read_it(rollout, config, tmp_path, caplog)
 
 
 @pytest.mark.parametrize("reason", ["room", "elsewhere", "unasked", "adapters"])
-def test_else_disk_and_the_reason_is_told(reason, rollout, config, tmp_path, caplog, monkeypatch):
+def test_otherwise_disk_and_the_reason_is_logged(reason, rollout, config, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     if reason == "room":
         usage = namedtuple("Usage", "free")
