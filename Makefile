@@ -2,6 +2,7 @@
 PY := .venv/bin/python
 # Test processes that run at the same time. The tests are made for two cores.
 JOBS ?= 2
+REAL := slurm or ray or vllm or sglang
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-all soak lint format clean
@@ -26,13 +27,15 @@ demo: setup
 test: setup
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
+# Clusters and servers of the real tests exist once: those tests run in one process.
 test-all:
 	@scripts/setup dev,ray
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu and not soak" $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not soak and not ($(REAL))" $(ARGS)
+	@$(PY) -m pytest -q -m "($(REAL)) and not gpu and not soak" $(ARGS)
 
 soak:
 	@scripts/setup dev,ray
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu" $(ARGS)
+	@$(PY) -m pytest -q -m "not gpu" $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,9 +21,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from tests import warm_python
-
-# Tests of one cluster or backend run on one worker, one after another (`--dist loadgroup`).
-GROUPS = ("slurm", "ray", "vllm", "sglang")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,23 +37,11 @@ def pytest_unconfigure() -> None:
     warm_python.close()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for group in GROUPS:
-            if item.get_closest_marker(group):
-                item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     path = config.getoption("--failed-to")
     if path:
-        stats = terminalreporter.stats
-        # xdist appends "@GROUP" to the ids of grouped tests.
-        ids = {
-            re.sub(rf"@({'|'.join(GROUPS)})$", "", r.nodeid)
-            for r in [*stats.get("failed", ()), *stats.get("error", ())]
-        }
+        reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+        ids = {report.nodeid for report in reports}
         Path(path).write_text("".join(f"{name}\n" for name in sorted(ids)))
 
 
