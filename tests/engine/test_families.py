@@ -155,6 +155,8 @@ def make_trainer(folder) -> FSDPLMEngine:
     return engine
 
 
+# gpt_bigcode scripts a function when it is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in FAMILIES]
 )
