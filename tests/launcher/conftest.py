@@ -1,4 +1,4 @@
-"""Small real processes for launcher tests: a server that answers /health, and a script whose behaviour its configuration chooses."""
+"""Small real processes for launcher tests: a server that answers /health, and a script that behaves as configured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if os.environ.get("FAKE_SERVER") == "dies":
     sys.exit("cannot load the model: no such file")
 if os.environ.get("FAKE_SERVER") == "hangs":
     time.sleep(600)
-subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in a session of its own, as real servers have
+subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in its own session, like those of real servers
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path in ("/health", "/server_info") else 404)
         self.end_headers()
-        if self.path == "/server_info":     # busy until somebody says otherwise
-            self.wfile.write(b'{"running": 0, "waiting": 0}' if os.path.exists("idle") else b'{"running": 8, "waiting": 5}')
+        if self.path == "/server_info":     # busy until the file `idle` exists
+            count = 0 if os.path.exists("idle") else 5
+            self.wfile.write(b'{"running": %d, "waiting": %d}' % (count, count))
     def log_message(self, *args): pass
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 http.server.ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()
@@ -40,15 +41,18 @@ from arealite.utils.config import load_config, run_main
 def main(argv):
     config = load_config(argv, GRPOConfig)
     rank, behaviour = os.environ["RANK"], config.tokenizer_path
-    print(f"rank {rank} of {os.environ['WORLD_SIZE']} servers {os.environ['AREALITE_SERVER_ADDRS']} attempt {os.environ['AREALITE_ATTEMPT']} devices {os.environ.get('CUDA_VISIBLE_DEVICES')} mps {os.environ.get('CUDA_MPS_PIPE_DIRECTORY')}", flush=True)
+    servers, attempt = os.environ["AREALITE_SERVER_ADDRS"], os.environ["AREALITE_ATTEMPT"]
+    devices, mps = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    size = os.environ["WORLD_SIZE"]
+    print(f"rank {rank} of {size} servers {servers} attempt {attempt} devices {devices} mps {mps}", flush=True)
     if behaviour == "refuse":
         raise DatasetError("no rows")
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
-    if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and os.environ["AREALITE_ATTEMPT"] == "0":
+    if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and attempt == "0":
         os.kill(os.getpid(), signal.Signals[behaviour])
         time.sleep(600)
-    if behaviour in ("wait", "raise") or (behaviour == "requeue" and os.environ["AREALITE_ATTEMPT"] == "0"):
+    if behaviour in ("wait", "raise") or (behaviour == "requeue" and attempt == "0"):
         subprocess.Popen(["sleep", "600"], start_new_session=True)
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)
@@ -74,7 +78,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def arguments() -> Callable[..., list[str]]:
-    """Arguments of a run with fake servers, plus what is given."""
+    """Make the arguments of a run with fake servers, followed by more."""
 
     def make(*more: str, mode: str = "sglang.d2+d2") -> list[str]:
         return [
@@ -95,7 +99,7 @@ def ray_cluster():
     except ImportError:
         assert "CI" not in os.environ, "Ray must be installed in CI"
         pytest.skip("Ray is not installed (pip install 'arealite[ray]')")
-    # By default Ray's workers give way to everything else, and on a busy machine never get their turn.
+    # By default Ray lowers the priority of its workers, and on a busy machine they hardly run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 10, "num_gpus": 0})
     for _ in range(3):
@@ -115,8 +119,8 @@ def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
         yield made
 
 
-def carriers(folder: Path) -> list[str]:
-    """Command lines of living processes that work in `folder`: whatever a launcher there left behind."""
+def find_leftovers(folder: Path) -> list[str]:
+    """Return command lines of living processes whose working directory is `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         # A test may have changed the working directory of its own process.
@@ -126,12 +130,12 @@ def carriers(folder: Path) -> list[str]:
                     found.append((entry / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-    # A cluster that the test itself made here is not what a launcher left.
+    # Processes of the test's own Ray cluster do not count.
     return [line for line in found if not any(word in line for word in ("/ray/", "ray::"))]
 
 
 def wait_until_gone(folder: Path, timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := carriers(folder):
+    while left := find_leftovers(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The local launcher with real processes: what it starts, what it says, and that it leaves nothing behind."""
+"""The local launcher with real processes: what it starts and prints, and that it leaves no process behind."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from arealite.utils.names import FileNames
 from arealite.utils.network import free_port
 from arealite.utils.process import end_families
 from arealite.utils.rundir import RunDir
-from tests.launcher.conftest import carriers, wait_until_gone
+from tests.launcher.conftest import find_leftovers, wait_until_gone
 
 RUN = Path("runs/e/t")
 
@@ -27,7 +27,7 @@ RUN = Path("runs/e/t")
 @pytest.fixture(autouse=True)
 def no_orphans(work):
     yield
-    assert carriers(work) == []
+    assert find_leftovers(work) == []
 
 
 def start(argv: list[str], **env: str) -> subprocess.Popen:
@@ -53,14 +53,14 @@ def test_a_run_from_start_to_end(work, arguments, capfdbinary):
     logs = {path.name: path.read_text() for path in (RUN / "logs").iterdir()}
     assert set(logs) == {"rank0.log", "rank1.log", "server0.log", "server1.log"}
     assert "rank 0 of 2 servers 127.0.0.1:" in logs["rank0.log"] and "rank 1 of 2" in logs["rank1.log"]
-    assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 speaks on the console"
+    assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 prints to the console"
     assert "2 sglang server(s) ready" in out
     assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_gpu_is_shared_through_mps(work, arguments, dies):
-    """The daemon is a stand-in: there is no GPU. It ends with the run, and its folder too; a run without it goes on."""
+    """A fake daemon: there is no GPU. It ends with the run, and so does its folder. If it dies, the run goes on."""
     daemon = work / "bin" / "nvidia-cuda-mps-control"
     daemon.parent.mkdir()
     end = "exit 3" if dies else "exec sleep 600"
@@ -76,27 +76,28 @@ def test_one_gpu_is_shared_through_mps(work, arguments, dies):
     out, _ = process.communicate(timeout=60)
     assert f"devices GPU-8932f937 mps {folder}" in out and ("share the GPUs by time slices" in out) is dies
     assert f"starts {folder}" in (RUN / "logs" / "server0.log").read_text()
-    wait_until_gone(work)  # the watchdog, which clears the folder away
+    # The watchdog removes the folder.
+    wait_until_gone(work)
     assert not Path(folder).exists()
 
 
 def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
-    process = start(arguments("tokenizer_path=raise"))
+    process = start(arguments("tokenizer_path=raise", mode="sglang.d1+d2"))
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank1 exited with code 1" in out and "  | RuntimeError: rank one has a problem" in out
 
 
 def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments):
-    process = start(arguments(), FAKE_SERVER="dies")
+    process = start(arguments(mode="sglang.d1+d1"), FAKE_SERVER="dies")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "a server died while it was starting" in out and "cannot load the model: no such file" in out
     assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
 
 
-def test_a_server_that_never_answers_meets_a_named_deadline(work, arguments):
-    process = start(arguments("rollout.setup_timeout_s=1"), FAKE_SERVER="hangs")
+def test_a_server_that_never_answers_is_an_error_after_the_deadline(work, arguments):
+    process = start(arguments("rollout.setup_timeout_s=1", mode="sglang.d1+d1"), FAKE_SERVER="hangs")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "waited 1 s (rollout.setup_timeout_s) for server0 to answer" in out
@@ -108,9 +109,9 @@ def kill_a_server(work: Path) -> None:
     os.kill(int(victim.name), signal.SIGKILL)
 
 
-def test_a_killed_server_is_started_again_elsewhere(work, arguments):
-    process = start(arguments("tokenizer_path=wait"))
-    wait_for(work / "up0", work / "up1")
+def test_a_killed_server_is_restarted_at_a_new_address(work, arguments):
+    process = start(arguments("tokenizer_path=wait", mode="sglang.d2+d1"))
+    wait_for(work / "up0")
     (names,) = (RUN / "names").glob("*-0")
     before = FileNames(names).list("servers/")
     kill_a_server(work)
@@ -122,12 +123,12 @@ def test_a_killed_server_is_started_again_elsewhere(work, arguments):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert "was ended by SIGKILL" in out and "starting server" in out
-    assert len(set(before.values()) & set(after.values())) == 1, "never at its old address"
+    assert len(set(before.values()) & set(after.values())) == 1, "the restarted server has a new address"
 
 
 def test_servers_that_keep_dying_end_the_run(work, arguments):
-    process = start(arguments("tokenizer_path=wait", "launcher.server_restarts=0"))
-    wait_for(work / "up0", work / "up1")
+    process = start(arguments("tokenizer_path=wait", "launcher.server_restarts=0", mode="sglang.d1+d1"))
+    wait_for(work / "up0")
     kill_a_server(work)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -142,35 +143,41 @@ def is_server(entry: Path, work: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_end_everything(work, arguments, number, code):
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_signals_end_everything(work, arguments, number):
     argv = arguments("tokenizer_path=wait", "recover.mode=auto", "recover.retries=1")
     process = start(argv)
     wait_for(work / "up0", work / "up1")
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == code and f"ended by {number.name}: ending 4 processes" in out
+    assert process.returncode == 128 + number and f"ended by {number.name}: ending 4 processes" in out
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_what_a_killed_one_left(work, arguments):
-    first = start(arguments("tokenizer_path=wait"))
-    wait_for(work / "up0", work / "up1")
+def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_processes_of_a_killed_one(work, arguments):
+    first = start(arguments("tokenizer_path=wait", mode="d1"))
+    wait_for(work / "up0")
     config = (RUN / "config.yaml").read_text()
-    second = start(arguments("seed=5"))
-    out, _ = second.communicate(timeout=60)
-    assert second.returncode == 2 and f"another run uses {work / RUN} (process {first.pid} " in out
+    with pytest.raises(ConfigError, match=rf"another run uses {work / RUN} \(process {first.pid} "):
+        launch("script.py", arguments("seed=5", mode="d1"))
     assert (RUN / "config.yaml").read_text() == config
     first.kill()
     first.communicate()
-    assert launch("script.py", arguments()) == 0
+    assert launch("script.py", arguments(mode="d1")) == 0
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
     process = start(arguments("tokenizer_path=wait"))
     wait_for(work / "up0", work / "up1")
-    assert len(carriers(work)) >= 9, "launcher, watchdog, servers, ranks and their children"
+    assert len(find_leftovers(work)) >= 9, "launcher, watchdog, servers, ranks and their children"
     segment = RunDir(work / RUN).shared_weights
-    segment.write_text("what a trainer leaves that has no time to clean up")
+    segment.write_text("left by a trainer that was killed")
     process.kill()
     process.communicate()
     wait_until_gone(work)
@@ -180,9 +187,12 @@ def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT"])
-def test_restart_after_a_rank_was_killed(work, arguments, capfdbinary, number):
-    argv = arguments(f"tokenizer_path={number}", "recover.mode=auto", "recover.retries=1")
+@pytest.mark.parametrize(
+    ("number", "mode"),
+    [("SIGKILL", "sglang.d1+d1"), ("SIGINT", "d1"), pytest.param("SIGTERM", "d1", marks=pytest.mark.slow)],
+)
+def test_restart_after_a_rank_was_killed(work, arguments, capfdbinary, number, mode):
+    argv = arguments(f"tokenizer_path={number}", "recover.mode=auto", "recover.retries=1", mode=mode)
     assert launch("script.py", argv) == 0
     captured = capfdbinary.readouterr()
     end = "exited with code 130" if number == "SIGINT" else f"was ended by {number}"
@@ -191,11 +201,12 @@ def test_restart_after_a_rank_was_killed(work, arguments, capfdbinary, number):
     assert "attempt 1" in (RUN / "logs" / "rank0.log").read_text()
 
 
-def test_what_would_fail_again_is_not_started_again(work, arguments, capfdbinary):
+def test_a_permanent_error_is_not_retried(work, arguments, capfdbinary):
     argv = arguments("tokenizer_path=refuse", "recover.mode=auto", "recover.retries=3", mode="d2")
     assert launch("script.py", argv) == 2
-    told = b"".join(capfdbinary.readouterr())  # by rank 0, or by the launcher if rank 1 ended first
-    assert b"error: no rows" in told and b"starting again" not in told
+    # Rank 0 prints the error, or the launcher does if rank 1 ended first.
+    output = b"".join(capfdbinary.readouterr())
+    assert b"error: no rows" in output and b"starting again" not in output
 
 
 def test_retries_run_out(work, arguments):
@@ -203,31 +214,42 @@ def test_retries_run_out(work, arguments):
     assert launch("script.py", argv) == 1
 
 
-TABLE_SCRIPT = """
-from arealite.utils.console import ProgressTable
-with ProgressTable(2) as table:
-    print("noise")
-    table.update(1, {"reward": 0.75})
+TERMINAL_SCRIPT = """
+import os
+print("noise")
+os.write(int(os.environ["AREALITE_TTY_FD"]), b"table")
 """
 
 
-def test_rank_0_draws_its_table_on_the_terminal_of_the_launcher(work):
-    (work / "script.py").write_text(TABLE_SCRIPT)
+TABLE_SCRIPT = """
+from arealite.utils.console import ProgressTable
+with ProgressTable(2) as table:
+    table.update(1, {"reward": 0.75})
+print("noise")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"), [(TERMINAL_SCRIPT, "table"), pytest.param(TABLE_SCRIPT, "0.750", marks=pytest.mark.slow)]
+)
+def test_rank_0_draws_on_the_terminal_of_the_launcher(work, script, expected):
+    (work / "script.py").write_text(script)
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "arealite.launcher.local", "script.py", "allocation_mode=d1"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # how the end of a pseudo-terminal is told
+    # A pseudo-terminal reports its end as an OSError.
+    with contextlib.suppress(OSError):
         while data := os.read(ours, 65536):
             shown += data
     os.close(ours)
     assert process.wait(60) == 0, shown.decode()
-    assert "0.750" in shown.decode() and "2/2" in shown.decode() and "noise" not in shown.decode()
-    assert "noise" in Path("runs/run/trial/logs/rank0.log").read_text()
+    assert expected in shown.decode() and "noise" in shown.decode()
+    assert Path("runs/run/trial/logs/rank0.log").read_text() == "noise\n", "the table is not in the log"
 
 
-def test_a_full_disk_costs_the_log_and_not_the_run(capfdbinary):
+def test_a_full_disk_loses_log_lines_and_not_the_run(capfdbinary):
     command = [sys.executable, "-c", "print('hello')"]
     with Supervisor(1) as supervisor:
         child = supervisor.start(ChildSpec("a", command, Path("/dev/full"), echo=True))
@@ -292,10 +314,10 @@ def test_command_line(work):
     assert bad.returncode == 2 and bad.stderr.startswith("error: unknown key 'nonsense'")
 
 
-def test_what_cannot_be_started_is_one_message(work, arguments, capfd):
+def test_a_program_or_log_that_cannot_be_opened_is_one_message(work, arguments, capfd):
     assert launch("script.py", arguments("sglang.command=/no/such/program")) == 1
-    said = capfd.readouterr().err
-    assert "error: cannot start server0: " in said and "/no/such/program" in said, said
+    error = capfd.readouterr().err
+    assert "error: cannot start server0: " in error and "/no/such/program" in error
     log = RUN / "logs" / "server0.log"
     log.unlink()
     log.mkdir()

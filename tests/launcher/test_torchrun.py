@@ -13,7 +13,7 @@ import pytest
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.elastic_rank import fit_mode
 from arealite.launcher.torchrun import launch
-from tests.launcher.conftest import carriers, wait_until_gone
+from tests.launcher.conftest import find_leftovers, wait_until_gone
 
 SCRIPT = """
 import os, pathlib, signal
@@ -73,7 +73,7 @@ def test_two_machines_meet_in_the_run_directory(work, arguments):
     outputs = [machine.communicate(timeout=100)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert sum("rank 0 sum 2" in out for out in outputs) == 1
-    assert carriers(work) == []
+    assert find_leftovers(work) == []
 
 
 def test_dry_run(work, arguments, capsys):
