@@ -13,7 +13,8 @@ from tests import warm_python
 def run_dir(tmp_path) -> RunDir:
     made = RunDir(tmp_path / "e" / "t").create()
     lines = [
-        f'{{"step": {i}, "time": 1, "reward": {i / 100}, "loss": null, "time/step": 2.0, "time/rollout": 1.5, "time/update": 0.5}}'
+        f'{{"step": {i}, "time": 1, "reward": {i / 100}, "loss": null, '
+        '"time/step": 2.0, "time/rollout": 1.5, "time/update": 0.5}'
         for i in range(100)
     ]
     made.stats_path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""A Slurm cluster of several nodes on this machine, for tests: real munged, slurmctld and slurmd, in a folder of its own."""
+"""A Slurm cluster of several nodes on this machine, for tests: real munged, slurmctld and slurmd in a folder."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ AccountingStorageType=accounting_storage/none
 KillWait=2
 MailProg=/bin/true
 GresTypes=gpu
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 \\
+    RealMemory=4000 Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP
 """
 
 
 def why_not() -> str | None:
-    """Why no cluster can be made here, if so."""
+    """Return why no cluster can be made on this machine; None if one can."""
     missing = [p for p in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(p, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
@@ -73,7 +74,14 @@ class SlurmCluster:
         for i in range(8):
             subprocess.run(["mknod", str(devices / f"nvidia{i}"), "c", "1", "3"], check=True)
         first = self._free_range()
-        values = {"host": socket.gethostname(), "folder": self.folder, "nodes": self.nodes, "port": free_port(), "first": first, "last": first + self.nodes - 1}  # fmt: skip
+        values = {
+            "host": socket.gethostname(),
+            "folder": self.folder,
+            "nodes": self.nodes,
+            "port": free_port(),
+            "first": first,
+            "last": first + self.nodes - 1,
+        }
         (self.folder / "slurm.conf").write_text(CONF.format(**values))
         (self.folder / "gres.conf").write_text(f"NodeName=n[1-{self.nodes}] Name=gpu File={devices}/nvidia[0-7]\n")
         self._daemon("slurmctld", "-f", self.env["SLURM_CONF"])
@@ -99,7 +107,7 @@ class SlurmCluster:
 
     @contextmanager
     def without_controller(self) -> Iterator[None]:
-        """slurmctld is gone within the block, and comes back after it with the state it had."""
+        """Stop slurmctld inside the block; it starts again afterwards, with its former state."""
         pidfile = self.folder / "slurmctld.pid"
         pidfd = os.pidfd_open(int(pidfile.read_text()))
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -112,7 +120,7 @@ class SlurmCluster:
 
     def client(self, *command: str) -> str:
         env = {**os.environ, **self.env}
-        return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=True).stdout  # fmt: skip
+        return subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, check=True).stdout
 
     def _daemon(self, *command: str) -> None:
         subprocess.run(command, env={**os.environ, **self.env}, check=True, timeout=60)
@@ -131,7 +139,7 @@ class SlurmCluster:
 
     @staticmethod
     def _start_munge() -> bool:
-        """Whether it had to be started: then it is ours to end."""
+        """Start munged unless it runs; returns whether it was started here and must be ended here."""
         if subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:
             return False
         run = Path("/run/munge")

@@ -1,4 +1,4 @@
-"""One node of several: how it waits for the others, and when it ends with them."""
+"""One node of several: how it waits for the others, and when it ends because of them."""
 
 import signal
 import subprocess
@@ -40,7 +40,8 @@ def test_a_signal_ends_a_node_that_waits_for_servers(make_job, number):
     job = make_job()
     waiting = subprocess.Popen([sys.executable, "-m", "arealite.launcher.node", job.path, "1"])
     deadline, names = time.monotonic() + 30, FileNames(job.names_folder)
-    while not names.get("master"):  # the last thing that it does before it waits
+    # The node publishes this name right before it waits.
+    while not names.get("master"):
         assert time.monotonic() < deadline and waiting.poll() is None
         time.sleep(0.05)
     waiting.send_signal(number)
@@ -75,7 +76,7 @@ def test_servers_end_when_the_machine_with_the_ranks_is_gone(make_job, capsys):
 
 
 @pytest.mark.slow
-def test_a_machine_killed_outright_ends_the_others(work, make_job, arguments):
+def test_a_killed_machine_ends_the_others(work, make_job, arguments):
     argv = arguments(*SIZES, "cluster.n_nodes=2", "tokenizer_path=wait")
     run = [sys.executable, "-m", "arealite.launcher.torchrun", "script.py", *argv]
     machines = [subprocess.Popen(run) for _ in range(2)]
@@ -91,14 +92,15 @@ def test_a_machine_killed_outright_ends_the_others(work, make_job, arguments):
     assert machines[0].wait(60) == 1
 
 
-def test_who_has_ended_is_remembered_when_its_name_has_lapsed(make_job):
+def test_nodes_that_have_ended_are_remembered_after_their_names_expire(make_job):
     job = make_job(mode="sglang.d2+d4")
     names = FileNames(job.names_folder)
     names.publish("master", "127.0.0.1:1")
     with Supervisor() as supervisor:
         part = NodePart(job, 0, names, supervisor)
         names.publish("ended/1", "0")
-        names.publish("ended/-1", "1")  # a server of the pool costs nothing but itself
+        # The job goes on without a server of the pool.
+        names.publish("ended/-1", "1")
         part.check_other_nodes()
         names.withdraw("ended/1")
         names.publish("ended/2", "0")

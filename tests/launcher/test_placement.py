@@ -17,21 +17,21 @@ def config(mode: str, **kwargs) -> LaunchConfig:
 
 
 def test_devices_are_split_servers_first():
-    plan = make_placement(config("sglang.d2t2+d4"), [EIGHT], True)
-    assert [s.places for s in plan.servers] == [((0, (0, 1)),), ((0, (2, 3)),)]
-    assert [(r.rank, r.local_rank, r.device) for r in plan.ranks] == [(0, 0, 4), (1, 1, 5), (2, 2, 6), (3, 3, 7)]  # fmt: skip
+    placement = make_placement(config("sglang.d2t2+d4"), [EIGHT], True)
+    assert [s.places for s in placement.servers] == [((0, (0, 1)),), ((0, (2, 3)),)]
+    assert [(r.rank, r.local_rank, r.device) for r in placement.ranks] == [(0, 0, 4), (1, 1, 5), (2, 2, 6), (3, 3, 7)]
 
 
 def test_nodes_are_filled_in_order():
-    plan = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
-    assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
-    assert {r.node for r in plan.ranks} == {3} and [r.local_rank for r in plan.ranks] == [0, 1, 2, 3]
+    placement = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, True)
+    assert [s.places[0][0] for s in placement.servers] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {r.node for r in placement.ranks} == {3} and [r.local_rank for r in placement.ranks] == [0, 1, 2, 3]
 
 
 def test_a_server_may_span_nodes():
-    plan = make_placement(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4, True)
-    assert plan.servers[0].places == ((0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
-    assert [r.node for r in plan.ranks] == [2] * 4 + [3] * 4
+    placement = make_placement(config("vllm.d1t4p2+d8"), [[0, 1, 2, 3]] * 4, True)
+    assert placement.servers[0].places == ((0, (0, 1, 2, 3)), (1, (0, 1, 2, 3)))
+    assert [r.node for r in placement.ranks] == [2] * 4 + [3] * 4
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_server_may_span_nodes():
         ("embedded.d3t2+d3", 3, "server 1 .*1 of node 0, 1 of node 1"),
     ],
 )
-def test_an_embedded_server_may_not(mode, size, where):
+def test_an_embedded_server_may_not_span_nodes(mode, size, where):
     for on_gpu in (True, False):
         with pytest.raises(ConfigError, match=where):
             make_placement(config(mode), [list(range(size))] * 3, on_gpu)
@@ -64,30 +64,30 @@ def test_too_few_devices_are_refused_with_the_arithmetic():
 def test_cpu_processes_are_not_limited(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (devices,), on_gpu = local_slots(config("embedded.d4+d8"))
-    plan = make_placement(config("embedded.d4+d8"), [devices], on_gpu)
-    assert len(plan.servers) == 4 and len(plan.ranks) == 8 and plan.threads >= 1
+    placement = make_placement(config("embedded.d4+d8"), [devices], on_gpu)
+    assert len(placement.servers) == 4 and len(placement.ranks) == 8 and placement.threads >= 1
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 1), ("4,2", 1)])
-def test_threads_are_as_the_user_has_them(monkeypatch, given, threads):
+def test_omp_num_threads_sets_the_threads(monkeypatch, given, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert make_placement(config("embedded.d1+d1"), [[0, 1]], False).threads == threads
 
 
 def test_cpu_clusters_fill_their_places_like_devices():
-    plan = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
-    assert [s.places[0][0] for s in plan.servers] == [0] * 4 + [1] * 4 + [2] * 4
-    assert {r.node for r in plan.ranks} == {3}
+    placement = make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 4, on_gpu=False)
+    assert [s.places[0][0] for s in placement.servers] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {r.node for r in placement.ranks} == {3}
     with pytest.raises(AllocationError, match="there are 8"):
         make_placement(config("sglang.d12p1t1+d4p1t1"), [[0, 1, 2, 3]] * 2, on_gpu=False)
 
 
 def test_sides_that_ask_for_cpu_need_no_device():
     on_cpu = config("embedded.d4+d8", server=ServerConfig(device="cpu"), train_device="cpu")
-    plan = make_placement(on_cpu, [[0], [0]], on_gpu=True)
-    assert [(r.node, r.local_rank) for r in plan.ranks] == [(n, i) for n in (0, 1) for i in range(4)]
-    assert [s.places for s in plan.servers] == [((i % 2, ()),) for i in range(4)]
+    placement = make_placement(on_cpu, [[0], [0]], on_gpu=True)
+    assert [(r.node, r.local_rank) for r in placement.ranks] == [(n, i) for n in (0, 1) for i in range(4)]
+    assert [s.places for s in placement.servers] == [((i % 2, ()),) for i in range(4)]
 
 
 def test_single_sided_modes_run_one_process_of_the_script():
@@ -103,15 +103,19 @@ def test_servers_need_a_model():
 
 @pytest.mark.parametrize(
     ("mode", "gpus", "server_gpus", "rank_gpus"),
-    [("embedded.d1+d1", "7", [(0,)], [0]), ("sglang.d1t2+d2", "0,1", [(0, 1)], [0, 1]), ("embedded.d1+d2", "0,1", [(0,)], [0, 1])],
-)  # fmt: skip
+    [
+        ("embedded.d1+d1", "7", [(0,)], [0]),
+        ("sglang.d1t2+d2", "0,1", [(0, 1)], [0, 1]),
+        ("embedded.d1+d2", "0,1", [(0,)], [0, 1]),
+    ],
+)
 def test_sides_share_the_gpus_of_a_machine_that_has_too_few(monkeypatch, mode, gpus, server_gpus, rank_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     devices, on_gpu = local_slots(config(mode))
-    plan = make_placement(config(mode), devices, on_gpu)
-    assert plan.shares_gpus and "(shared with a server)" in plan.describe()
-    assert [s.places for s in plan.servers] == [((0, taken),) for taken in server_gpus]
-    assert [r.device for r in plan.ranks] == rank_gpus
+    placement = make_placement(config(mode), devices, on_gpu)
+    assert placement.shares_gpus and "(shared with a server)" in placement.describe()
+    assert [s.places for s in placement.servers] == [((0, taken),) for taken in server_gpus]
+    assert [r.device for r in placement.ranks] == rank_gpus
     alone = config(mode, train_device="cpu")
     assert not make_placement(alone, *local_slots(alone)).shares_gpus
 
@@ -168,15 +172,53 @@ def test_servers_of_a_job_have_seeds_of_their_own():
 def test_server_commands():
     embedded = config("embedded.d1+d1", server=ServerConfig(dtype="float32", api_key="secret"))
     command = server_command(embedded, "embedded", 1234)
-    assert command[1:] == ["-m", "arealite.cli.serve", "model_path=m", "dtype=float32", "port=1234", "api_key=${oc.env:AREALITE_API_KEY}"]  # fmt: skip
+    assert command[1:] == [
+        "-m",
+        "arealite.cli.serve",
+        "model_path=m",
+        "dtype=float32",
+        "port=1234",
+        "api_key=${oc.env:AREALITE_API_KEY}",
+    ]
     assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
     wide = server_command(config("embedded.d2t4+d1"), "embedded", 1)
     assert wide[-2:] == ["tensor_parallel=4", "port=1"]
-    sglang = config("sglang.d1t4+d1", sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"})  # fmt: skip
-    assert server_command(sglang, "sglang", 1) == ["sg", "--now", "--model-path", "m", "--host", "127.0.0.1", "--port", "1", "--tp-size", "4", "--pp-size", "1", "--mem-fraction-static", "0.8", "--trust-remote-code"]  # fmt: skip
-    vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})  # fmt: skip
+    sglang = config(
+        "sglang.d1t4+d1",
+        sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"},
+    )
+    assert server_command(sglang, "sglang", 1) == [
+        "sg",
+        "--now",
+        "--model-path",
+        "m",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "1",
+        "--tp-size",
+        "4",
+        "--pp-size",
+        "1",
+        "--mem-fraction-static",
+        "0.8",
+        "--trust-remote-code",
+    ]
+    vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})
     command = server_command(vllm, "vllm", 1)
-    assert command[:11] == ["vllm", "serve", "m", "--host", "127.0.0.1", "--port", "1", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]  # fmt: skip
+    assert command[:11] == [
+        "vllm",
+        "serve",
+        "m",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "1",
+        "--tensor-parallel-size",
+        "2",
+        "--pipeline-parallel-size",
+        "2",
+    ]
     assert command[-3:] == ["--lora-modules", "a", "b"]
     assert "--worker-extension-cls" in command  # its answers carry fingerprints of what it holds
     env = server_env(vllm, "vllm")
@@ -203,7 +245,7 @@ def test_an_api_key_is_never_on_a_command_line(backend, tmp_path):
         assert "top-secret" in server_env(job.config, backend).values()
 
 
-def test_servers_are_told_of_adapters_and_broadcasts():
+def test_servers_get_flags_for_adapters_and_broadcasts():
     adapters = config("vllm.d1+d1")
     adapters.lora_rank = 12
     command = " ".join(server_command(adapters, "vllm", 1))
@@ -224,7 +266,7 @@ def test_servers_that_span_nodes():
     assert "--nnodes 2 --node-rank 1 --headless --master-addr 10.0.0.1 --master-port 99" in " ".join(vllm)
 
 
-def test_a_job_travels_as_json(tmp_path):
+def test_a_job_is_saved_as_json(tmp_path):
     cluster = ClusterConfig(n_nodes=2, n_gpus_per_node=2, fileroot=str(tmp_path))
     job = Job(config("embedded.d2+d2", cluster=cluster), "a.py", ["x=1"], [[0, 1]] * 2, False)
     path = job.save()
@@ -238,7 +280,7 @@ def test_a_job_travels_as_json(tmp_path):
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "gconfig.n_samples=2"]
 
 
-def test_a_script_with_its_own_class_is_asked(tmp_path):
+def test_a_script_with_its_own_class_runs_in_check_mode(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(
         "from dataclasses import dataclass\n"
@@ -254,7 +296,7 @@ def test_a_script_with_its_own_class_is_asked(tmp_path):
         read_launch_config(str(script), [*BASE, "actor.path=m", "horizn=5"])
 
 
-def test_a_script_without_load_config_is_read_loosely(tmp_path):
+def test_a_script_without_load_config_may_have_any_keys(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("print('hello')\n")
     found = read_launch_config(str(script), ["anything=1", "cluster.n_nodes=2"])

@@ -41,7 +41,6 @@ def wait_for(condition, timeout_s: float = 90) -> None:
 
 
 def test_dry_run_needs_no_cluster(work, arguments, capsys):
-    # The command line of the seeds.
     argv = arguments("cluster.n_nodes=4", "cluster.n_gpus_per_node=4", mode="sglang.d12p1t1+d4p1t1")
     assert launch("script.py", argv, dry_run=True) == 0
     out = capsys.readouterr().out
@@ -107,13 +106,16 @@ def test_ending_the_launcher_leaves_nothing(work, arguments, ray_cluster, number
 @ray_marker
 def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_cluster):
     argv = on_cpu(
-        arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=1", "tokenizer_path=until", "recover.mode=auto", "recover.retries=1", mode="sglang.d3+d1"
-    )  # fmt: skip
+        arguments,
+        *("cluster.n_nodes=4", "cluster.n_gpus_per_node=1", "tokenizer_path=until"),
+        *("recover.mode=auto", "recover.retries=1"),
+        mode="sglang.d3+d1",
+    )
     process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists())
     ray_cluster.remove_node(next(iter(ray_cluster.worker_nodes)), allow_graceful=False)
     ray_cluster.add_node(num_cpus=1, num_gpus=4)
-    # Whichever node it was: its servers are started anew, or (with the trainer) the run restarts.
+    # If the node had servers only, they are started again; if it had the trainer, the run restarts.
     assert process.stdout is not None
     lines = []
     while "was lost" not in (line := process.stdout.readline()):
@@ -127,9 +129,19 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_clus
 
 @ray_marker
 def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, arguments, ray_cluster):
-    argv = on_cpu(arguments, "cluster.n_nodes=1", "cluster.n_gpus_per_node=2", "tokenizer_path=until", "launcher.max_servers=2", mode="sglang.d1+d1")  # fmt: skip
-    # Looks ten times as often, so that the test takes a tenth of the time.
-    quick = "import sys, runpy, arealite.launcher.ray_pool as pool; pool.CHECK_INTERVAL_S = 0.2; sys.argv[0] = 'ray'; runpy.run_module('arealite.launcher.ray', run_name='__main__')"
+    argv = on_cpu(
+        arguments,
+        "cluster.n_nodes=1",
+        "cluster.n_gpus_per_node=2",
+        "tokenizer_path=until",
+        "launcher.max_servers=2",
+        mode="sglang.d1+d1",
+    )
+    # Checks ten times as often, so that the test takes a tenth of the time.
+    quick = (
+        "import sys, runpy, arealite.launcher.ray_pool as pool; pool.CHECK_INTERVAL_S = 0.2; sys.argv[0] = 'ray'; "
+        "runpy.run_module('arealite.launcher.ray', run_name='__main__')"
+    )
     process = start(ray_cluster, argv, run=("-c", quick))
     elastic = elastic_names(RunDir(RUN))
     wait_for(lambda: len(elastic.list(ELASTIC_PREFIX)) == 1)

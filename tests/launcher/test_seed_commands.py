@@ -1,4 +1,4 @@
-"""Every command line of the documents that asked for this project: as printed up to the plan, and run for real at the size of the test clusters."""
+"""Documented command lines: the plan of each, and the clustered ones run for real at the size of the test clusters."""
 
 import importlib.util
 import json
@@ -14,12 +14,18 @@ from tests import warm_python
 from tests.servers.conftest import make_model
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "examples/arealite/gsm8k_grpo.py --config examples/arealite/configs/gsm8k_grpo.yaml experiment_name=my_experiment trial_name=my_trial"
-# As printed, with `-m` where it was forgotten; and a line of the plan that each makes.
+SCRIPT = (
+    "examples/arealite/gsm8k_grpo.py --config examples/arealite/configs/gsm8k_grpo.yaml "
+    "experiment_name=my_experiment trial_name=my_trial"
+)
+RAY = "allocation_mode=sglang.d12p1t1+d4p1t1 cluster.n_nodes=4 cluster.n_gpus_per_node=4"
+SLURM = "allocation_mode=sglang.d96p1t1+d32p1t1 cluster.n_nodes=16 cluster.n_gpus_per_node=8"
+MAIN = "arealite.cli.main experiment_name=my-exp trial_name=my-trial"
+# Each command, and a line of its plan.
 COMMANDS = {
-    f"arealite.launcher.ray {SCRIPT} allocation_mode=sglang.d12p1t1+d4p1t1 cluster.n_nodes=4 cluster.n_gpus_per_node=4": "rank 3: node 3 gpu 3",
-    f"arealite.launcher.slurm {SCRIPT} allocation_mode=sglang.d96p1t1+d32p1t1 cluster.n_nodes=16 cluster.n_gpus_per_node=8": "server 95: node 11 gpu 7",
-    "arealite.cli.main experiment_name=my-exp trial_name=my-trial trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B": "model_path=Qwen/Qwen2-0.5B",
+    f"arealite.launcher.ray {SCRIPT} {RAY}": "rank 3: node 3 gpu 3",
+    f"arealite.launcher.slurm {SCRIPT} {SLURM}": "server 95: node 11 gpu 7",
+    f"{MAIN} trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B": "model_path=Qwen/Qwen2-0.5B",
     "arealite.cli.main trainer.type=null valid_dataset.path=huggingface/dataset": "arealite/trainer/evaluate.py",
     "arealite.cli.main mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo": "rank 63: node 9 gpu 7",
 }  # fmt: skip

@@ -80,12 +80,13 @@ def test_a_plan_that_does_not_fit_is_refused(work, arguments):
 
 @pytest.fixture
 def clients(work, monkeypatch):
-    """Slurm's commands as small scripts: `scontrol` runs the lines of the file `answers`, one each time, the last one for ever."""
+    """Fake commands of Slurm: each `scontrol` runs the next line of the file `answers`, in the end always the last."""
     (work / "bin").mkdir()
     scripts = {
         "sbatch": "echo 7",
         "scancel": "echo cancelled >> cancelled",
-        "scontrol": 'n=$(cat asked 2>/dev/null || echo 1); echo $((n + 1)) > asked\neval "$({ sed -n "${n}p" answers; tail -1 answers; } | head -1)"',
+        "scontrol": "n=$(cat asked 2>/dev/null || echo 1); echo $((n + 1)) > asked\n"
+        'eval "$({ sed -n "${n}p" answers; tail -1 answers; } | head -1)"',
     }  # fmt: skip
     for name, text in scripts.items():
         (work / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -98,8 +99,8 @@ def clients(work, monkeypatch):
 AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
 
 
-def test_a_controller_that_is_away_for_a_while_costs_nothing(clients, arguments, capsys):
-    """The job's names, without which its nodes end, stay while nothing is known of it."""
+def test_a_job_goes_on_while_the_controller_is_away(clients, arguments, capsys):
+    """The job's names, without which its nodes end, are kept meanwhile."""
     kept = "ls runs/e/t/names >> seen"
     running = f"mkdir -p runs/e/t/names/x; {kept}; echo JobState=RUNNING ExitCode=0:0"
     lines = [running, f"{kept}; {AWAY}", f"{kept}; {AWAY}", running, "echo JobState=COMPLETED"]
@@ -107,7 +108,7 @@ def test_a_controller_that_is_away_for_a_while_costs_nothing(clients, arguments,
     assert launch("script.py", on_cpu(arguments, mode="sglang.d2+d2")) == 0
     captured = capsys.readouterr()
     assert "Slurm job 7: COMPLETED" in captured.out
-    assert captured.err.count("Slurm job 7 goes on") == 1, "said once"
+    assert captured.err.count("Slurm job 7 goes on") == 1, "one warning"
     assert (clients / "seen").read_text().split() == ["x"] * 4
     assert not (clients / "cancelled").exists()
 
@@ -120,7 +121,7 @@ def test_a_controller_that_stays_away_is_an_error(clients, arguments, monkeypatc
     assert (clients / "cancelled").exists()
 
 
-@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"])  # fmt: skip
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"])
 def test_every_final_state_ends_the_wait(clients, arguments, state):
     end = f"echo JobState={state} ExitCode=0:0"
     (clients / "answers").write_text(f"echo JobState=RUNNING\n{end}\necho JobState=COMPLETED")
@@ -129,7 +130,7 @@ def test_every_final_state_ends_the_wait(clients, arguments, state):
 
 @pytest.mark.slurm
 def test_a_job_outlives_a_restart_of_the_controller(work, arguments, slurm_cluster):
-    argv = on_cpu(arguments, "cluster.n_gpus_per_node=2", "tokenizer_path=until", mode="sglang.d1+d1")  # fmt: skip
+    argv = on_cpu(arguments, "cluster.n_gpus_per_node=2", "tokenizer_path=until", mode="sglang.d1+d1")
     process = start(slurm_cluster, argv)
     wait_for((work / "up0").exists)
     with slurm_cluster.without_controller():
@@ -144,7 +145,7 @@ def test_a_job_outlives_a_restart_of_the_controller(work, arguments, slurm_clust
 
 @pytest.mark.slurm
 def test_a_job_over_four_nodes(work, arguments, slurm_cluster):
-    # The seeds' command, scaled: three nodes generate, one trains.
+    # Three nodes generate, one trains.
     sizes, spaces = ("cluster.n_nodes=4", "cluster.n_gpus_per_node=2"), "cluster.fileroot=my runs"
     comment = 'launcher.slurm.comment=a "b" \\ c\'s'
     argv = on_cpu(arguments, *sizes, spaces, comment, mode="sglang.d6p1t1+d2p1t1")
@@ -206,7 +207,14 @@ def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
 
 @pytest.mark.slurm
 def test_a_failed_job_is_submitted_again(work, arguments, slurm_cluster):
-    argv = on_cpu(arguments, "tokenizer_path=SIGKILL", "recover.mode=auto", "recover.retries=1", "cluster.n_gpus_per_node=2", mode="sglang.d1+d1")  # fmt: skip
+    argv = on_cpu(
+        arguments,
+        "tokenizer_path=SIGKILL",
+        "recover.mode=auto",
+        "recover.retries=1",
+        "cluster.n_gpus_per_node=2",
+        mode="sglang.d1+d1",
+    )
     process = start(slurm_cluster, argv)
     out, _ = process.communicate(timeout=110)
     assert process.returncode == 0, out

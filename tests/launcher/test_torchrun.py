@@ -27,7 +27,8 @@ def main(argv):
     total = torch.ones(1)
     dist.all_reduce(total)
     restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    print(f"rank {dist.get_rank()} sum {total.item():g} restart {restart} servers {os.environ['AREALITE_SERVER_ADDRS']}", flush=True)
+    servers = os.environ["AREALITE_SERVER_ADDRS"]
+    print(f"rank {dist.get_rank()} sum {total.item():g} restart {restart} servers {servers}", flush=True)
     if config.tokenizer_path == "once" and restart == "0" and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -66,7 +67,9 @@ def test_without_retries_the_run_fails(work, arguments):
 
 @pytest.mark.slow
 def test_two_machines_meet_in_the_run_directory(work, arguments):
-    argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "server.device=cpu", "actor.device=cpu", mode="sglang.d2+d2")  # fmt: skip
+    argv = arguments(
+        "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "server.device=cpu", "actor.device=cpu", mode="sglang.d2+d2"
+    )
     run = [sys.executable, "-m", "arealite.launcher.torchrun", "script.py", *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     machines = [subprocess.Popen(run, env=os.environ, **pipes) for _ in range(2)]
@@ -89,7 +92,14 @@ def test_an_elastic_layout_fits_the_ranks_that_are_there():
 
 
 def test_elastic_jobs_that_cannot_work_are_refused(work, arguments):
-    argv = arguments("cluster.n_nodes=2", "cluster.min_nodes=1", "cluster.n_gpus_per_node=2", "actor.device=cpu", "server.device=cpu", mode="sglang.d3+d1")  # fmt: skip
+    argv = arguments(
+        "cluster.n_nodes=2",
+        "cluster.min_nodes=1",
+        "cluster.n_gpus_per_node=2",
+        "actor.device=cpu",
+        "server.device=cpu",
+        mode="sglang.d3+d1",
+    )
     with pytest.raises(ConfigError, match=r"set recover\.mode=auto and recover\.retries"):
         launch("script.py", argv)
     with pytest.raises(ConfigError, match=r"servers \[2\] would be on machines that may leave"):
@@ -99,7 +109,7 @@ def test_elastic_jobs_that_cannot_work_are_refused(work, arguments):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_machines_join_and_leave_a_run(work):
-    """One machine trains, another joins and is killed: the run goes on from its checkpoint with one, two and again one rank."""
+    """A machine joins and is killed: the run continues from its checkpoint with one, two and again one rank."""
     examples = Path(__file__).parents[2] / "examples" / "arealite"
     sys.path.insert(0, str(examples))
     from reverse import make_model

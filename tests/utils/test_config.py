@@ -9,7 +9,7 @@ from arealite.api.cli_args import GRPOConfig, SFTConfig
 from arealite.api.errors import ConfigError, WaitTimeout
 from arealite.utils.config import help_text, load_config, load_plain, run_main, to_yaml
 
-BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m", "gconfig.n_samples=4"]  # fmt: skip
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m", "gconfig.n_samples=4"]
 
 
 def load(*overrides: str) -> GRPOConfig:
@@ -50,8 +50,9 @@ def test_home_is_expanded_in_files_and_overrides(tmp_path):
     ("written", "meant"),
     [
         *((text, text) for text in ("24:00:00", "16:00", "1:30.5", "0123", "007", "2026-01-31")),
-        *(("1e-5", 1e-5), ("3e4", 3e4), ("0.5", 0.5), ("-.5", -0.5), ("12", 12), ("-3", -3), ("0", 0), ("1_000", 1000), ("0x1f", 31)),
-        *(("'12'", "12"), ("null", None), ("", None), ("true", True), ("[1, 007, {a: 1:30}]", [1, "007", {"a": "1:30"}])),
+        *(("1e-5", 1e-5), ("3e4", 3e4), ("0.5", 0.5), ("-.5", -0.5), ("12", 12), ("-3", -3), ("0", 0)),
+        *(("1_000", 1000), ("0x1f", 31), ("'12'", "12"), ("null", None), ("", None), ("true", True)),
+        ("[1, 007, {a: 1:30}]", [1, "007", {"a": "1:30"}]),
     ],
 )  # fmt: skip
 def test_values_are_what_is_written(tmp_path, written, meant):
@@ -103,7 +104,10 @@ def test_free_form_sections_take_any_key():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("actor.optimizr.lr=1", "unknown key 'actor.optimizr' in override 'actor.optimizr.lr=1': did you mean actor.optimizer?"),
+        (
+            "actor.optimizr.lr=1",
+            "unknown key 'actor.optimizr' in override 'actor.optimizr.lr=1': did you mean actor.optimizer?",
+        ),
         ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
         ("max_new_tokens=5", "did you mean gconfig.max_new_tokens?"),
         ("nonsense=5", "known here: experiment_name"),
@@ -180,7 +184,10 @@ def test_help_lists_every_field_in_order(capsys):
 
 
 def test_help_ends_quietly_when_nobody_reads_on():
-    code = "from arealite.api.cli_args import GRPOConfig; from arealite.utils.config import load_config; load_config(['--help'], GRPOConfig)"
+    code = (
+        "from arealite.api.cli_args import GRPOConfig; from arealite.utils.config import load_config; "
+        "load_config(['--help'], GRPOConfig)"
+    )
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", code]

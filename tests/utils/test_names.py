@@ -33,7 +33,7 @@ def test_a_lease_that_is_not_renewed_expires(tmp_path):
     names.publish("b", "2")
     for name in ("a", "b"):
         os.utime(tmp_path / name, (time.time() - 60, time.time() - 60))
-    assert other.list("") == {}, "its owner was not heard of for a minute"
+    assert other.list("") == {}, "not renewed for a minute"
     names.renew()
     assert other.list("") == {"a": "1", "b": "2"}
     os.utime(tmp_path / "a", (time.time() - 60, time.time() - 60))
@@ -56,16 +56,17 @@ def test_waiting_across_processes(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code])
     names = FileNames(tmp_path)
     names.publish("servers/0", "y:1")
-    assert wait_for_names(names, ["servers/1", "servers/0"], 60, "the test") == {"servers/1": "x:1", "servers/0": "y:1"}  # fmt: skip
+    assert wait_for_names(names, ["servers/1", "servers/0"], 60, "the test") == {"servers/1": "x:1", "servers/0": "y:1"}
     process.wait()
 
 
-def test_a_wait_that_is_over_says_what_is_missing(tmp_path):
+def test_the_error_of_a_wait_lists_the_missing_names(tmp_path):
     names = FileNames(tmp_path)
     names.publish("servers/0", "y:1")
-    names.publish("servers/10", "x:1")  # begins like the one that is waited for
+    # This name begins like the one that is waited for.
+    names.publish("servers/10", "x:1")
     for wanted in (["servers/0", "servers/1"], ["servers/1"]):
-        with pytest.raises(WaitTimeout, match=rf"node 1 waited 0 s for {len(wanted)} names; missing: servers/1$"):  # fmt: skip
+        with pytest.raises(WaitTimeout, match=rf"node 1 waited 0 s for {len(wanted)} names; missing: servers/1$"):
             wait_for_names(names, wanted, 0, "node 1")
 
 
@@ -91,7 +92,7 @@ def test_an_entry_that_a_crash_left_empty_is_none(tmp_path):
     assert names.claim("server/b", "b:1")
 
 
-def test_a_server_outlives_a_moment_without_the_shared_folder(tmp_path, monkeypatch):
+def test_a_server_survives_an_error_of_the_shared_folder(tmp_path, monkeypatch):
     async def hold():
         lease, stop, looks = membership.Lease(tmp_path, "a:1"), asyncio.Event(), []
         lease._names.ttl_s = 0.05

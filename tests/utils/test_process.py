@@ -3,14 +3,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 
 from arealite.utils.process import MARK_ENV, end_families, find_family, process_table, raise_file_limit, tail
 
 DAEMON = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"],
-                         start_new_session=True, stdout=subprocess.PIPE, text=True)
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
 if sys.argv[1] == "stay":
@@ -45,11 +44,11 @@ def test_a_daemon_whose_parent_is_gone_is_found_by_its_mark():
     assert not alive(daemon)
 
 
-def test_what_ends_when_asked_is_not_waited_for():
+def test_a_process_that_ends_on_sigterm_is_not_waited_for():
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    began = time.monotonic()
-    end_families([process.pid], grace_s=30)
-    assert process.wait() == -signal.SIGTERM and time.monotonic() - began < 5
+    # The test's own timeout is less than the grace period.
+    end_families([process.pid], grace_s=600)
+    assert process.wait() == -signal.SIGTERM
 
 
 def test_die_with_parent():

@@ -24,7 +24,7 @@ def test_all_paths_are_inside_and_the_configuration_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "'a b'"])
-def test_names_that_are_no_folder(tmp_path, name):
+def test_names_that_cannot_be_folders(tmp_path, name):
     with pytest.raises(ConfigError, match="becomes a folder"):
         RunDir(config(tmp_path, name))
 
