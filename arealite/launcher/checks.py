@@ -46,7 +46,7 @@ def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
         )
     if config.server_addrs and mode.gen_backend is None:
         raise ConfigError(
-            f"rollout.server_addrs names servers, but allocation_mode={config.allocation_mode} does not tell their "
+            f"rollout.server_addrs names servers, but allocation_mode={config.allocation_mode} does not name their "
             f"kind: write for example sglang.d1+{config.allocation_mode}"
         )
     if config.server_addrs and config.launcher.max_servers:

@@ -90,7 +90,7 @@ def test_no_line_of_a_batch_script_comes_from_a_value(work, arguments, monkeypat
 
 
 def test_keys_for_running_servers(refused):
-    refused("does not tell their kind: write for example sglang.d1\\+d2", "rollout.server_addrs=[a:1]", mode="d2")
+    refused("does not name their kind: write for example sglang.d1\\+d2", "rollout.server_addrs=[a:1]", mode="d2")
     refused("set only one", "rollout.server_addrs=[a:1]", "launcher.max_servers=4")
     refused("rollout.server_addrs has 'http://a:1': write host:port", "rollout.server_addrs=['http://a:1']")
 
