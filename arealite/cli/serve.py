@@ -1,7 +1,7 @@
 """`python -m arealite.cli.serve model_path=... port=...`: the embedded engine behind HTTP.
 
-Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` makes it a server of a job that already
-runs. Prints one line when it serves; SIGTERM and SIGINT end it cleanly.
+Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` makes it a server of a running job. Prints
+one line when it serves. SIGTERM and SIGINT end it cleanly.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from arealite.utils.process import die_with_parent
 
 
 def main(argv: list[str]) -> int:
+    """Serve until a signal; returns the exit code."""
     config = load_config(argv, ServerConfig)
-    disable_progress_bar()  # a log is no place for bars
+    disable_progress_bar()
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
     sock = bind(config)
     engine = Engine(config).start()
-    gc.freeze()  # torch's objects: the collector would go through them again and again while requests wait
+    # The collector would scan torch's objects again and again while requests wait.
+    gc.freeze()
     if engine.model.device.type == "cuda":
-        # Every call into torch lets the HTTP side have a turn: the engine must get the interpreter back at once.
+        # Calls into torch release the interpreter to the HTTP side; the engine must get it back quickly.
         sys.setswitchinterval(5e-5)
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(_serve(engine, config, sock))
     if engine.failure is not None:
         print(f"error: {engine.failure}", file=sys.stderr, flush=True)
-        os._exit(1)  # what still waits for a lost rank would keep the interpreter from ending
+        os._exit(1)  # threads that wait for a dead rank would block a regular exit
     return 0
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: less of the interpreter's time is taken from the engine."""
+    """uvloop's event loop if installed: it leaves more of the interpreter's time to the engine."""
     if importlib.util.find_spec("uvloop") is None:
         return asyncio.new_event_loop()
     return importlib.import_module("uvloop").new_event_loop()

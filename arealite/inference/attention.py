@@ -35,36 +35,36 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; returns [1, N, H, D]."""
+    """The attention function of every layer; returns [1, N, H, D]."""
     if paged is None:
         raise ConfigError(
-            f"{type(module).__name__} keeps what its model is called with from its attention, which the embedded engine "
-            "needs: serve it with sglang or vllm"
+            f"{type(module).__name__} does not pass the arguments of its model on to its attention, which the embedded "
+            "engine needs: serve it with sglang or vllm"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer, window, own = module.layer_idx, sliding_window, value.shape[-1]
+    layer, own = module.layer_idx, value.shape[-1]
     dim = paged.keys[layer].shape[-1]
-    narrow = not query.shape[-1] == own == dim  # latent attention, or layers of several widths
-    if narrow:
+    is_narrow = not query.shape[-1] == own == dim  # latent attention, or layers of several widths
+    if is_narrow:
         query, key, value = (F.pad(x, (0, dim - x.shape[-1])) for x in (query, key, value))
-    out = paged.attention(layer, query, key, value, scale, window, softcap, s_aux)
-    return out[..., :own] if narrow else out, None
+    out = paged.attention(layer, query, key, value, scale, sliding_window, softcap, s_aux)
+    return out[..., :own] if is_narrow else out, None
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The paged attention makes its own masks."""
+    """No mask: the paged attention makes its own."""
 
 
 def note_shapes(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attends to nothing, and leaves on the module how many KV heads of which size it has."""
+    """Record number and size of the KV heads on the module; returns zeros."""
     module.kv_shape = key.shape[1], max(key.shape[-1], value.shape[-1])
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 def use_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> None:
-    """Have the model attend by the function of this name."""
+    """Make the model use the attention function of this name."""
     for known, function in ((ATTENTION_NAME, paged_attention), (SHAPES_NAME, note_shapes)):
         ALL_ATTENTION_FUNCTIONS.register(known, function)
         ALL_MASK_ATTENTION_FUNCTIONS.register(known, no_mask)

@@ -1,7 +1,7 @@
 """The state of the engine and everything that changes it: requests, scheduler, KV cache, steps, weights in use.
 
-`Engine` calls it from one thread. It is deterministic: with the same calls in the same order it plans the same steps and
-samples the same tokens, so in tensor parallel every rank runs a core of its own on the same calls (`ranks`).
+`Engine` calls it from one thread. It is deterministic: with the same calls in the same order it plans the same steps
+and samples the same tokens, so in tensor parallel every rank runs a core of its own on the same calls (`ranks`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Text of a growing sequence, a few tokens at a time, and the search for stop strings in it.
+"""Incremental detokenization: the text of a growing sequence, and the search for stop strings in it.
 
-Used only for sequences whose text someone watches (streaming, stop strings); all others are decoded once, at their end.
+Used only for requests that stream or have stop strings; all others are decoded once, at their end.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from functools import lru_cache
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what tokenizers write for bytes that are not (yet) a character
-_CONTEXT = 5  # tokens decoded again with each new one: enough for byte-level and spacing effects
-_HELD = 16  # tokens that may wait for a character to be complete: no tokenizer splits one further
-_LONGEST_RUN = 256  # of tokens that stand for bytes
+# Tokens decoded again with each new one: enough for byte-level and spacing effects.
+_CONTEXT = 5
+# Tokens that may wait for a character to be complete: no tokenizer splits one further.
+_HELD = 16
+_LONGEST_RUN = 256  # of byte tokens
 
 
 class IncrementalText:
-    """The text so far. Incomplete characters are held back until their last byte has come, and what may become a stop string
-    until it is known not to: pieces that were given out are never taken back.
+    """The text of one sequence so far.
 
-    Where single tokens stand for bytes (Llama 2, Gemma), one wrong byte makes all of a run of them unreadable: such a run is looked
-    through for stop strings at once, but given out, and left behind by the window, only when it has ended.
+    Holds back incomplete characters, and text that may become a stop string: a returned piece never changes later.
+
+    Some tokenizers (Llama 2, Gemma) have tokens for single bytes, and one wrong byte makes a whole run of them
+    unreadable. Such a run is searched for stop strings at once, but returned only when it has ended.
     """
 
     def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool):
@@ -32,11 +35,11 @@ class IncrementalText:
         self._start = 0  # first token of the window that is decoded again
         self._read = 0  # tokens whose text is in `text`
         self._closed = 0  # characters of `text` that are final: all but those of a run of bytes
-        self._given = 0  # characters that `add` has returned
+        self._num_returned = 0  # characters that `add` has returned
         self._bytes = _byte_tokens(tokenizer, skip_special_tokens)
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Append a token; returns the next piece of text. Sets `matched` and cuts the text at the first stop string."""
+        """Append a token; returns the next piece of text. Sets `matched` and cuts `text` at the first stop string."""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
@@ -58,11 +61,11 @@ class IncrementalText:
         if not in_run or self.matched is not None:
             self._start = max(self._start, self._read - _CONTEXT)
             self._read, self._closed = len(self._ids), len(self.text)
-        start, self._given = self._given, self._closed - self._num_pending()
-        return self.text[start : self._given]
+        start, self._num_returned = self._num_returned, self._closed - self._num_pending()
+        return self.text[start : self._num_returned]
 
     def _find_stop(self, text: str, seen: int) -> int | None:
-        """Find the first stop string that ends after the first `seen` characters; sets `matched`, returns where it begins."""
+        """Find the first stop string that ends after `seen` characters. Sets `matched`; returns where it begins."""
         starts = {word: max(0, seen - len(word) + 1) for word in self.stop}
         found = [(at, word) for word, start in starts.items() if (at := text.find(word, start)) >= 0]
         if not found:
@@ -71,12 +74,12 @@ class IncrementalText:
         return at
 
     def _num_pending(self) -> int:
-        """Length of the final text's longest ending that a stop string begins with."""
+        """Length of the longest end of the final text that is the beginning of a stop string."""
         if self.matched is not None:
             return 0
         most, length = 0, self._closed
         for word in self.stop:
-            at = self.text.find(word[0], max(self._given, length - len(word) + 1), length)
+            at = self.text.find(word[0], max(self._num_returned, length - len(word) + 1), length)
             while at >= 0 and not word.startswith(self.text[at:length]):
                 at = self.text.find(word[0], at + 1, length)
             most = max(most, length - at if at >= 0 else 0)
@@ -88,7 +91,7 @@ class IncrementalText:
 
 @lru_cache(8)
 def _byte_tokens(tokenizer: Any, skip_special_tokens: bool) -> frozenset[int]:
-    """Tokens that stand for bytes, if there are such, and those that do not end a run of them because they are left out."""
+    """Tokens for single bytes, and special tokens that are skipped and so do not end a run of them."""
     ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
     found = frozenset(ids) - {None, tokenizer.unk_token_id}
     return found.union(tokenizer.all_special_ids if found and skip_special_tokens else ())

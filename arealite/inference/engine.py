@@ -74,7 +74,7 @@ class Engine(StepLoop):
         return core
 
     def _check_against_model(self) -> None:
-        """Generate a few tokens and compare their log-probs with the model's own forward pass. Leaves no state behind."""
+        """Compare the log-probs of a few generated tokens with the model's own forward pass. Leaves no state."""
         core = self.core
         count = min(TRIAL_TOKENS, self.max_len - 1)
         prompt = torch.arange(1, count + 1) * 7919 % self.shape.vocab_size

@@ -9,13 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-# The same layer up to biases, head norms and windows.
 LLAMA_LIKE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
 
 
 def is_llama_like(model: PreTrainedModel) -> bool:
-    """Whether RMSNorm, rotary embedding, attention and a SiLU gate are all there is to a layer."""
+    """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate."""
     body: Any = model.base_model
     layers = getattr(body, "layers", None)
     if layers is None or type(layers[0]).__name__ not in LLAMA_LIKE:
@@ -29,5 +28,5 @@ def is_llama_like(model: PreTrainedModel) -> bool:
 
 
 def attention_window(attention: Any) -> int | None:
-    """Some families keep the sliding window on the layer (it differs from layer to layer), others in the config."""
+    """The sliding window: some families have it on the layer, since it differs by layer, others in the config."""
     return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))

@@ -1,7 +1,7 @@
-"""Loads a Hugging Face decoder for inference: config, weights, tokenizer, and what the engine must know about them.
+"""Loads a Hugging Face decoder for inference: config, weights, tokenizer, and the sizes the engine needs.
 
-Called once per engine. Everything a user can get wrong (no such folder, a model without the attention interface, an unknown
-dtype) is a `ConfigError` before any memory is taken for the KV cache.
+Called once per engine and rank. User errors (no such folder, a model without the attention interface, an unknown
+dtype) are a `ConfigError` before the KV cache is allocated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
@@ -39,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers the KV cache and the checks on requests need."""
+    """The sizes that the KV cache and the checks of requests need."""
 
     num_layers: int
     num_kv_heads: int
@@ -49,11 +50,12 @@ class ModelShape:
     eos_ids: tuple[int, ...]
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
-    """Where a rank of the server computes."""
+    """The device of a rank."""
     count, name = torch.cuda.device_count(), config.device
     if name == "auto":
         name = "cuda" if count else "cpu"
@@ -62,12 +64,14 @@ def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
     if name == "cuda" and count < config.tensor_parallel:
         seen = f"{count} GPUs" if count else "no GPU"
         raise ConfigError(
-            f"device=cuda with tensor_parallel={config.tensor_parallel}, but torch sees {seen} here: use fewer, or device=cpu"
+            f"device=cuda with tensor_parallel={config.tensor_parallel}, but torch sees {seen} here: use fewer ranks, "
+            "or device=cpu"
         )
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of weights and KV cache; `auto` is bfloat16 on CUDA, float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -76,7 +80,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def read_config(config: ServerConfig) -> PreTrainedConfig:
-    """The model's own config, once it is known that the server can be had as configured."""
+    """Read the model's config and check that it can be served as configured."""
     if not config.model_path:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     choose_dtype(config.dtype, choose_device(config))
@@ -94,8 +98,7 @@ def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[
     if group is not None:
         return load_shards(config.model_path, model_config, dtype, device, group)
     model = load_decoder(AutoModelForCausalLM, config.model_path, config=model_config, dtype=dtype)
-    nn.Module.to(model, device)
-    return prepare_model(model), Shards()
+    return prepare_model(_move(model, device)), Shards()
 
 
 def load_shards(
@@ -108,15 +111,14 @@ def load_shards(
     shards = shard_model(model, group)
     with model_errors(path):
         is_read = _read_shards(model, shards, path, device)
-    if not is_read:  # other names than the model's, or no safetensors: transformers knows what to do
+    if not is_read:  # other names than the model's, or no safetensors: transformers converts them
         model = load_decoder(AutoModelForCausalLM, path, config=model_config, dtype=dtype)
         shards = shard_model(model, group)
-        nn.Module.to(model, device)
-        return prepare_model(model), shards
+        return prepare_model(_move(model, device)), shards
     model.tie_weights()
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return prepare_model(model.to(device)), shards
+    return prepare_model(_move(model, device)), shards
 
 
 @contextlib.contextmanager
@@ -170,6 +172,10 @@ def _weight_files(path: str) -> dict[str, str]:
         return {}
 
 
+def _move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Route a model's attention through the paged KV cache."""
     check_decoder(model.config)
@@ -179,6 +185,7 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
+    """Sizes of a loaded model; `context_length` may lower the model's own."""
     own = int(model.config.get_text_config().max_position_embeddings)
     own = min(own, original_length(model.config) or own)
     if own < 2:
@@ -199,9 +206,9 @@ def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
 
 
 def _cache_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers, heads and head size of the keys and values: families name them in many ways, one token through the model shows them."""
+    """Number of layers, KV heads and head size, from a forward pass: families name them in many ways."""
     if any(isinstance(module, RowLinear) for module in model.modules()):
-        # One rank cannot run alone; its plan says that it is an ordinary decoder.
+        # One rank cannot run alone. Models that can be cut have the usual names.
         text = model.config.get_text_config()
         return text.num_hidden_layers, text.num_key_value_heads, text.head_dim
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -214,14 +221,14 @@ def _cache_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     heads = {heads for heads, _ in seen.values()}
     if len(heads) != 1 or sorted(seen) != list(range(len(seen))):
         raise ConfigError(
-            f"{type(model).__name__} attends in layers {sorted(seen)} with {sorted(heads)} KV heads; the embedded engine "
-            "needs the same number in every layer: serve it with sglang or vllm"
+            f"{type(model).__name__} attends in layers {sorted(seen)} with {sorted(heads)} KV heads; the embedded "
+            "engine needs the same number in every layer: serve it with sglang or vllm"
         )
     return len(seen), heads.pop(), max(dim for _, dim in seen.values())
 
 
 def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text; some configs name ones that the model cannot make."""
+    """The end-of-text tokens, without those that are outside the vocabulary."""
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
@@ -231,7 +238,7 @@ def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> Any | None:
-    """The tokenizer beside the model, or None where there is none: then only token ids can be asked for."""
+    """Load the model's tokenizer; None if the folder has none, so that requests must use token ids."""
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
@@ -239,5 +246,6 @@ def load_tokenizer(path: str) -> Any | None:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(
-            f"cannot load the tokenizer in {path}: {error!r}. Copy or download it again, or remove its files to serve token ids only"
+            f"cannot load the tokenizer in {path}: {error!r}. Copy or download it again, or remove its files to serve "
+            "token ids only"
         ) from error

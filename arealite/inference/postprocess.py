@@ -1,7 +1,7 @@
-"""What happens to sampled tokens: they are appended to their sequences, ends are found, outputs are made.
+"""Appends sampled tokens to their sequences, finds finished sequences and makes their outputs.
 
-Called by the engine after every step. Whole batches are handled with array operations; only sequences that end, or whose
-text is watched, cost Python work.
+The core calls it after every step. Batches are handled with array operations; only sequences that finish, stream or
+have stop strings cost Python work.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from arealite.inference.slots import SlotTable
 
 
 class Postprocessor:
-    """Appends results to the slot table and decides who has finished, and why."""
+    """Appends step results to the slot table and sets the finish reasons."""
 
     def __init__(self, slots: SlotTable, shape: ModelShape, tokenizer: Any | None):
         self.slots = slots
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.generated_tokens = 0
         self._is_eos = np.zeros(shape.vocab_size, bool)
         self._is_eos[list(shape.eos_ids)] = True
 
     def append(self, result: StepResult) -> list[Sequence]:
-        """Store the tokens of one step; returns the sequences that end with it, their `finish_reason` set."""
+        """Store the tokens of one step; returns the sequences that finish with it, with `finish_reason` set."""
         slots = self.slots
+        # A sequence may have finished while this step was in flight.
         alive = slots.ticket[result.slots] == result.tickets
-        # A token past the end: the sequence had stopped when this step was already under way.
         rows, at = result.slots[alive], result.positions[alive]
         tokens, logprobs = result.tokens[alive], result.logprobs[alive]
         slots.tokens[rows, at] = tokens
@@ -70,7 +70,7 @@ class Postprocessor:
         return ended
 
     def _watch(self, seq: Sequence, token: int, logprob: float, count: int, is_stop: bool) -> None:
-        """Follow the text of a sequence by its token number `count`, and tell whoever streams it."""
+        """Update the text of a sequence with its token number `count`, search stop strings, and stream the token."""
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params
@@ -82,13 +82,13 @@ class Postprocessor:
             request.on_progress(seq.index, token, logprob, text)
 
     def num_sampled(self, seq: Sequence) -> int:
-        """Tokens sampled so far (steps in flight must be settled)."""
+        """Number of tokens sampled so far. No step may be in flight."""
         if seq.slot >= 0:
             return int(self.slots.length[seq.slot] - self.slots.prompt_len[seq.slot])
         return 0 if seq.saved_tokens is None else len(seq.saved_tokens)
 
     def output(self, seq: Sequence) -> SampleOutput:
-        """The continuation of a sequence whose `finish_reason` is set."""
+        """Make the output of a sequence whose `finish_reason` is set."""
         slots, request = self.slots, seq.request
         if seq.slot >= 0:
             part = slice(int(slots.prompt_len[seq.slot]), int(slots.length[seq.slot]))
@@ -99,7 +99,7 @@ class Postprocessor:
             tokens, logprobs = seq.saved_tokens.tolist(), seq.saved_logprobs.tolist()
             raw = seq.saved_raw
         else:
-            tokens, logprobs, raw = [], [], np.zeros(0)
+            tokens, logprobs, raw = [], [], seq.saved_raw
         return SampleOutput(
             token_ids=tokens,
             logprobs=logprobs,
@@ -114,7 +114,7 @@ class Postprocessor:
         matched = seq.finish_reason.get("matched")
         if isinstance(matched, str):
             return seq.detokenizer.text
-        if matched is not None:  # the stop token itself is not part of the text
+        if matched is not None:  # the stop token is not part of the text
             tokens = tokens[:-1]
         skip = seq.request.params.skip_special_tokens
         return self.tokenizer.decode(tokens, skip_special_tokens=skip)

@@ -1,10 +1,11 @@
 """The ranks of a tensor-parallel server: each has a part of the model and runs the same engine core on the same inputs.
 
 Rank 0 is the engine's own process, with HTTP and all requests. It starts the other ranks as processes and sends every
-input of its core (a new request, an abort, a pause, a weight update, a step) to theirs before it applies it itself. Scheduling
-and sampling are deterministic, so all ranks plan the same steps and sample the same tokens. A checksum of the tokens so far comes
-with every step: a rank that has drifted apart ends the server. Weight updates are read and checked on all ranks
-before any of them loads one. Ranks share a machine and talk over pipes: a closed end shows at once that a rank has died.
+input of its core (a new request, an abort, a pause, a weight update, a step) to theirs before it applies it itself.
+Scheduling and sampling are deterministic, so all ranks plan the same steps and sample the same tokens. A checksum of
+the tokens so far comes with every step: a rank that has drifted apart ends the server. Weight updates are read and
+checked on all ranks before any of them loads one. Ranks share a machine and talk over pipes: a closed end shows at
+once that a rank has died.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import load, save
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -55,7 +56,7 @@ class Ranks:
         read_config(config)  # raises before a process is started
         context = multiprocessing.get_context("spawn")
         size = config.tensor_parallel
-        store = dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
+        store = TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
         self._inputs: list[Connection] = []
         self._updates: list[Connection] = []
         self.processes: list[Any] = []
@@ -126,8 +127,8 @@ class Ranks:
             if code is not None:
                 pid = self.processes[rank - 1].pid
                 return (
-                    f"rank {rank} of {len(codes) + 1} (process {pid}) ended with exit code {code}: the server cannot go on "
-                    "without its part of the model"
+                    f"rank {rank} of {len(codes) + 1} (process {pid}) ended with exit code {code}: the server cannot "
+                    "continue without its part of the model"
                 )
         return None
 
@@ -225,7 +226,7 @@ class RankCore(EngineCore):
     def _collect(self) -> StepResult | None:
         result = super()._collect()
         if result is not None:
-            self.checksum = zlib.crc32(result.tokens.astype(np.int64), self.checksum)
+            self.checksum = zlib.crc32(result.tokens.astype(np.int64).tobytes(), self.checksum)
         return result
 
 
@@ -296,7 +297,7 @@ def _run_rank(rank: int, config: ServerConfig, port: int, inputs: Connection, up
         signal.signal(number, signal.SIG_IGN)  # they are for rank 0, which ends this process
     try:
         inputs.send_bytes(b"")
-        store = dist.TCPStore(_HOST, port, config.tensor_parallel, wait_for_workers=False)
+        store = TCPStore(_HOST, port, config.tensor_parallel, wait_for_workers=False)
         device = choose_device(config, rank)
         group = TensorGroup(rank, config.tensor_parallel, store, device)
         RankWorker(config, *load_model(config, group), inputs, updates).run()

@@ -1,9 +1,9 @@
-"""Decides what the next step computes: who is admitted, which prompt chunks are prefilled, who decodes, who is preempted.
+"""Plans the next step: admits and preempts sequences, and picks the prompt chunks to prefill and the slots to decode.
 
-Called by the engine's loop. A prefill computes the KV of all tokens but the last; the last one is the input of the first decode
-step, which samples. So prefilling never samples, a prompt shared by a group is computed once, and a preempted or
-continued sequence starts like any other. Samples of one request fork from the first: they share its full blocks and copy
-its last, partial one.
+A prefill computes the KV of all tokens but the last; the last one is the input of the first decode step, which
+samples. So prefilling never samples, a prompt shared by a group is computed once, and a preempted or continued
+sequence starts like any other. The samples of one request fork from the first: they share its full blocks and copy its
+last, partial one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from arealite.inference.slots import SlotTable
 
 @dataclass
 class Chunk:
-    """Tokens `start .. end` of a sequence, to be computed in this step."""
+    """Tokens `start .. end` of the sequence in `slot`, to be computed in this step."""
 
     slot: int
     start: int
@@ -48,12 +48,12 @@ class Scheduler:
         self.pool = pool
         self.max_prefill_tokens = max_prefill_tokens
         self.max_len = max_len
-        self.waiting: deque[Request] = deque()  # requests with samples that were never admitted
-        self.preempted: deque[Sequence] = deque()  # they come before `waiting`
-        self.num_unstarted = 0  # samples of `waiting`; counted, because other threads ask
+        self.waiting: deque[Request] = deque()  # requests with samples that have never run
+        self.preempted: deque[Sequence] = deque()  # admitted before `waiting`
+        self.num_unstarted = 0  # samples of `waiting` that have never run; other threads read it
         self.prefilling: list[Sequence] = []
         self.reset()
-        # Called before a sequence is preempted: results of steps in flight must be known first.
+        # Collects the steps in flight. Called before a sequence is preempted, so that all its tokens are known.
         self.settle: Callable[[], None] = lambda: None
 
     def reset(self) -> None:
@@ -74,23 +74,25 @@ class Scheduler:
         return bool(self.num_running or self.waiting or self.preempted)
 
     def add(self, request: Request) -> None:
+        """Queue a request."""
         self.waiting.append(request)
         self.num_unstarted += request.num_unstarted
 
     def schedule(self) -> StepPlan:
+        """Plan the next step; an empty plan if there is nothing to compute."""
         plan = StepPlan()
         self._grow_decoding()
         budget = self._continue_prefills(plan, self.max_prefill_tokens)
         self._admit(plan, budget)
         slots = self.slots
-        # A sequence whose length has reached its limit has its last token in flight.
+        # The last token of a sequence at its limit is in flight.
         plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
         return plan
 
     # ------------------------------------------------------------------------------------- blocks for decoding
 
     def _grow_decoding(self) -> None:
-        """Give every decoding sequence a block for the token it computes next; preempt the youngest if there is none."""
+        """Allocate the blocks that decoding sequences need next; preempt the youngest if none is free."""
         slots, size = self.slots, self.pool.block_size
         needy = np.flatnonzero(
             slots.decoding & (slots.length < slots.limit) & ((slots.length - 1) // size >= slots.num_blocks)
@@ -100,21 +102,19 @@ class Scheduler:
                 self._preempt_youngest()
             if slots.ticket[slot] == ticket:
                 block = self.pool.allocate()
-                sequence = slots.sequence[slot]
-                assert sequence is not None
-                sequence.blocks.append(block)
-                slots.add_block(slot, block)
+                slots.sequence[slot].blocks.append(block)
+                slots.add_block(int(slot), block)
 
     def _preempt_youngest(self) -> None:
         self.settle()
-        if self.pool.num_free:  # what was in flight has ended a sequence
+        if self.pool.num_free:  # a step in flight has finished a sequence
             return
         youngest = self.slots.sequence[int(self.slots.ticket.argmax())]
         assert youngest is not None
         self.preempt(youngest)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the sequence's blocks away; it will be prefilled again with the tokens it has."""
+        """Free the slot and the blocks of a sequence; it will be prefilled again with the tokens it has."""
         slot, slots = seq.slot, self.slots
         start, end = slots.prompt_len[slot], slots.length[slot]
         seq.saved_tokens = slots.tokens[slot, start:end].copy()
@@ -132,7 +132,7 @@ class Scheduler:
         return budget
 
     def _prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
-        """Plan as many of the sequence's uncomputed tokens as the budget allows; start decoding after the last."""
+        """Plan a chunk of the sequence within the budget; it decodes once all is computed. Returns the chunk's size."""
         slot = seq.slot
         target = int(self.slots.length[slot]) - 1
         end = min(target, seq.num_computed + budget)
@@ -144,7 +144,7 @@ class Scheduler:
             if seq in self.prefilling:
                 self.prefilling.remove(seq)
             self.slots.decoding[slot] = True
-            self._remember(seq, target)
+            self._register(seq, target)
         elif seq not in self.prefilling:
             self.prefilling.append(seq)
         return count
@@ -163,7 +163,7 @@ class Scheduler:
                 if source is not None:
                     used = self._fork(plan, source, seq)
                 elif any(other.request is request for other in self.prefilling):
-                    return  # its samples wait for the prompt they share
+                    return  # its prompt is still being computed
                 else:
                     used = self._start(plan, seq, budget)
                 if used is None:
@@ -177,14 +177,14 @@ class Scheduler:
             budget -= used
 
     def _fork_source(self, request: Request) -> Sequence | None:
-        """A running sample of the request whose prompt is computed."""
+        """A running sample of the request whose prompt is computed; None without one."""
         for seq in request.sequences:
             if seq.slot >= 0 and self.slots.decoding[seq.slot] and seq.pool_epoch == self.pool.epoch:
                 return seq
         return None
 
     def _start(self, plan: StepPlan, seq: Sequence, budget: int) -> int | None:
-        """Admit a sequence on its own; None when budget or blocks do not suffice now."""
+        """Admit a sequence; returns the prefilled tokens, None if budget or blocks do not suffice now."""
         if budget <= 0:
             return None
         request, pool = seq.request, self.pool
@@ -193,7 +193,7 @@ class Scheduler:
             tokens = np.concatenate([tokens, seq.saved_tokens])
         shared, parent = pool.match(tokens[:-1])
         missing = -(-len(tokens) // pool.block_size) - len(shared)
-        # The reserve keeps the newcomer from being preempted at once; an idle engine needs none.
+        # The reserve keeps the new sequence from being preempted at once; an idle engine needs none.
         if missing + self._reserve() > pool.num_free:
             pool.release(shared)
             return None
@@ -207,7 +207,7 @@ class Scheduler:
         return self._prefill(plan, seq, budget)
 
     def _fork(self, plan: StepPlan, source: Sequence, seq: Sequence) -> int | None:
-        """Admit another sample of a prompt that is computed: share its full blocks, copy the partial one."""
+        """Admit another sample of a computed prompt: share its full blocks, copy the partial one."""
         pool = self.pool
         if 1 + self._reserve() > pool.num_free:
             return None
@@ -222,7 +222,7 @@ class Scheduler:
         seq.num_computed = seq.cached_tokens = prompt_len - 1
         seq.num_registered = min(source.num_registered, num_full)
         seq.cache_parent, seq.pool_epoch = source.cache_parent, pool.epoch
-        if source.num_registered > num_full:  # the source has gone on: find the prompt's own node
+        if source.num_registered > num_full:  # the source is past the prompt: search the prompt's node again
             seq.num_registered, seq.cache_parent = 0, 0
         self._take_slot(seq)
         self._count_prompt(seq)
@@ -244,10 +244,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------- leaving
 
     def release(self, seq: Sequence) -> None:
-        """Give back slot and blocks of a sequence that ends or is preempted; its full blocks stay findable."""
+        """Free slot and blocks of a sequence; its full blocks stay in the prefix cache."""
         slot = seq.slot
         if self.slots.decoding[slot]:
-            self._remember(seq, int(self.slots.length[slot]) - 1)
+            self._register(seq, int(self.slots.length[slot]) - 1)
         elif seq in self.prefilling:
             self.prefilling.remove(seq)
         self.pool.release(seq.blocks)
@@ -256,7 +256,7 @@ class Scheduler:
         self.slots.free(slot)
 
     def remove_waiting(self, request: Request) -> None:
-        """Forget those of a request's sequences that are not running."""
+        """Remove the sequences of a request that are not running."""
         if request.num_unstarted:
             self.waiting.remove(request)
             self.num_unstarted -= request.num_unstarted
@@ -264,8 +264,8 @@ class Scheduler:
         if any(seq.request is request for seq in self.preempted):
             self.preempted = deque(seq for seq in self.preempted if seq.request is not request)
 
-    def _remember(self, seq: Sequence, num_computed: int) -> None:
-        """Make the sequence's full blocks findable by others, unless weights have changed under it or a block is in doubt."""
+    def _register(self, seq: Sequence, num_computed: int) -> None:
+        """Add the sequence's full blocks to the prefix cache, unless the weights have changed or a block is spoilt."""
         if seq.pool_epoch != self.pool.epoch or not self.pool.spoilt.isdisjoint(seq.blocks):
             return
         num_full = num_computed // self.pool.block_size

@@ -1,7 +1,7 @@
-"""What the engine is asked for and what it keeps of it: sampling parameters, requests, sequences, outputs.
+"""Requests to the engine, their sampling parameters, sequences and outputs.
 
-A request asks for `n` continuations of one prompt; each continuation is a sequence that is scheduled on its own. The
-engine's thread alone changes requests and sequences after they were submitted.
+A request asks for `n` continuations of one prompt; each is a sequence that is scheduled on its own. Once submitted,
+only the engine's thread changes requests and sequences.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import numpy as np
 
 from arealite.api.errors import RequestError
 
-MIN_TEMPERATURE = 1e-5  # below, logits would overflow
+MIN_TEMPERATURE = 1e-5  # logits divided by less would overflow
 MAX_SAMPLES = 4096
 MAX_STOP_IDS = 64
 MAX_BIAS = 1024  # entries of a logit_bias
-MAX_STOPS, MAX_STOP_LENGTH = 256, 1024  # stop strings are looked for on the engine's thread
-_PREFIX, _COUNTER = secrets.token_hex(6), itertools.count()  # ids of requests that bring none
+MAX_STOPS, MAX_STOP_LENGTH = 256, 1024  # the engine's thread searches for stop strings
+_PREFIX, _COUNTER = secrets.token_hex(6), itertools.count()  # for requests without an id
+
+_NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How one request is sampled. Names and meaning are SGLang's; `temperature=0` is greedy, `top_k` 0 or -1 keeps all."""
+    """Sampling parameters, named as in SGLang. `temperature=0` is greedy; `top_k` 0 or -1 keeps all tokens."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -50,21 +52,21 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SamplingParams:
-        """Parse what a client sent; an unknown name or a wrong type is a `RequestError`."""
+        """Make parameters from JSON; an unknown name or a wrong type is a `RequestError`."""
         if not isinstance(values, dict):
             raise RequestError(f"sampling_params must be an object, got {type(values).__name__}")
         if not values.keys() <= _KNOWN:
             unknown = min(values.keys() - _KNOWN)
             raise RequestError(f"unknown sampling parameter {unknown!r}; known: {', '.join(sorted(_KNOWN))}")
-        given = {name: value for name, value in values.items() if value is not None}
-        if isinstance(given.get("stop"), str):
-            given["stop"] = [given["stop"]]
-        if isinstance(given.get("logit_bias"), dict):
-            given["logit_bias"] = _int_keys(given["logit_bias"])
-        return cls(**{name: _typed(name, value) for name, value in given.items()})
+        present = {name: value for name, value in values.items() if value is not None}
+        if isinstance(present.get("stop"), str):
+            present["stop"] = [present["stop"]]
+        if isinstance(present.get("logit_bias"), dict):
+            present["logit_bias"] = _int_keys(present["logit_bias"])
+        return cls(**{name: _typed(name, value) for name, value in present.items()})
 
     def check(self, vocab_size: int) -> None:
-        """Refuse values that no sampler can honour."""
+        """Raise `RequestError` for values out of range."""
         limits = (
             ("n", 1, MAX_SAMPLES),
             ("max_new_tokens", 1, 2**31 - 1),
@@ -79,7 +81,7 @@ class SamplingParams:
         )
         for name, low, high in limits:
             value = getattr(self, name)
-            if not low <= value <= high:  # as NaN is not
+            if not low <= value <= high:  # also refuses NaN
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise RequestError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")
@@ -103,10 +105,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
+        """Whether top-p, top-k or min-p exclude tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def penalizes(self) -> bool:
+        """Whether earlier tokens change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
 
@@ -154,13 +158,13 @@ class SampleOutput:
     logprobs: list[float]
     raw_logprobs: list[float] | None
     version_spans: list[tuple[int, int, int]]
-    finish_reason: dict[str, Any]
+    finish_reason: Any  # a dict; None in the partial outputs of a stream
     cached_tokens: int
     text: str | None = None
 
 
 class Request:
-    """One submitted prompt and its `n` sequences. `future` gets the list of outputs when the last one ends."""
+    """One prompt and its `n` sequences. `future` gets the list of outputs when the last one finishes."""
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class Request:
         *,
         want_text: bool = False,
         want_raw_logprobs: bool = False,
-        on_progress: Callable[[Sequence], None] | None = None,
+        on_progress: Callable[[int, int, float, str], None] | None = None,
     ):
         self.rid = rid or f"{_PREFIX}-{next(_COUNTER)}"
         self.prompt = np.asarray(prompt_ids, dtype=np.int32)
@@ -180,11 +184,11 @@ class Request:
         self.on_progress = on_progress
         self.future: Future[list[SampleOutput]] = Future()
         self.arrived_s = time.monotonic()
-        if not 1 <= params.n <= MAX_SAMPLES:  # before anything is made of it
+        if not 1 <= params.n <= MAX_SAMPLES:  # before the sequences are made
             raise RequestError(f"n must be between 1 and {MAX_SAMPLES}, got {params.n}")
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.num_unfinished = params.n
-        self.num_unstarted = params.n  # sequences[-num_unstarted:] were never admitted
+        self.num_unstarted = params.n  # sequences[-num_unstarted:] have never run
 
     def to_json(self) -> dict[str, Any]:
         """What another rank needs to schedule and sample this request."""
@@ -202,7 +206,7 @@ class Request:
 
     @property
     def watched(self) -> bool:
-        """Whether the host must look at every single token (streaming, stop strings)."""
+        """Whether the host handles every single token (streaming, stop strings)."""
         return self.on_progress is not None or bool(self.params.stop)
 
 
@@ -237,14 +241,13 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_computed = 0  # leading tokens whose KV is in `blocks`
         self.cached_tokens = 0
-        self.num_registered = 0  # leading blocks known to the prefix cache
+        self.num_registered = 0  # leading blocks in the prefix cache
         self.cache_parent = 0
         self.pool_epoch = -1
-        self.saved_tokens: np.ndarray | None = None  # what a preempted sequence had
-        self.saved_logprobs: np.ndarray | None = None
-        self.saved_raw: np.ndarray | None = None
+        self.saved_tokens: np.ndarray | None = None  # of a preempted sequence
+        self.saved_logprobs = self.saved_raw = _NO_LOGPROBS
         self.version_starts: list[tuple[int, int]] = []  # (first sampled token, version)
-        self.finish_reason: dict[str, Any] | None = None
+        self.finish_reason: dict[str, Any] = {}
         self.output: SampleOutput | None = None
         self.detokenizer: Any = None
 
@@ -256,6 +259,7 @@ class Sequence:
             self.version_starts.append((num_sampled, version))
 
     def version_spans(self, num_sampled: int) -> list[tuple[int, int, int]]:
+        """`(version, start, end)` over the sampled tokens."""
         ends = [start for start, _ in self.version_starts[1:]] + [num_sampled]
         spans = zip(self.version_starts, ends, strict=True)
         return [(version, start, end) for (start, version), end in spans if end > start]

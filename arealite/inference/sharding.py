@@ -1,9 +1,10 @@
-"""Tensor parallelism of the embedded engine: which parameters are cut, how, and over whom.
+"""Tensor parallelism of the embedded engine: how parameters are cut over the ranks, and the sum over ranks.
 
-Used when a model is loaded and by `weights.ServedWeights`, on every rank alike. Linear layers are cut as the model's own plan in transformers says:
-columns (queries, keys, values, gate, up) so that a rank has whole heads, rows (output, down) so that one sum over the ranks ends each block. Embeddings and head
-are whole on every rank: each then has all logits and samples the same token by itself, where a cut head would have to gather `[B, V]`
-logits in every step, which takes as long as reading the other half of the head.
+Used when a model is loaded and by `weights.ServedWeights`, on every rank. Linear layers are cut by the model's own
+plan in transformers: columns (queries, keys, values, gate, up), so that a rank has whole heads; rows (output, down),
+so that one sum over the ranks ends each block. Embeddings and head are whole on every rank, which then samples the
+same tokens on its own. A cut head would gather logits `[B, V]` in every step, which takes as long as reading the other
+half of the head.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.api.errors import ConfigError
@@ -24,18 +26,19 @@ from arealite.utils.decoders import tensor_plan
 
 _DIMS = {"colwise": 0, "rowwise": 1}
 _WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
-_TIMEOUT = timedelta(minutes=10)  # a rank that dies closes its connections; this is for one that hangs
+_TIMEOUT = timedelta(minutes=10)  # for a rank that hangs; one that dies closes its connections
 
 
 @dataclass(frozen=True)
 class Shards:
-    """This rank's part of each parameter. `dims` names the dimension that is cut; what is not in it is whole on every rank."""
+    """The cut of each parameter: `dims` has the dimension; a parameter that is not in it is whole on every rank."""
 
     rank: int = 0
     size: int = 1
     dims: dict[str, int] = field(default_factory=dict)
 
     def cut(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
         dim = self.dims.get(name)
         return value if dim is None else value.chunk(self.size, dim)[self.rank]
 
@@ -58,19 +61,20 @@ class Shards:
         return down, up
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
+        """Shape of the whole tensor, from that of a part."""
         dim, shape = self.dims.get(name), list(part)
         if dim is not None:
             shape[dim] *= self.size
         return torch.Size(shape)
 
     def owners(self, name: str, part: torch.Size, stride: int) -> torch.Tensor:
-        """Which rank holds each `stride`-th element of the whole tensor."""
+        """The rank that holds each `stride`-th element of the whole tensor."""
         dim, whole = self.dims[name], self.whole_shape(name, part)
         index = torch.arange(0, whole.numel(), stride)
         return torch.unravel_index(index, whole)[dim] // part[dim]
 
     def sample(self, name: str, part: torch.Tensor, stride: int) -> torch.Tensor:
-        """Those of every `stride`-th element of the whole tensor that lie in this rank's part, in order."""
+        """The elements of this rank's part that are a `stride`-th element of the whole tensor, in order."""
         dim, whole = self.dims[name], self.whole_shape(name, part.shape)
         index = torch.arange(0, whole.numel(), stride)
         places = torch.unravel_index(index[self.owners(name, part.shape, stride) == self.rank], whole)
@@ -79,27 +83,27 @@ class Shards:
 
 
 class TensorGroup:
-    """The ranks of one server: gloo on the CPU, NCCL on CUDA, where its sums are captured in the step's graph."""
+    """The process group of one server: gloo on the CPU; NCCL on CUDA, captured in the CUDA graphs."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device):
+    def __init__(self, rank: int, size: int, store: Store, device: torch.device):
         self.rank, self.size = rank, size
         self._group: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """In place, and the same bits on every rank."""
+        """Sum over the ranks, in place. All ranks get the same bits."""
         self._group.allreduce([value]).wait()
         return value
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose input is cut over the ranks: each computes a summand, and the bias is added once."""
+    """A linear layer whose input is cut over the ranks: sums the ranks' products, then adds the bias."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup):
         super().__init__()
@@ -111,7 +115,7 @@ class RowLinear(nn.Module):
 
 
 def check_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Refuse a number of ranks that does not divide the model, or a model that cannot be cut, before anything is loaded."""
+    """Raise `ConfigError` if the model cannot be cut into `size` parts. Needs no weights."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     counts = {
@@ -129,13 +133,13 @@ def check_parallel(config: PreTrainedConfig, size: int) -> None:
     unknown = sorted({s for s in tensor_plan(config).values() if s not in (*_DIMS, *_WHOLE)})
     if unknown or not tensor_plan(config):
         raise ConfigError(
-            f"model type {text.model_type!r} has parts that cannot be cut here ({', '.join(unknown) or 'no plan at all'}): "
+            f"model type {text.model_type!r} has parts that cannot be cut ({', '.join(unknown) or 'no plan at all'}): "
             "use tensor_parallel=1, or serve it with sglang or vllm"
         )
 
 
 def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
-    """Keep this rank's part of each layer. The model's config then counts this rank's heads."""
+    """Cut each linear layer to this rank's part. The model's config then has this rank's number of heads."""
     shards, plan = Shards(group.rank, group.size, {}), tensor_plan(model.config)
     prefix = next(n for n, m in model.named_modules() if m is model.base_model)
     for name, module in list(model.base_model.named_modules()):

@@ -1,10 +1,14 @@
-"""The state of running sequences as arrays, one row ("slot") per sequence, so that a step touches no Python object
-per token. The scheduler fills rows, the runner reads them, the engine's postprocessing appends tokens to them.
+"""The state of running sequences as arrays with one row ("slot") per sequence.
+
+A step touches no Python object per token. The scheduler fills rows, the runner reads them, postprocessing appends
+tokens.
 
 Legend: S slots, M longest sequence, K extra stop ids.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +18,15 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 class Journal:
-    """Slots whose state a device copy of the table has not seen yet."""
+    """Slots that have changed since a runner with tables of its own has read them."""
 
     def __init__(self) -> None:
-        self.taken: set[int] = set()  # filled anew
-        self.grown: set[int] = set()  # got one more block
+        self.taken: set[int] = set()  # hold a new sequence
+        self.grown: set[int] = set()  # have one more block
 
 
 class SlotTable:
-    """Arrays over slots. `np.zeros` pages are only committed when touched, so M may be large."""
+    """Arrays over slots. Pages of `np.zeros` use memory only once they are written, so M may be large."""
 
     def __init__(self, num_slots: int, max_len: int, block_size: int):
         self.num_slots = num_slots
@@ -30,12 +34,12 @@ class SlotTable:
         self.tokens = np.zeros((num_slots, max_len), np.int32)  # [S, M]
         self.logprobs = np.zeros((num_slots, max_len), np.float32)
         self.raw_logprobs = np.zeros((num_slots, max_len), np.float32)
-        self.length = np.zeros(num_slots, np.int64)  # tokens, those being sampled included
-        self.limit = np.zeros(num_slots, np.int64)  # the sequence ends at this length
+        self.length = np.zeros(num_slots, np.int64)  # tokens, including those being sampled
+        self.limit = np.zeros(num_slots, np.int64)  # the sequence finishes at this length
         self.min_len = np.zeros(num_slots, np.int64)  # no stop token before this length
         self.block_table = np.zeros((num_slots, -(-max_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
-        self.ticket = np.zeros(num_slots, np.int64)  # who holds the slot; 0 is nobody
+        self.ticket = np.zeros(num_slots, np.int64)  # number of the sequence in the slot; 0: free
         self.decoding = np.zeros(num_slots, bool)
         self.temperature = np.ones(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
@@ -54,8 +58,8 @@ class SlotTable:
         self.biased = np.zeros(num_slots, bool)
         self.wants_raw = np.zeros(num_slots, bool)
         self.watched = np.zeros(num_slots, bool)
-        self.sequence: list[Sequence | None] = [None] * num_slots
-        self.journal: Journal | None = None  # kept for runners with tables of their own
+        self.sequence: list[Any] = [None] * num_slots  # a Sequence, or None
+        self.journal: Journal | None = None  # set by runners with tables of their own
         self._free = list(range(num_slots - 1, -1, -1))
         self._next_ticket = 1
 
@@ -64,16 +68,11 @@ class SlotTable:
         return len(self._free)
 
     def take(self, seq: Sequence, limit: int) -> int:
-        """Give `seq` a row filled with its tokens and sampling parameters."""
-        slot = self._free.pop()
-        self.fill(slot, seq, limit, self._next_ticket)
-        self._next_ticket += 1
-        return slot
-
-    def fill(self, slot: int, seq: Sequence, limit: int, ticket: int) -> None:
-        seq.slot = slot
+        """Fill a free row with the tokens and sampling parameters of `seq`; returns its slot."""
+        slot = seq.slot = self._free.pop()
         self.sequence[slot] = seq
-        self.ticket[slot] = ticket
+        self.ticket[slot] = self._next_ticket
+        self._next_ticket += 1
         prompt, params = seq.request.prompt, seq.request.params
         length = len(prompt)
         self.tokens[slot, :length] = prompt
@@ -111,23 +110,25 @@ class SlotTable:
             self.stop_ids[slot] = -1
             self.stop_ids[slot, :count] = params.stop_token_ids
             self.num_stop_ids[slot] = count
+        return slot
 
     def set_blocks(self, slot: int, blocks: list[int]) -> None:
+        """Set the block table of a slot that was just taken."""
         self.block_table[slot, : len(blocks)] = blocks
         self.num_blocks[slot] = len(blocks)
         if self.journal is not None:
             self.journal.taken.add(slot)
 
     def add_block(self, slot: int, block: int) -> None:
+        """Append a block to the block table of a slot."""
         self.block_table[slot, self.num_blocks[slot]] = block
         self.num_blocks[slot] += 1
         if self.journal is not None:
             self.journal.grown.add(slot)
 
     def free(self, slot: int) -> None:
-        seq = self.sequence[slot]
-        assert seq is not None
-        seq.slot = -1
+        """Take the sequence out of its slot."""
+        self.sequence[slot].slot = -1
         self.sequence[slot] = None
         self.ticket[slot] = 0
         self.decoding[slot] = False
@@ -135,7 +136,7 @@ class SlotTable:
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """Two well mixed 32-bit halves of a seed (splitmix64), so that neighbouring seeds share nothing."""
+    """Hash a seed into two 32-bit halves (splitmix64), so that neighbouring seeds are unrelated."""
     x = (seed + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,7 +1,7 @@
-"""The thread under the engine: it steps while there is work and, between two steps, does what other threads hand over.
+"""The engine's thread: steps while there is work and, between two steps, runs calls from other threads.
 
-Base of `Engine`. Nothing polls: an idle loop sleeps on a condition. If a step fails, everyone who waits gets the cause, later calls are refused, and `failure`
-stays set: nothing hangs.
+Base class of `Engine`. An idle loop sleeps on a condition. If a step fails, all pending futures get the error, later
+calls raise it, and `failure` stays set: nothing hangs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from arealite.api.errors import ServerError, WeightUpdateError
 
 
 class StepLoop(abc.ABC):
-    """`start` it, hand it work, `close` it. Methods with an underscore in subclasses run on its thread."""
+    """`start` it, `close` it. In subclasses, methods with an underscore run on its thread."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called when `failure` is set
+        self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
         self._wake = threading.Condition()
@@ -38,27 +38,28 @@ class StepLoop(abc.ABC):
 
     @abc.abstractmethod
     def _take_waiting(self) -> list[Future]:
-        """Futures of requests under way, which then belong to whoever asked."""
+        """Remove and return the futures of all unfinished requests."""
 
     def _cause(self, error: BaseException) -> BaseException | None:
-        """What is behind a failure of the loop; None if it is the error itself."""
+        """The reason behind an error of the loop; None if it is the error itself."""
 
     def start(self) -> Self:
+        """Start the thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """End the loop; unfinished requests fail. Idempotent."""
+        """Stop the loop; unfinished requests fail. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._thread.is_alive():
-            # What waits for a lost rank may never return.
+            # After a failure the thread may wait for a dead rank forever.
             self._thread.join(None if self.failure is None else 5.0)
         self._answer_all(ServerError("it was closed"))
 
     def fail(self, error: BaseException) -> None:
-        """It cannot go on: tell everyone who waits. From any thread."""
+        """Fail all pending futures and refuse later calls. Any thread may call it."""
         self.failure = error
         self._answer_all(error)
         self.on_failure()
@@ -77,7 +78,7 @@ class StepLoop(abc.ABC):
                 raise
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do, then run what was handed over. False: the loop is closing."""
+        """Sleep until there is work, then run the queued calls. False: the loop is closing."""
         with self._wake:
             while not (self._inbox or self._closing or self._can_step):
                 self._wake.wait()
@@ -87,7 +88,7 @@ class StepLoop(abc.ABC):
         return not self._closing
 
     def _send(self, action: Callable[[], None], future: Future) -> None:
-        """Have `action`, which answers `future`, run between two steps."""
+        """Run `action`, which resolves `future`, between two steps."""
         with self._wake:
             if self.failure is not None:
                 raise ServerError(f"the inference engine has failed: {self.failure!r}")
@@ -97,9 +98,9 @@ class StepLoop(abc.ABC):
             self._wake.notify()
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function` between two steps. An update it refuses is the caller's failure; any other is the loop's."""
+        """Run `function` between two steps. A `WeightUpdateError` is the caller's; other errors fail the loop."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # it happens, also if whoever asked goes away
+        future.set_running_or_notify_cancel()  # it runs also if the caller gives up
 
         def act() -> None:
             try:
@@ -120,7 +121,7 @@ class StepLoop(abc.ABC):
 
 
 def resolve(future: Future, value: Any) -> None:
-    """Answer a future that its owner may have cancelled."""
+    """Set the result or exception of a future that may have been cancelled."""
     try:
         if isinstance(value, BaseException):
             future.set_exception(value)

@@ -1,8 +1,8 @@
-"""Attention over the KV cache on the CPU, plugged into Hugging Face models through their attention interface.
+"""Attention over the paged KV cache on the CPU.
 
-A step is a `PagedBatch` of tiles: `b` sequences of `t` new tokens each, padded (padding writes into block 0 and is read by nobody). Each layer
-writes its new keys and values into their blocks and attends, tile by tile, over what the tile reads: its own new tokens
-(a prompt from its start), blocks gathered into one piece, or rows that lie in one piece already (`dense_cache`).
+A step is a `PagedBatch` of tiles: `b` sequences of `t` new tokens each, padded; padding goes to block 0, which no
+sequence reads. Each layer writes its new keys and values into their blocks and attends tile by tile: over the tile's
+own new tokens (a prompt from its start), over gathered blocks, or over contiguous rows (`dense_cache`).
 
 Legend: N tokens of the step, b sequences and t tokens of a tile, L keys of a tile, H heads, Hkv KV heads, D head size.
 """
@@ -26,12 +26,12 @@ class Tile:
     span: int  # L
     # (layer, new keys and values [b * t, Hkv, D]) -> the keys and values to attend to, [b, L, Hkv, D]
     read: Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    causal: bool = False  # the new tokens are all there is: query i sees keys up to i
-    aligned: bool = False  # one new token each, which sees every key
+    causal: bool = False  # the keys are the new tokens: query i sees keys up to i
+    aligned: bool = False  # one new token per sequence, which sees every key
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores [b, 1, t, L], made once for all layers of a kind."""
+        """The mask that is added to the scores, [b, 1, t, L]; made once for all layers with this window."""
         if window not in self.masks:
             keys = torch.arange(self.span)
             query = self.positions[:, None, :, None]
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass
 class PagedBatch:
-    """One forward pass: where new keys and values go, and what each tile reads."""
+    """One forward pass: where new keys and values are written, and what each tile reads."""
 
     keys: list[torch.Tensor]  # per layer [num_blocks, block_size, Hkv, D]
     values: list[torch.Tensor]
@@ -63,7 +63,7 @@ class PagedBatch:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Keep keys and values, then attend; returns [N, H, D]."""
+        """Write keys and values to the cache, then attend; returns [N, H, D]."""
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
             cache.flatten(0, 1).index_copy_(0, self.write_to, new)
         parts = []
@@ -95,7 +95,7 @@ def _attend(
     (b, t), (num_heads, dim), num_kv = tile.positions.shape, query.shape[1:], keys.shape[2]
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if t == 1 and softcap is None and sinks is None:
-        # The query heads of one KV head stand in for query positions: keys are not repeated.
+        # The query heads of one KV head take the place of query positions, so that keys are not repeated.
         q = query.view(b, num_kv, num_heads // num_kv, dim)
         mask = None if tile.aligned and window is None else tile.mask(window, q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -120,7 +120,7 @@ def _explicit_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What torch's own attention does not have: scores bounded by c·tanh(score / c), and a key per head that has no value."""
+    """Attention with soft-capped scores, c·tanh(score / c), and sinks (a key per head without a value)."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
     if softcap is not None:

@@ -1,8 +1,8 @@
-"""Keys and values of decoding sequences once more, each sequence in one piece, so that a step reads them where they lie.
+"""A second, contiguous copy of the keys and values of decoding sequences, which a step reads without gathering blocks.
 
-Owned by the CPU's model runner, beside the paged cache, which stays the truth. Rows of like width share a shelf, and a step attends
-once per shelf; a row is filled from its blocks when its sequence starts to decode and when it outgrows its shelf. Gathering all
-blocks in every step instead costs more than attention itself, which is bound by memory.
+Owned by the CPU runner; the paged cache stays authoritative. Rows of the same width form a shelf, and a step attends
+once per shelf. A row is filled from its blocks when its sequence starts to decode and when it outgrows its shelf.
+Gathering all blocks in every step would cost more than attention itself, which is bound by memory bandwidth.
 
 Legend: R rows of a shelf, W tokens a row has room for, Hkv KV heads, D head size, S decoding sequences.
 """
@@ -26,7 +26,7 @@ class Shelf:
         self.num_blocks, self.capacity = num_blocks, capacity
         block_size, *head = like[0].shape[1:]
         self.width = num_blocks * block_size
-        # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
+        # Zeros: NaN in masked keys would survive the mask.
         size, dtype = (capacity, self.width, *head), like[0].dtype
         self.keys, self.values = ([torch.zeros(size, dtype=dtype) for _ in like] for _ in range(2))
         self.tickets: list[int] = []
@@ -34,7 +34,7 @@ class Shelf:
     def read(
         self, write_to: torch.Tensor, span: int, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a new token [Hkv, D] to each row; the rows' first `span` keys and values, [R, span, Hkv, D]."""
+        """Add a new token [Hkv, D] to each row; returns the first `span` keys and values, [R, span, Hkv, D]."""
         keys, values = self.keys[layer], self.values[layer]
         keys.view(-1, *key.shape[1:]).index_copy_(0, write_to, key)
         values.view(-1, *key.shape[1:]).index_copy_(0, write_to, value)
@@ -47,15 +47,16 @@ class DenseCache:
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], max_tokens: int):
         self.keys, self.values = keys, values  # paged: per layer [num_blocks, block_size, Hkv, D]
         self.max_tokens = max_tokens
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
+        """Drop all rows."""
         self._shelves: dict[int, Shelf] = {}
         self._tickets = self._width = np.zeros(0, np.int64)  # [S] of the step before
         self._parts: list[tuple[np.ndarray, Shelf | None]] = []
 
     def arrange(self, slots: SlotTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Shelf | None]]:
-        """The slots `rows` in groups of like width, each in the order of its shelf; None: it has no shelf, read its blocks."""
+        """Group the slots `rows` by shelf, in the order of the shelf's rows. Shelf None: read the paged blocks."""
         tickets = slots.ticket[rows]
         same = len(tickets) == len(self._tickets) and (tickets == self._tickets).all()
         if not (same and (slots.num_blocks[rows] <= self._width).all()):
@@ -74,7 +75,7 @@ class DenseCache:
             if num_tokens > self.max_tokens:
                 self._parts.append((members, None))
                 continue
-            # Rows beyond those in use are address space only: the system gives memory when they are written.
+            # Unused rows cost address space only: the system commits memory when they are written.
             capacity = 1 << (len(members) - 1).bit_length()
             shelf = shelves.get(blocks)
             if shelf is None or not capacity <= shelf.capacity <= 4 * capacity:
@@ -83,7 +84,7 @@ class DenseCache:
             self._parts.append((members[self._place(shelf, slots, rows[members])], shelf))
 
     def _place(self, shelf: Shelf, slots: SlotTable, rows: np.ndarray) -> np.ndarray:
-        """Put the sequences in `rows`, and only they, into the shelf's first rows; returns who is in which."""
+        """Put exactly the sequences in `rows` into the shelf's first rows; returns the index of each row's sequence."""
         index_of = {ticket: i for i, ticket in enumerate(slots.ticket[rows].tolist())}
         order = [index_of.pop(ticket, -1) for ticket in shelf.tickets[: len(rows)]]
         order += [-1] * (len(rows) - len(order))

@@ -1,7 +1,7 @@
-"""Llama-like decoders on the CPU, walked with few calls: for small models the modules around the products cost more than they do.
+"""The forward pass of Llama-like decoders with few calls: in small models module overhead costs more than the products.
 
-Used by the model runner. It reads the very parameters of the Hugging Face modules, so a weight update in place reaches it, and is equal
-to their forward pass up to the order of sums (tests/inference/test_lean_model.py). All other decoders run as they are.
+Used by the CPU runner. It reads the parameters of the Hugging Face modules, so weight updates in place reach it, and
+equals their forward pass up to the order of sums (tests/inference/test_lean_model.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class LeanDecoder:
         cos, sin = body.rotary_emb(self.embedding[:1], torch.arange(max_len + 1)[None])
         half = sin.shape[-1] // 2
         self.cos = cos[0, :, None]  # [max_len + 1, 1, D]
-        # Signed here, so that halves need only be swapped where x is rotated.
+        # With the sign included, a rotation only swaps the halves of x.
         self.sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)[0, :, None]
 
     def hidden(self, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Last hidden states [N, hidden] of tokens `ids` [N]; fills the cache on the way."""
+        """Last hidden states [N, hidden] of tokens `ids` [N]; writes their keys and values to the cache."""
         x = F.embedding(ids, self.embedding)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         for index, layer in enumerate(self.layers):
@@ -39,11 +39,12 @@ class LeanDecoder:
         return _norm(x, self.norm)
 
     def logits(self, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Logits [N, V] of tokens `ids` [N]."""
         return F.linear(self.hidden(ids, batch), self.head.weight, self.head.bias)
 
 
 class _Layer:
-    """The parameters of one decoder layer. Products whose inputs may be cut over ranks are called as modules: those sum."""
+    """The parameters of one decoder layer. `out` and `down` are modules, which sum over ranks in tensor parallel."""
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
@@ -57,7 +58,7 @@ class _Layer:
         self.window = attention_window(attention)
 
     def add_to(self, x: torch.Tensor, index: int, cos: torch.Tensor, sin: torch.Tensor, batch: PagedBatch) -> None:
-        """What the layer adds to the residual stream `x` [N, hidden]."""
+        """Add the layer's output to the residual stream `x` [N, hidden]."""
         h = _norm(x, self.norm1)
         heads = (len(x), -1, self.head_dim)
         q, k, v = (F.linear(h, *weights).view(heads) for weights in (self.q, self.k, self.v))

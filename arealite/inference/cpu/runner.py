@@ -1,7 +1,7 @@
-"""Runs the model for one plan of the scheduler on the CPU: prefill chunks, copy blocks, decode and sample.
+"""Runs planned steps on the CPU: prefills chunks, copies blocks, decodes and samples.
 
-Owned by the engine. `launch` starts a step and returns a `Step` whose `collect` gives the sampled tokens; here the work is done
-when `launch` returns. Deterministic mode computes every token alone, so that its bits depend on its own sequence only.
+The work is done when `launch` returns. Deterministic mode computes every token alone, so that its bits depend on its
+own sequence only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import copy_weights
 
-_CPU_CACHE_BYTES = 2 << 30  # a trainer usually lives in the same memory
+_CPU_CACHE_BYTES = 2 << 30  # a trainer usually shares the memory
 
 
 class FinishedStep:
@@ -52,15 +52,15 @@ class CpuRunner(Runner):
         blocks = count_blocks(config, shape, self.dtype, self._free_bytes())
         self.num_blocks = blocks + 1  # block 0 takes the padding
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeros, not garbage: masked keys still meet the queries, and NaN would survive the mask.
+        # Zeros: NaN in masked keys would survive the mask.
         self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
         self.values = [self._zeros(size) for _ in range(shape.num_layers)]
         self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
-        self.slots: SlotTable  # given by `attach`
+        self.slots: SlotTable  # set by `attach`
         self.lean: LeanDecoder | None = None
 
     def attach(self, slots: SlotTable) -> None:
-        """Read sequences from this table; then prove that the model runs at all."""
+        """Read sequences from this table, and run the model once to check that it works."""
         self.slots = slots
         if is_llama_like(self.model):
             self.lean = LeanDecoder(self.model, slots.max_len)
@@ -80,17 +80,17 @@ class CpuRunner(Runner):
         return FinishedStep(self._decode(plan.slots) if len(plan.slots) else None)
 
     def stage(self, pairs: Pairs) -> Pairs:
-        """Prepare new weights off the engine's thread; here there is nothing to prepare."""
+        """Nothing to prepare on the CPU."""
         return pairs
 
     def load(self, pairs: Pairs) -> None:
         copy_weights(pairs)
 
     def clear_blocks(self, blocks: list[int]) -> None:
-        """Zero what a sequence with non-finite numbers left in blocks that nobody uses any more."""
+        """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""
         for cache in (*self.keys, *self.values):
             cache[torch.tensor(blocks)] = 0
-        self.dense.forget()
+        self.dense.clear()
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         if self.config.deterministic:
@@ -100,9 +100,9 @@ class CpuRunner(Runner):
             return
         group: list[Chunk] = []
         total = 0
-        for chunk in sorted(chunks, key=self._turn(chunks)):
+        for chunk in sorted(chunks, key=self._prefill_order(chunks)):
             size = chunk.end - chunk.start
-            # Padding every chunk of the group to this one's size may waste a quarter at most.
+            # Padding the group to this chunk's size may waste a quarter at most.
             if group and (len(group) + 1) * size > 1.25 * (total + size) + 16:
                 self._run_chunks(group)
                 group, total = [], 0
@@ -110,16 +110,16 @@ class CpuRunner(Runner):
             total += size
         self._run_chunks(group)
 
-    def _turn(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
-        """Chunks of like size together, but one that starts behind blocks another computes in this very step after that one."""
+    def _prefill_order(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
+        """Sort key: by size, but a chunk goes after the chunk that computes the blocks before it in the same step."""
         table, size = self.slots.block_table, self.block_size
         new = {b for c in chunks for b in table[c.slot, c.start // size : c.end // size].tolist()}
 
-        def turn(chunk: Chunk) -> tuple[int, int]:
+        def order(chunk: Chunk) -> tuple[int, int]:
             waits = chunk.start > 0 and int(table[chunk.slot, chunk.start // size - 1]) in new
             return chunk.start if waits else 0, chunk.end - chunk.start
 
-        return turn
+        return order
 
     def _run_chunks(self, chunks: list[Chunk]) -> None:
         """Compute the KV of chunks of about the same length as one padded tile."""
@@ -134,7 +134,7 @@ class CpuRunner(Runner):
             positions[i, :n] = where
             write[i, :n] = self._cache_index(chunk.slot, where)
         if t > 1 and all(chunk.start == 0 for chunk in chunks):
-            tile = Tile(0, torch.from_numpy(positions), t, partial(_own, t), causal=True)
+            tile = Tile(0, torch.from_numpy(positions), t, partial(_new_tokens, t), causal=True)
         else:
             tile = self._blocks_tile(0, positions, slots.block_table[rows, :nb])
         self._forward(ids, [tile], write, logits=False)
@@ -150,7 +150,7 @@ class CpuRunner(Runner):
         return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw)
 
     def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]]) -> tuple:
-        """One forward pass: slots, and for each its token, log-prob and raw log-prob."""
+        """One forward pass; returns slots, tokens, log-probs and raw log-probs."""
         slots, tiles, parts, first = self.slots, [], [], 0
         for members, shelf in groups:
             at = slots.length[members, None] - 1
@@ -166,14 +166,14 @@ class CpuRunner(Runner):
         at = slots.length[rows] - 1
         ids = slots.tokens[rows, at].astype(np.int64)
         batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
-        batch.want_raw |= self.config.deterministic  # its rows are put together afterwards
+        batch.want_raw |= self.config.deterministic  # so that all rows have the same columns
         logits = self._forward(ids, tiles, self._cache_index(rows, at))
         return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
 
     # ------------------------------------------------------------------------------------------- plumbing
 
     def _forward(self, ids: np.ndarray, tiles: list[Tile], write: np.ndarray, logits: bool = True) -> torch.Tensor:
-        """Logits of the step's tokens, or their last hidden states where only the cache is to be filled."""
+        """Logits of the step's tokens; with `logits=False` only their last hidden states."""
         positions = torch.cat([tile.positions.reshape(-1) for tile in tiles])
         write_to = torch.from_numpy(write.reshape(-1))
         paged = PagedBatch(self.keys, self.values, write_to, positions, tiles)
@@ -207,12 +207,12 @@ class CpuRunner(Runner):
 
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Two thirds are left to the rows of decoding sequences (`DenseCache`).
+        # Two thirds are left to the `DenseCache`.
         return min(int(self.config.mem_fraction * free) // 3, _CPU_CACHE_BYTES)
 
 
-def _own(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts from their start read nothing but their own new tokens."""
+def _new_tokens(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new keys and values themselves, for prompts from their start."""
     return key.view(-1, t, *key.shape[1:]), value.view(-1, t, *value.shape[1:])
 
 

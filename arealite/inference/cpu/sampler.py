@@ -1,9 +1,9 @@
-"""From logits to tokens, for a whole batch in one pass of vectorised operations.
+"""Samples tokens from logits on the CPU, for a whole batch with vectorized operations.
 
-Noise is counter-based: a pure function of (seed, absolute position, token id), so a token does not depend on what else is
-in the batch, and a continued request draws what an uninterrupted one would have drawn (Gumbel-max sampling).
-The reported log-prob is that of the distribution softmax((penalised logits) / temperature) BEFORE top-k, top-p and min-p cut
-it: what a trainer can recompute. For greedy requests the temperature counts as 1. On request the raw one too, log-softmax of the model's logits.
+Gumbel-max sampling with noise that is a pure function of (seed, absolute position, token id): a token does not depend
+on the rest of the batch, and a continued request draws the tokens of an uninterrupted one. The reported log-prob is
+that of softmax(penalized logits / temperature) before top-k, top-p and min-p, which a trainer can recompute; for
+greedy requests the temperature counts as 1. The raw log-prob, on request, is the log-softmax of the model's logits.
 
 Legend: B rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ from arealite.inference.slots import SlotTable
 
 _GOLDEN = 0x9E3779B9
 _FINE = 1 << 16
-_CACHED = 1 << 16  # numbers that are mixed at once: they stay in the core's cache
+_CACHED = 1 << 16  # numbers that are hashed at once: they fit into the core's cache
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SamplingBatch:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Tokens [B], their log-probs [B], and their raw log-probs where wanted."""
+    """Sample tokens [B]; returns them with their log-probs [B] and, if wanted, their raw log-probs."""
     logits = logits.float()
     raw = logits
     if batch.counts is not None:
@@ -77,8 +77,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, to
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise [B, V] as a function of seed, position and token id only.
 
-    The noise is -log(E) with E = -log(1 - v) and v uniform in (0, 1). Large noise comes from small v, so v needs a fine
-    resolution near 0: 32 bits of hash, and below `_FINE` another 32 bits. Tokens down to a probability of 1e-19 can be drawn.
+    The noise is -log(E) with E = -log(1 - v) and v uniform in (0, 1). Large noise comes from small v, so v needs a
+    fine resolution near 0: 32 bits of hash, and another 32 bits if those are below `_FINE`. Tokens down to a
+    probability of 1e-19 can be drawn.
     """
     halves = seeds.numpy().astype(np.uint32)
     inner = _mix(positions.numpy().astype(np.uint32) + halves[:, 1])
@@ -99,7 +100,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Murmur3's finaliser, in place, on uint32 (products wrap)."""
+    """Murmur3's finalizer, in place, on uint32 (products wrap)."""
     x ^= x >> 16
     x *= 0x85EBCA6B
     x ^= x >> 13
@@ -110,7 +111,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Repetition (prompt and output), frequency and presence (output only) penalties."""
-    assert batch.counts is not None and batch.seen is not None and batch.repetition is not None
+    assert batch.repetition is not None and batch.seen is not None and batch.counts is not None
     assert batch.frequency is not None and batch.presence is not None
     scaled = torch.where(logits > 0, logits / batch.repetition, logits * batch.repetition)
     logits = torch.where(batch.seen, scaled, logits)
@@ -118,13 +119,13 @@ def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set to -inf what top-k, then top-p, then min-p leave out; the most likely token always stays."""
+    """Apply top-k, then top-p, then min-p: excluded logits become -inf. The most likely token always stays."""
     ordered = logits.sort(-1, descending=True).values
     ranks = torch.arange(ordered.shape[1], device=logits.device)
     limit = torch.where(top_k > 0, top_k, ordered.shape[1])[:, None]
     probs = ordered.masked_fill(ranks >= limit, float("-inf")).softmax(-1)
     before = probs.cumsum(-1) - probs
-    whole = top_p[:, None] >= 1  # rounding must not cut the tail of a row that wants all of it
+    whole = top_p[:, None] >= 1  # rounding must not cut the tail of a row without top-p
     keep = ((before < top_p[:, None]) | whole) & (ranks < limit) & (probs >= min_p[:, None] * probs[:, :1])
     keep[:, 0] = True
     smallest = ordered.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
@@ -132,7 +133,7 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Sequence[int]) -> SamplingBatch:
-    """The sampling parameters of the slots `rows`, each about to sample token number `length`."""
+    """Sampling parameters of the slots `rows`, each of which samples its token number `length`."""
     lengths = slots.length[rows]
     batch = SamplingBatch(torch.from_numpy(slots.seed[rows]), torch.from_numpy(lengths))
     temperature = slots.temperature[rows]

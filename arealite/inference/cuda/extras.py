@@ -1,7 +1,7 @@
-"""What some requests add to plain sampling on the device: penalties, logit bias, a least length, raw log-probs.
+"""Sampling features on the device that few requests use: penalties, logit bias, minimum length, raw log-probs.
 
-Owned by the CUDA runner, which makes it when the first such request comes. The counts of tokens live on the device and are kept there, so
-that no step waits for the host. The same distribution as `sampler.sample` makes on the CPU.
+Owned by the CUDA runner, which makes it for the first such request. Token counts live on the device, so that no step
+waits for the host. The distribution is that of `cpu.sampler.sample`.
 
 Legend: S slots (row S is padding), B rows of a step, V vocabulary.
 """
@@ -10,21 +10,25 @@ Legend: S slots (row S is padding), B rows of a step, V vocabulary.
 # pyright: reportIndexIssue=false
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 
-from arealite.inference.cuda import sample_kernels
+from arealite.inference.cuda import sample_kernels as _sample_kernels
 from arealite.inference.sequence import MAX_BIAS, MAX_STOP_IDS
 from arealite.inference.slots import SlotTable
 
+# Type checkers do not know that a Triton kernel is indexed by its grid.
+sample_kernels: Any = _sample_kernels
 _PARTS = 16
 _BLOCK = 2048
 _IN_PROMPT = sample_kernels.IN_PROMPT.value
 
 
 class SamplingExtras:
-    """Tables over slots, and the kernels that read them before and after the sampling graph."""
+    """Tables over slots, and the kernels that run before and after the sampling graph."""
 
     def __init__(self, slots: SlotTable, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device):
         self.slots, self.vocab_size, self.eos_ids, self.device = slots, vocab_size, eos_ids, device
@@ -45,7 +49,7 @@ class SamplingExtras:
         self.peak, self.total = zeros(2, slots.num_slots, _PARTS, dtype=torch.float32)
 
     def take(self, taken: np.ndarray) -> None:
-        """Learn what the requests that now hold the slots `taken` ask for."""
+        """Copy the parameters of the requests in the slots `taken` to the device."""
         slots = self.slots
         at = torch.from_numpy(taken).to(self.device)
         flags = slots.penalizes[taken] + 2 * slots.wants_raw[taken].astype(np.int32)
@@ -72,7 +76,7 @@ class SamplingExtras:
                 self.num_bias[row] = count
 
     def _count(self, row: int) -> np.ndarray:
-        """Codes [V] of the tokens that the sequence in `row` has so far."""
+        """Codes [V] of the tokens in the sequence of `row`."""
         tokens, start, end = (self.slots.tokens[row], self.slots.prompt_len[row], self.slots.length[row])
         codes = np.bincount(tokens[start:end], minlength=self.vocab_size).clip(max=_IN_PROMPT - 1)
         codes[tokens[:start]] |= _IN_PROMPT
@@ -85,7 +89,7 @@ class SamplingExtras:
     def adjust(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor
     ) -> None:
-        """Change logits [B, V] as their requests ask."""
+        """Apply penalties, bias and bans to logits [B, V]."""
         b, vocab = logits.shape
         block = min(_BLOCK, triton.next_power_of_2(vocab))
         part_size = triton.cdiv(triton.cdiv(vocab, _PARTS), block) * block

@@ -1,8 +1,8 @@
-"""Decoders on the device: the fused walk through Llama-like layers, and the plain Hugging Face forward for all others.
+"""Forward passes on the device: fused kernels for Llama-like decoders, the Hugging Face forward for all others.
 
-The fused walk uses the very parameters of the Hugging Face modules: query/key/value and gate/up weights are laid side by side once, and the
-modules' parameters become views into that, so that a weight update in place reaches both. Equal to the originals up to the
-order of sums (tests/inference/test_kernels.py).
+The fused pass joins query/key/value and gate/up weights once; the modules' parameters become views of the joined
+tensors, so that weight updates in place reach both. It equals the Hugging Face forward up to the order of sums
+(tests/inference/test_cuda_runner.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, max_len: int):
         self.model = model
-        # Modules of a Llama-like model, whose attributes PreTrainedModel does not declare.
         self.body: Any = model.base_model
         self.head: Any = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.num_heads = config.num_attention_heads
-        # Unrounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
+        # Not rounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
         self.residual_type = torch.float32
         self.layers = [_FusedLayer(layer) for layer in self.body.layers]
         device = self.head.weight.device
@@ -40,7 +39,7 @@ class FusedDecoder:
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [max_len + 1, D]
 
     def hidden(self, ids: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        """Last hidden states [N, hidden] of tokens `ids` [N]; fills the cache on the way."""
+        """Last hidden states [N, hidden] of tokens `ids` [N]; writes their keys and values to the cache."""
         residual = F.embedding(ids, self.body.embed_tokens.weight).to(self.residual_type)
         delta = None
         for index, layer in enumerate(self.layers):
@@ -48,14 +47,14 @@ class FusedDecoder:
             qkv = F.linear(x, layer.qkv_weight, layer.qkv_bias)
             q = cuda_ops.rope_and_write(qkv, batch, index, self.cos, self.sin, self.num_heads, layer.head_norms)
             mixed = cuda_ops.attend(q, batch, index, layer.scale, layer.window)
-            delta = layer.out(mixed.flatten(1))  # called as modules: with several ranks they sum
+            delta = layer.out(mixed.flatten(1))  # a module, which sums over ranks in tensor parallel
             x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps)
             gated = cuda_ops.silu_mul(F.linear(x, layer.gate_up_weight))
             delta = layer.down(gated)
         return cuda_ops.add_norm(delta, residual, self.body.norm.weight, self.layers[0].eps)
 
     def logits(self, ids: torch.Tensor, batch: DeviceBatch, out: torch.Tensor) -> None:
-        """Logits into `out`, unrounded where that is float32: sums are kept in float32 anyway."""
+        """Write logits to `out`. Into float32 they are not rounded: the product's sums are float32 anyway."""
         hidden, weight = self.hidden(ids, batch), self.head.weight.t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, weight, out=out)
@@ -66,7 +65,7 @@ class FusedDecoder:
 
 
 class PlainDecoder:
-    """Any Hugging Face decoder, through the attention interface (`attention.paged_attention`)."""
+    """Any Hugging Face decoder, through the attention interface (`inference.attention`)."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -82,7 +81,7 @@ class PlainDecoder:
 
 
 class _FusedLayer:
-    """The parameters of one decoder layer, joined where one product can serve several."""
+    """The parameters of one decoder layer, joined where one product replaces several."""
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
@@ -104,7 +103,7 @@ class _FusedLayer:
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """One tensor that holds the parameters one after another; they become views into it."""
+    """Join the parameters in one tensor; they become views of it."""
     joined = torch.cat([p.data for p in parameters])
     start = 0
     for parameter in parameters:

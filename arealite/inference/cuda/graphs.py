@@ -1,7 +1,7 @@
-"""CUDA graphs by name: each is run once to compile its kernels, then captured, then replayed.
+"""CUDA graphs by name: each function runs once to compile its kernels, then is captured, then replayed.
 
-All share one pool of memory: they never run at the same time, and nothing that one leaves in the pool is read by another.
-Without a stream (Triton's interpreter on the CPU) the functions are simply called.
+All graphs share one memory pool: they never run at the same time, and none reads what another left there. Without a
+stream (Triton's interpreter on the CPU) the functions are called directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from arealite.api.errors import ConfigError
 
 
 class GraphSet:
-    """Functions of no arguments over fixed tensors, replayed by name."""
+    """Functions without arguments over fixed tensors, replayed by name."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self.stream = stream
@@ -22,6 +22,7 @@ class GraphSet:
         self._graphs: dict[Hashable, Callable[[], None]] = {}
 
     def add(self, name: Hashable, function: Callable[[], None]) -> None:
+        """Capture a function."""
         if self.stream is None:
             self._graphs[name] = function
             return
@@ -35,9 +36,10 @@ class GraphSet:
                 function()
         except RuntimeError as error:
             raise ConfigError(
-                f"this model does something that a CUDA graph cannot hold ({error}): serve it with sglang or vllm"
+                f"this model uses an operation that a CUDA graph cannot capture ({error}): serve it with sglang or vllm"
             ) from error
         self._graphs[name] = graph.replay
 
     def run(self, name: Hashable) -> None:
+        """Replay a function."""
         self._graphs[name]()

@@ -1,7 +1,7 @@
-"""Triton kernels of the CUDA path: norm, rotary + cache write, paged attention, SiLU gate. Imported only where there is CUDA.
+"""Triton kernels of the CUDA path: norm, rotary embedding with cache write, paged attention, SiLU gate.
 
-Each does in one pass what the Hugging Face module does in several, and rounds where that module rounds, so that the engine
-and a trainer running the same modules see the same numbers up to the order of sums.
+Each does in one pass what the Hugging Face module does in several, and rounds where that module rounds, so that the
+engine and a trainer with the same modules compute the same numbers up to the order of sums.
 
 Legend: N tokens, H query heads, HKV KV heads, G = H / HKV, D head size, BS tokens per block.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def times(a, b):
-    """A product rounded to the operands' type, whatever the compiler fuses around it."""
+    """A product rounded to the operands' type, also if the compiler fuses operations around it."""
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
@@ -58,7 +58,7 @@ def rope_write_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries (in place) and keys, and write keys and values into the cache. One program per token.
+    """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
 
     `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers.
     """
@@ -133,9 +133,9 @@ def attend_kernel(
 ):  # fmt: skip
     """Attention of a tile of tokens of one sequence over the sequence's blocks. Grid (tiles, HKV, SPLITS).
 
-    The query heads that share a KV head are packed into the rows of a tile (row m is token m // G, head m % G), so keys
-    and values are read once for all of them. `scale` and `softcap` hold log2(e), `WINDOW` 0 means none. A sink is
-    a key of its own for each head, without a value: what the sums start from.
+    The query heads that share a KV head are packed into the rows of a tile (row m is token m // G, head m % G), so
+    keys and values are read once for all of them. `scale` and `softcap` include log2(e), `WINDOW` 0 means none. A sink
+    is a key per head without a value: the sums start from it.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:

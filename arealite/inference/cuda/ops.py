@@ -1,6 +1,6 @@
-"""The Triton kernels as functions on tensors: shapes in, launches out. Used by the fused model and the CUDA runner.
+"""Functions on tensors that launch the Triton kernels. Used by the fused model and the CUDA runner.
 
-Nothing here allocates on the host or reads from the device, so every function can be captured in a CUDA graph.
+None of them allocates on the host or reads from the device, so every function can be captured in a CUDA graph.
 """
 
 # A launch, kernel[grid](…), has no type where Triton is not installed.
@@ -8,26 +8,31 @@ Nothing here allocates on the host or reads from the device, so every function c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
-from arealite.inference.cuda import kernels, sample_kernels
+from arealite.inference.cuda import kernels as _kernels
+from arealite.inference.cuda import sample_kernels as _sample_kernels
 
+# Type checkers do not know that a Triton kernel is indexed by its grid.
+kernels: Any = _kernels
+sample_kernels: Any = _sample_kernels
 LOG2_E = 1.4426950408889634
 _PARTS = 16  # of the vocabulary, sampled in parallel
 
 
 @dataclass
 class DeviceBatch:
-    """One forward pass on the device. Token i belongs to slot `rows[i]` and stands at `positions[i]`."""
+    """One forward pass on the device. Token i belongs to slot `rows[i]` at position `positions[i]`."""
 
     keys: list[torch.Tensor]  # per layer [num_blocks, BS, HKV, D]
     values: list[torch.Tensor]
     table: torch.Tensor  # [S + 1, MB] block tables of all slots
     rows: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
-    splits: int = 1  # decode only: parts a long sequence is cut into
+    splits: int = 1  # decode only: number of parts of a long sequence
     tile_first: torch.Tensor | None = None  # prefill only: first token and number of tokens of a tile
     tile_count: torch.Tensor | None = None
 
@@ -42,19 +47,19 @@ class DeviceBatch:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """For models that come through the attention interface: [1, H, N, D] in, [1, N, H, D] out."""
+        """For models that use the attention interface: [1, H, N, D] in, [1, N, H, D] out."""
         write_cache(key[0], value[0], self, layer)
         query = query[0].transpose(0, 1)
         return attend(query, self, layer, scale, window, softcap, sinks).unsqueeze(0)
 
 
 def tokens_per_tile(group: int) -> int:
-    """Tokens of a prefill tile whose `group` query heads share a KV head."""
+    """Number of tokens in a prefill tile if `group` query heads share a KV head."""
     return max(1, 128 // group)
 
 
 def add_norm(delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += delta, in place (in its own type); returns RMSNorm(residual) * weight in the weight's type."""
+    """residual += delta, in place and in its own type; returns RMSNorm(residual) * weight in the weight's type."""
     n, size = residual.shape
     out = torch.empty_like(residual, dtype=weight.dtype)
     block = triton.next_power_of_2(size)
@@ -73,6 +78,7 @@ def add_norm(delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.T
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half of x) * second half."""
     n, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(n, size, dtype=x.dtype, device=x.device)
     block = 1024
@@ -89,7 +95,7 @@ def rope_and_write(
     num_heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> torch.Tensor:
-    """Rotates queries and keys, fills the cache; returns the queries as a view [N, H, D] into `qkv`."""
+    """Rotate queries and keys, and write the cache; returns the queries as a view [N, H, D] of `qkv`."""
     keys, values = batch.keys[layer], batch.values[layer]
     block_size, num_kv, dim = keys.shape[1:]
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
@@ -118,7 +124,7 @@ def rope_and_write(
 
 
 def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, layer: int) -> None:
-    """Put keys and values [HKV, N, D] into the cache."""
+    """Write keys and values [HKV, N, D] to the cache."""
     for source, cache in ((key, batch.keys[layer]), (value, batch.values[layer])):
         source = source if source.stride(-1) == 1 else source.contiguous()
         block_size, num_kv, dim = cache.shape[1:]
@@ -150,7 +156,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries [N, H, D] (last dimension dense) over the cache; returns [N, H, D].
 
-    `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key that has no value.
+    `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key without a value.
     """
     keys, values = batch.keys[layer], batch.values[layer]
     n, num_heads, dim = q.shape
@@ -164,7 +170,7 @@ def attend(
         part = torch.empty(splits, n, num_heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, n, num_heads, dtype=torch.float32, device=q.device)
     tiles = n if batch.tile_first is None else batch.tile_first.shape[0]
-    wide = max(16, triton.next_power_of_2(dim))  # a matrix unit's smallest side
+    wide = max(16, triton.next_power_of_2(dim))  # the smallest size of a matrix product
     precise = q.dtype == torch.float32
     rows = group if decode else tokens_per_tile(group) * group
     kernels.attend_kernel[(tiles, num_kv, splits)](
@@ -198,7 +204,7 @@ def find_thresholds(
     min_p: torch.Tensor,
     thresholds: torch.Tensor,
 ) -> None:
-    """For each row of logits, the smallest tempered logit that may be sampled, into `thresholds` [B]."""
+    """Write the smallest tempered logit that may be sampled, for each row of logits, to `thresholds` [B]."""
     b, vocab = logits.shape
     sample_kernels.threshold_kernel[(b,)](
         logits,
@@ -254,7 +260,7 @@ def sample(
 
 
 def advance(rows: torch.Tensor, tokens: torch.Tensor, last_token: torch.Tensor, position: torch.Tensor) -> None:
-    """Make sampled tokens the next inputs. The last slot is padding and does not move."""
+    """Make sampled tokens the next inputs. The last slot is padding and stays as it is."""
     sample_kernels.advance_kernel[(rows.shape[0],)](
         rows, tokens, last_token, position, last_token.shape[0] - 1, num_warps=1
     )

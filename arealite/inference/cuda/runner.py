@@ -1,8 +1,9 @@
-"""Runs the scheduler's plans on a GPU with the host out of the way.
+"""Runs planned steps on a GPU; the host is not on the critical path.
 
-The state of all slots (last token, position, block table, sampling parameters) lives on the device; a decode step is one CUDA graph per
-batch size that holds layers, sampling, log-probs and the advance of that state, so several steps can be queued before the
-first result is read. Prefills are graphs over token counts. The host sends what changed and reads tokens a few steps later.
+The state of all slots (last token, position, block table, sampling parameters) lives on the device. A decode step is
+CUDA graphs for its batch size, with layers, sampling, log-probs and the advance of that state, so several steps can be
+queued before the first result is read. Prefills are graphs for token counts. The host sends changes and reads tokens a
+few steps later.
 
 Legend: S slots (row S is padding), B rows of a step, N tokens of a prefill, V vocabulary.
 """
@@ -30,22 +31,27 @@ _MAX_CHUNKS = 256  # sequences in one prefill pass
 
 
 class DeviceStep:
-    """A step under way; `collect` waits for it."""
+    """A step in flight; `collect` waits for it."""
 
-    def __init__(self, result: StepResult, out: torch.Tensor, event: torch.cuda.Event | None):
-        self._result, self._out, self._event = result, out, event
+    def __init__(
+        self,
+        slots: np.ndarray,
+        tickets: np.ndarray,
+        positions: np.ndarray,
+        out: torch.Tensor,
+        event: torch.cuda.Event | None,
+    ):
+        self._places, self._out, self._event = (slots, tickets, positions), out, event
 
     def collect(self) -> StepResult | None:
-        result = self._result
-        if len(result.slots) == 0:
+        """Wait for the step and copy its tokens and log-probs."""
+        count = len(self._places[0])
+        if count == 0:
             return None
         if self._event is not None:
             self._event.synchronize()
-        rows = self._out.numpy()[:, : len(result.slots)]
-        result.tokens = rows[0].copy()
-        result.logprobs = rows[1].view(np.float32).copy()
-        result.raw_logprobs = rows[2].view(np.float32).copy()
-        return result
+        tokens, logprobs, raw = self._out.numpy()[:, :count]
+        return StepResult(*self._places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy())
 
 
 class CudaRunner(Runner):
@@ -64,7 +70,7 @@ class CudaRunner(Runner):
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
         slots = config.max_running_requests
-        # In float32: bfloat16 would round a logit of 20 to eighths, and log-probs with it.
+        # In float32: bfloat16 would round a logit of 20, and its log-prob, to eighths.
         self.logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
         self.num_blocks = count_blocks(config, shape, self.dtype, self._free_bytes()) + 1
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
@@ -78,9 +84,9 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def attach(self, slots: SlotTable) -> None:
-        """Mirror this table on the device and capture the graphs."""
+        """Make device copies of this table and capture the graphs."""
         self.slots = slots
-        self.extras: SamplingExtras | None = None  # made when the first request needs it
+        self.extras: SamplingExtras | None = None  # made for the first request that needs it
         self.journal = slots.journal = Journal()
         s, device = slots.num_slots, self.device
         self.table = torch.zeros(s + 1, slots.block_table.shape[1], dtype=torch.int32, device=device)
@@ -98,7 +104,7 @@ class CudaRunner(Runner):
         self.out = torch.zeros(3, s, dtype=torch.int32, device=device)  # token, log-prob, raw log-prob
         self.out_logprobs = self.out.view(torch.float32)[1]
         self.out_raw = self.out.view(torch.float32)[2]
-        # A product's bits depend on its shape: deterministic mode has one shape for every token.
+        # The bits of a product depend on its shape: deterministic mode uses one shape for every token.
         fixed = self.config.deterministic
         self.decode_sizes = [s] if fixed else _decode_sizes(s)
         self.prefill_sizes = [] if fixed else _prefill_sizes(self.config.max_prefill_tokens)
@@ -164,13 +170,9 @@ class CudaRunner(Runner):
             return self._decode(plan.slots)
 
     def _decode(self, slots: np.ndarray) -> DeviceStep:
-        count = len(slots)
-        lengths = self.slots.length[slots]
-        # `DeviceStep.collect` fills in what was sampled.
-        empty = np.empty(0)
-        result = StepResult(slots, self.slots.ticket[slots], lengths, empty, empty, None)
-        if count == 0:
-            return DeviceStep(result, self.out, None)
+        places = slots, self.slots.ticket[slots], self.slots.length[slots]
+        if len(slots) == 0:
+            return DeviceStep(*places, self.out, None)
         b = self._send_rows(slots)
         self.graphs.run(("layers", b))
         extras = self._extras_for(slots)
@@ -188,23 +190,23 @@ class CudaRunner(Runner):
         if extras is not None:
             extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
         if not self.on_gpu:
-            return DeviceStep(result, self.out.clone(), None)
+            return DeviceStep(*places, self.out.clone(), None)
         out = torch.empty(self.out.shape, dtype=torch.int32, pin_memory=True)
         out.copy_(self.out, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
-        return DeviceStep(result, out, event)
+        return DeviceStep(*places, out, event)
 
     def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
-        """What the graphs do not do for these sequences, if there is such a thing."""
+        """The extras, if one of these sequences needs them in this step."""
         table = self.slots
         asked = table.penalizes[slots] | table.biased[slots] | table.wants_raw[slots]
         return self.extras if (asked | (table.length[slots] < table.min_len[slots])).any() else None
 
     def _prefill_one_by_one(self, chunks: list[Chunk]) -> None:
-        """Compute prompts with the very graph that decodes, one token of each sequence at a time.
+        """Compute prompts with the decode graph, one token of each sequence at a time.
 
-        Position by position: a prompt may start behind blocks that another one computes in this very step.
+        Position by position: a prompt may continue blocks that another one computes in this step.
         """
         for at in sorted({at for chunk in chunks for at in range(chunk.start, chunk.end)}):
             slots = np.array([chunk.slot for chunk in chunks if chunk.start <= at < chunk.end])
@@ -242,7 +244,7 @@ class CudaRunner(Runner):
     # ------------------------------------------------------------------------------ from the host to the device
 
     def _send_rows(self, slots: np.ndarray) -> int:
-        """Tell the device which slots the next pass computes; returns the size of its graph."""
+        """Send the slots of the next pass to the device; returns the size of its graph."""
         b = next(size for size in self.decode_sizes if size >= len(slots))
         wanted = np.full(b, self.slots.num_slots, np.int32)
         wanted[: len(slots)] = slots
@@ -258,7 +260,7 @@ class CudaRunner(Runner):
         self.position[sent[0]] = sent[2].int()
 
     def _send_changes(self) -> None:
-        """Bring the device's tables up to date with what the scheduler did since the last step."""
+        """Send the changes of the slot table since the last step to the device."""
         slots, journal = self.slots, self.journal
         if journal.taken:
             rows = np.array(sorted(journal.taken))
@@ -286,7 +288,7 @@ class CudaRunner(Runner):
             self.top_p.view(torch.int32)[at_row] = sent[:, 7].int()
             self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
             self.table[at_row, :width] = sent[:, 9:].int()
-            self._tell_extras(rows)
+            self._update_extras(rows)
         grown = [slot for slot in journal.grown if slot not in journal.taken]
         if grown:
             rows = np.array(grown)
@@ -296,7 +298,7 @@ class CudaRunner(Runner):
         journal.taken.clear()
         journal.grown.clear()
 
-    def _tell_extras(self, rows: np.ndarray) -> None:
+    def _update_extras(self, rows: np.ndarray) -> None:
         slots = self.slots
         rows = rows[slots.ticket[rows] > 0]
         asked = slots.penalizes | slots.biased | slots.wants_raw | (slots.min_len > slots.prompt_len)
@@ -313,7 +315,7 @@ class CudaRunner(Runner):
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def stage(self, pairs: Pairs) -> Pairs:
-        """Bring new weights onto the device while generation goes on (called from another thread)."""
+        """Copy new weights to the device while steps run. Called from another thread."""
         if self.stage_stream is None:
             return pairs
         with torch.cuda.stream(self.stage_stream):
@@ -323,7 +325,7 @@ class CudaRunner(Runner):
 
     @torch.no_grad()
     def load(self, pairs: Pairs) -> None:
-        """Put staged weights in place; the graphs go on with the same addresses."""
+        """Copy staged weights into the parameters; the graphs keep their addresses."""
         with torch.cuda.stream(self.stream):
             for target, value in pairs:
                 target.copy_(value)
@@ -332,6 +334,7 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: list[int]) -> None:
+        """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""
         with torch.cuda.stream(self.stream):
             self.cache[:, :, self._send(np.array(blocks))] = 0
 
@@ -341,7 +344,7 @@ class CudaRunner(Runner):
         return n // self.tile_tokens + min(n, _MAX_CHUNKS)
 
     def _splits(self, b: int) -> int:
-        """Enough parts to fill the device with few sequences, each still worth a program."""
+        """Number of parts per sequence: enough to fill the device if there are few sequences."""
         splits = 1
         while b * self.shape.num_kv_heads * splits < 256 and self.slots.max_len // splits > 512:
             splits *= 2
@@ -356,7 +359,7 @@ class CudaRunner(Runner):
 
 
 def _decode_sizes(most: int) -> list[int]:
-    """Batch sizes that have a graph: padding wastes little, and there are not too many."""
+    """Batch sizes that have a graph: dense enough to waste little, few enough to capture."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 512, 64)]
     sizes += range(512, most + 128, 128)
     return [size for size in sizes if size < most] + [most]

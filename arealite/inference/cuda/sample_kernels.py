@@ -1,8 +1,9 @@
 """Triton kernels that sample from logits on the device and advance the state of the sequences.
 
-The same draw as `sampler.sample`, in one pass over the logits per part of the vocabulary. Where that one takes the maximum of logit + Gumbel noise,
-this takes the maximum of exp(logit) / exponential noise: the same order with one logarithm less, and the exponentials are the
-ones the log-sum-exp needs. Then the parts are joined and the device's tables are written.
+They draw the same tokens as `cpu.sampler.sample`, in one pass over the logits per part of the vocabulary. Instead of
+the maximum of logit + Gumbel noise they take the maximum of exp(logit) / exponential noise: the same order with one
+logarithm less, and the log-sum-exp needs the exponentials anyway. Then the parts are joined and the device's tables
+are written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def threshold_kernel(
 ):  # fmt: skip
     """The smallest tempered logit that top-k, then top-p, then min-p keep. One program per sequence.
 
-    Bisection over values instead of a sort: each halving is one pass over logits that lie in the L2 cache.
+    Bisection over values instead of a sort: each halving is one pass over logits in the L2 cache.
     """
     line = tl.program_id(0)
     row = tl.load(row_ptr + line)
@@ -46,7 +47,7 @@ def threshold_kernel(
         peak, floor = tl.max(highest, 0), tl.min(lowest, 0)
         if min_p > 0.0:
             threshold = peak + tl.log(min_p)
-        # What lies lower has no weight in float32; one logit far below must not coarsen the bisection of the others.
+        # Lower logits have no weight in float32. One logit far below must not coarsen the bisection of the others.
         near = tl.maximum(floor, peak - 110.0)
         cut_k = floor
         if top_k > 0:
@@ -65,7 +66,7 @@ def threshold_kernel(
         if top_p < 1.0:
             cut_p, high, wanted = tl.maximum(cut_k, near), peak, 0.0
             for step in range(HALVINGS + 1):
-                # The first pass measures all that top-k has left.
+                # The first pass measures the mass that top-k keeps.
                 middle = tl.where(step == 0, cut_p, (cut_p + high) * 0.5)
                 mass = tl.zeros([BLOCK], tl.float32)
                 for offset in range(0, vocab_size, BLOCK):
@@ -94,7 +95,7 @@ def sample_parts_kernel(
     given = tl.load(temperature_ptr + row)
     greedy = given == 0.0
     inverse = 1.0 / tl.where(greedy, 1.0, given)
-    # The token to sample stands one after the one just computed.
+    # The token to sample follows the one just computed.
     pos = (tl.load(pos_ptr + line) + 1).to(tl.uint32)
     seed_low = tl.load(seed_ptr + row * 2).to(tl.uint32)
     seed_high = tl.load(seed_ptr + row * 2 + 1).to(tl.uint32)
@@ -151,7 +152,7 @@ def finish_sample_kernel(
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, tl.load(token_ptr + at), 2147483647), 0)
     total = tl.sum(tl.load(total_ptr + at) * fade, 0)
-    # All logits NaN leave no token behind; the NaN log-prob tells the host.
+    # If all logits are NaN there is no token; the NaN log-prob shows it to the host.
     token = tl.where(token == 2147483647, 0, token)
     given = tl.load(temperature_ptr + tl.load(row_ptr + line))
     x = tl.load(logits_ptr + line.to(tl.int64) * vocab_size + token).to(tl.float32)
@@ -164,7 +165,7 @@ def finish_sample_kernel(
 def advance_kernel(
     row_ptr, out_token_ptr, last_token_ptr, position_ptr, dummy,
 ):  # fmt: skip
-    """Make the sampled token the next input of its sequence; rows of padding stay where they are."""
+    """Make the sampled token the next input of its sequence; padding rows stay as they are."""
     line = tl.program_id(0)
     row = tl.load(row_ptr + line)
     if row != dummy:
@@ -172,7 +173,7 @@ def advance_kernel(
         tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
 
 
-# ------------------------------------------------------------- what some requests add to plain sampling (extras.py)
+# ------------------------------------------------------------------- for requests with extras (extras.py)
 
 PENALIZED = tl.constexpr(1)  # bits of a slot's flags
 RAW = tl.constexpr(2)
@@ -198,7 +199,7 @@ def penalty_kernel(
     logits_ptr, row_ptr, flags_ptr, code_ptr, penalty_ptr, peak_ptr, total_ptr, vocab_size, part_size,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Measure the raw logits for their log-sum-exp, then penalise them in place. Grid (sequences, parts of the vocabulary)."""
+    """Log-sum-exp of the raw logits, then penalties in place. Grid (sequences, parts of the vocabulary)."""
     line, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + line).to(tl.int64)
     flags = tl.load(flags_ptr + row)
@@ -249,11 +250,11 @@ def ban_kernel(
     logits_ptr, row_ptr, pos_ptr, temperature_ptr, min_len_ptr, num_banned_ptr, banned_ptr, held_ptr, vocab_size,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    """Take stop tokens away from sequences that are too short to end; `held` keeps their log-sum-exp for the log-prob."""
+    """Ban stop tokens in sequences below their minimum length; `held` keeps their log-sum-exp for the log-prob."""
     line = tl.program_id(0)
     row = tl.load(row_ptr + line).to(tl.int64)
     held = float("-inf")
-    # The token to sample stands one after the one just computed.
+    # The token to sample follows the one just computed.
     if tl.load(pos_ptr + line) + 1 < tl.load(min_len_ptr + row):
         given = tl.load(temperature_ptr + row)
         at = tl.arange(0, MOST)
@@ -274,7 +275,7 @@ def finish_extras_kernel(
     held_ptr, peak_ptr, total_ptr, out_token_ptr, out_logprob_ptr, out_raw_ptr, vocab_size,
     PARTS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """After sampling: the banned tokens' share of the log-prob, the raw log-prob, the count of the token."""
+    """After sampling: add the banned tokens to the log-prob, compute the raw log-prob, count the token."""
     line = tl.program_id(0)
     row = tl.load(row_ptr + line).to(tl.int64)
     token = tl.load(out_token_ptr + line)

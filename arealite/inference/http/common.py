@@ -1,7 +1,7 @@
-"""What all HTTP endpoints of the server share: reading JSON, answering errors, the bearer token, awaiting the engine.
+"""Shared by all HTTP endpoints of the server: JSON bodies, errors, the bearer token, waiting for the engine.
 
-Guarantees that a bad request gets a status and a message that says what was wrong, and never a stack trace or a dead server. What fails in
-a stream that has begun is told as its last event.
+A bad request gets a status and a message that says what is wrong, never a traceback, and never ends the server. An
+error in a stream that has begun is sent as its last event.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hmac
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from aiohttp import web
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput
-from arealite.utils.json_client import dumps
+from arealite.utils.json_client import dumps, loads
 
 ENGINE = web.AppKey("engine", Engine)
 API_KEY = web.AppKey("api_key", str)
@@ -30,12 +30,13 @@ logger = logging.getLogger("arealite.server")
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answer every exception of a handler, also a bug, with a status and a JSON body."""
     try:
         check_token(request)
         return await handler(request)
-    except ConnectionResetError:  # the client has gone: there is nobody to tell
+    except ConnectionResetError:  # the client has closed the connection
         raise
-    except Exception as error:  # the top of a request: also a bug is told, and ends this one only
+    except Exception as error:
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise
         body = error_body(request, error)
@@ -43,6 +44,7 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
 
 
 def check_token(request: web.Request) -> None:
+    """Raise 401 unless the request carries the server's bearer token, if it has one."""
     expected = request.app[API_KEY]
     if not expected or request.path in OPEN_PATHS:
         return
@@ -52,7 +54,7 @@ def check_token(request: web.Request) -> None:
 
 
 def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
-    """What a client is told of a failure; the server's log keeps the traceback of one that nobody foresaw."""
+    """Make the JSON body of an error. An unexpected exception is logged with its traceback."""
     if isinstance(error, RequestError | WeightUpdateError):
         status, message = 400, str(error)
     elif isinstance(error, ServerError):
@@ -61,19 +63,20 @@ def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
         status, message = error.status, error.reason or error.text or ""
     else:
         logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        status, message = 500, f"a bug of the server, whose log says more: {error!r}"
+        status, message = 500, f"bug in the server, its log has the traceback: {error!r}"
     return {"error": {"message": message, "code": status}, "success": False, "message": message}
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
+    """Answer with a JSON body."""
     return web.Response(body=dumps(body), status=status, content_type="application/json")
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object."""
+    """Read the body as a JSON object; an empty body is an empty object."""
     try:
         raw = await request.read()
-        body = json.loads(raw) if raw else {}
+        body = _parse_json(raw) if raw else {}
     except (web.RequestPayloadError, ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -81,7 +84,16 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     return body
 
 
+def _parse_json(raw: bytes) -> Any:
+    try:
+        return loads(raw)
+    except ValueError:
+        # Python's parser also accepts NaN and Infinity, which Python clients write.
+        return json.loads(raw)
+
+
 def flag(body: dict[str, Any], name: str) -> bool:
+    """Read an optional boolean field; absent or null is False."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {value!r}")
@@ -89,6 +101,7 @@ def flag(body: dict[str, Any], name: str) -> bool:
 
 
 def token_ids(value: Any, name: str) -> list[int]:
+    """Check that `value` is a list of token ids."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise RequestError(f"{name} must be a list of token ids")
     if value and not -(2**31) <= min(value) <= max(value) < 2**31:
@@ -102,9 +115,9 @@ async def answer(future: Future[Any]) -> Any:
 
 
 class Mailbox:
-    """Carries finished requests from the engine's thread to the event loop, all those of one step with one wake-up.
+    """Wakes the event loop once for all requests that finish in the same step of the engine's thread.
 
-    A thousand sequences of equal length end in the same step: waking the loop for each would hold up the engine's next one.
+    A thousand sequences of equal length end in the same step: one wake-up for each would delay the engine's next step.
     """
 
     def __init__(self) -> None:
@@ -112,6 +125,7 @@ class Mailbox:
         self._is_awake = False
 
     async def wait_for(self, future: Future[Any]) -> Any:
+        """Wait for a future that the engine's thread resolves."""
         loop = asyncio.get_running_loop()
         arrival: asyncio.Future[None] = loop.create_future()
 
@@ -126,7 +140,8 @@ class Mailbox:
         return future.result()
 
     def _deliver(self) -> None:
-        self._is_awake = False  # first, so that whatever arrives from now on wakes the loop again
+        # First, so that later arrivals wake the loop again.
+        self._is_awake = False
         while self._arrivals:
             arrival = self._arrivals.popleft()
             if not arrival.done():
@@ -137,18 +152,18 @@ MAILBOX = web.AppKey("mailbox", Mailbox)
 
 
 async def finish(app: web.Application, request: Request) -> list[SampleOutput]:
-    """Submit a request and await its outputs. If the client goes away, the request ends too."""
+    """Submit a request and wait for its outputs. A client that disconnects aborts its request."""
     engine = app[ENGINE]
     future = engine.submit(request)
     try:
-        return _whole(await app[MAILBOX].wait_for(future))
+        return _check_finite(await app[MAILBOX].wait_for(future))
     except asyncio.CancelledError:
         engine.abort(request.rid)
         raise
 
 
 async def progress(engine: Engine, request: Request) -> AsyncIterator[tuple[int, int, float, str] | list[SampleOutput]]:
-    """Submit a request and yield (sample, token, log-prob, text) as they come, then the outputs."""
+    """Submit a request and yield (sample, token, log-prob, text) for each token, then the list of outputs."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -163,39 +178,39 @@ async def progress(engine: Engine, request: Request) -> AsyncIterator[tuple[int,
         while not ended:
             event = await events.get()
             ended = isinstance(event, Future)
-            yield _whole(event.result()) if ended else event
+            yield _check_finite(event.result()) if ended else event
     finally:
         if not ended:
             engine.abort(request.rid)
 
 
-def _whole(outputs: list[SampleOutput]) -> list[SampleOutput]:
-    """The outputs, unless numbers that are not finite have ended one of them: those are no tokens, and no JSON."""
+def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:
+    """Raise if non-finite numbers have ended a sequence: it has no valid tokens."""
     for output in outputs:
         if "status_code" in output.finish_reason:
             raise web.HTTPInternalServerError(reason=output.finish_reason["message"])
     return outputs
 
 
-async def event_stream(request: web.Request, chunks: AsyncIterator[str]) -> web.StreamResponse:
-    """Server-sent events (chunks are JSON), closed by `[DONE]`. The first chunk is made before the status is sent."""
+async def event_stream(request: web.Request, chunks: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+    """Send JSON chunks as server-sent events, then `[DONE]`. An error before the first chunk sets the status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        await response.write(f"data: {first}\n\n".encode())
-        async for chunk in _tell_failure(request, chunks):
-            await response.write(f"data: {chunk}\n\n".encode())
+        await response.write(b"data: %b\n\n" % first)
+        async for chunk in _append_error(request, chunks):
+            await response.write(b"data: %b\n\n" % chunk)
         await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         await chunks.aclose()
     return response
 
 
-async def _tell_failure(request: web.Request, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The chunks, and if there is no next one because of a failure, that: the status has been sent."""
+async def _append_error(request: web.Request, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the chunks, and an error as the last one: the status has been sent already."""
     try:
         async for chunk in chunks:
             yield chunk
     except Exception as error:
-        yield dumps(error_body(request, error)).decode()
+        yield dumps(error_body(request, error))

@@ -1,23 +1,32 @@
-"""`POST /generate`: SGLang's native endpoint, token ids (or text) in, token ids with log-probs and weight versions out.
+"""`POST /generate`, SGLang's native endpoint: token ids or text in; token ids, log-probs and weight versions out.
 
-Differences from SGLang, on purpose: log-probs are always returned; `text` is only made when the prompt was text, or `stop`, `stream` or
-`return_text` ask for it (decoding costs more than sampling on small models); `return_raw_logprob` adds the log-probs at temperature 1.
+Differences from SGLang: log-probs are always returned. `text` is made only if the prompt is text, or if `stop`,
+`stream` or `return_text` ask for it, because decoding costs more than sampling on small models. `return_raw_logprob`
+adds the log-probs at temperature 1.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.http.common import ENGINE, event_stream, finish, flag, progress, read_object, token_ids
-from arealite.inference.http.json_arrays import encode_tokens
+from arealite.inference.http.common import (
+    ENGINE,
+    event_stream,
+    finish,
+    flag,
+    json_response,
+    progress,
+    read_object,
+    token_ids,
+)
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.utils.json_client import dumps
 
 _KNOWN = {
     "text",
@@ -35,18 +44,19 @@ _UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_ex
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
+    """Handle `/generate`."""
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     request = parse(engine, body)
     if flag(body, "stream"):
         request.want_text |= engine.tokenizer is not None
         return await event_stream(http_request, _stream(engine, request))
     outputs = await finish(http_request.app, request)
-    parts = [encode_output(engine, request, i, output) for i, output in enumerate(outputs)]
-    body = f"[{','.join(parts)}]" if request.params.n > 1 else parts[0]
-    return web.Response(body=body.encode(), content_type="application/json")
+    answers = [describe(engine, request, i, output) for i, output in enumerate(outputs)]
+    return json_response(answers if request.params.n > 1 else answers[0])
 
 
 def parse(engine: Engine, body: dict[str, Any]) -> Request:
+    """Make a request from a JSON body; `RequestError` says what is wrong with it."""
     for name in _UNSUPPORTED:
         if body.pop(name, None):
             raise RequestError(f"{name} is not supported by the embedded engine")
@@ -61,6 +71,7 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
     rid = body.get("rid")
     if rid is not None and not isinstance(rid, str):
         raise RequestError(f"rid must be a string, got {rid!r}")
+    check_text(rid or "")
     return Request(
         token_ids(ids, "input_ids"),
         SamplingParams.from_json({} if params is None else params),
@@ -71,7 +82,7 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
 
 
 def check_text(text: str) -> None:
-    """JSON can write halves of characters, which no tokenizer reads."""
+    """Refuse lone surrogates, which JSON can contain and tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -79,6 +90,7 @@ def check_text(text: str) -> None:
 
 
 def encode(engine: Engine, text: Any) -> list[int]:
+    """Tokenize a prompt."""
     if not isinstance(text, str):
         raise RequestError(f"text must be a string, got {type(text).__name__}")
     if engine.tokenizer is None:
@@ -88,13 +100,15 @@ def encode(engine: Engine, text: Any) -> list[int]:
 
 
 def describe(engine: Engine, request: Request, index: int, output: SampleOutput) -> dict[str, Any]:
-    """All of an output's meta_info but the log-probs, as SGLang words it."""
+    """Describe an output with SGLang's field names."""
     spans = output.version_spans
     version = spans[-1][0] if spans else engine.version
+    ids = output.token_ids
     meta = {
+        "output_token_logprobs": list(zip(output.logprobs, ids, [None] * len(ids), strict=True)),
         "id": request.rid if request.params.n == 1 else f"{request.rid}_{index}",
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(output.token_ids),
+        "completion_tokens": len(ids),
         "cached_tokens": output.cached_tokens,
         "weight_version": str(version),
         "weight_versions": [{"version": str(version), "start": start, "end": end} for version, start, end in spans],
@@ -103,32 +117,22 @@ def describe(engine: Engine, request: Request, index: int, output: SampleOutput)
     }
     if output.raw_logprobs is not None:
         meta["output_token_raw_logprobs"] = output.raw_logprobs
-    return meta
+    return {"text": output.text or "", "index": index, "output_ids": ids, "meta_info": meta}
 
 
-def encode_output(engine: Engine, request: Request, index: int, output: SampleOutput) -> str:
-    """One output as JSON. Tokens and log-probs are most of it, and are not left to the encoder."""
-    ids, logprobs = encode_tokens(output.token_ids, output.logprobs, engine.shape.vocab_size)
-    meta = json.dumps(describe(engine, request, index, output), separators=(",", ":"))
-    return (
-        f'{{"text":{json.dumps(output.text or "")},"index":{index},"output_ids":[{ids}],'
-        f'"meta_info":{{"output_token_logprobs":[{logprobs}],{meta[1:]}}}'
-    )
-
-
-async def _stream(engine: Engine, request: Request) -> AsyncIterator[str]:
-    """Cumulative chunks, as SGLang sends them; the last one of each sample carries its finish_reason."""
+async def _stream(engine: Engine, request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield cumulative chunks as SGLang does; the last one of each sample has its finish_reason."""
     texts = [""] * request.params.n
     tokens: list[list[int]] = [[] for _ in texts]
     logprobs: list[list[float]] = [[] for _ in texts]
     async for event in progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
-                yield encode_output(engine, request, i, output)
+                yield dumps(describe(engine, request, i, output))
             return
         index, token, logprob, text = event
         texts[index] += text
         tokens[index].append(token)
         logprobs[index].append(logprob)
         partial = SampleOutput(tokens[index], logprobs[index], None, [], None, 0, text=texts[index])
-        yield encode_output(engine, request, index, partial)
+        yield dumps(describe(engine, request, index, partial))

@@ -1,16 +1,16 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools that speak them.
+"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools that use that protocol.
 
-Only the sampled token's log-prob is known: alternatives (`top_logprobs`) are refused. Beyond OpenAI's fields: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids` (adds the prompt's and
-the output's token ids, so that a trainer need not tokenise again).
+Only the sampled token's log-prob is known, so `top_logprobs` is refused. Fields beyond OpenAI's: `top_k`, `min_p`,
+`repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds the token ids of
+prompt and output, so that a trainer need not tokenize the text again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from arealite.inference.http.common import (
 )
 from arealite.inference.http.generate_api import check_text, encode
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.utils.json_client import dumps
 
 _SAMPLING = {
     "n": "n",
@@ -67,9 +68,9 @@ _OTHER = {
     "metadata",
     "stream_options",
 }
-# What is accepted with these values only; most ask for nothing.
+# Fields that are accepted with these values only; most of them change nothing.
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "logprobs": (True, False, 0, 1),  # completions count alternatives, which are not known
+    "logprobs": (True, False, 0, 1),  # /v1/completions counts alternatives here
     "return_token_ids": (True, False),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True, False),
@@ -83,7 +84,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 async def models(http_request: web.Request) -> web.Response:
-    """The one model there is, in a list or by its name."""
+    """Handle `/v1/models`: the one model, in a list or by its name."""
     engine, name = http_request.app[ENGINE], http_request.match_info.get("name")
     own = engine.config.model_path
     entry = {"id": own, "object": "model", "created": int(time.time()), "owned_by": "arealite"}
@@ -96,6 +97,7 @@ async def models(http_request: web.Request) -> web.Response:
 
 
 async def completions(http_request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/completions`."""
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     params = _sampling(body, default_max_tokens=16)
     prompts = _prompts(engine, body.get("prompt"))
@@ -105,17 +107,18 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
             raise RequestError("stream takes one prompt")
         return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
     for request in requests:
-        engine.check(request)  # one that is refused refuses all, before any has begun
+        engine.check(request)  # before any of them is submitted
     tasks = [asyncio.create_task(finish(http_request.app, request)) for request in requests]
     try:
         groups = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            task.cancel()  # those that are left when one fails: nobody reads them
+            task.cancel()  # if one has failed, abort the others
     return json_response(_result(engine, requests, groups, body, chat=False))
 
 
 async def chat_completions(http_request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/chat/completions`."""
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     ids = _chat_prompt(engine, body)
     params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
@@ -141,7 +144,7 @@ def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
 
 
 def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
-    """A prompt is a text, a list of token ids, or a list of either."""
+    """Token ids of each prompt: a text, a list of token ids, or a list of either."""
     if isinstance(prompt, str):
         return [encode(engine, prompt)]
     if not isinstance(prompt, list) or not prompt:
@@ -172,14 +175,14 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message as templates know it: most take text only, and would spell out a list of parts as Python does."""
+    """Check a message and join text parts: most chat templates take text only."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError("every message must be an object with a role")
     content = message.get("content")
     if isinstance(content, list):
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
         if not all(isinstance(text, str) for text in parts):
-            raise RequestError("the embedded engine reads text: every part of content must be one")
+            raise RequestError("the embedded engine reads text only: every part of content must be a text")
         return {**message, "content": "".join(parts)}
     if not isinstance(content, str | None):
         raise RequestError(f"content must be a text or a list of parts, got {content!r:.60}")
@@ -223,14 +226,14 @@ def _envelope(engine: Engine, request: Request, body: dict[str, Any], chat: bool
 
 def _content(engine: Engine, output: SampleOutput, body: dict[str, Any], chat: bool) -> dict[str, Any]:
     text = output.text or ""
-    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     if _wants_logprobs(body):
         content["logprobs"] = _logprobs(engine, output.token_ids, output.logprobs, chat)
     return {**content, "finish_reason": output.finish_reason["type"]}
 
 
 def _wants_logprobs(body: dict[str, Any]) -> bool:
-    """`false` asks for none; OpenAI's completions endpoint counts alternatives, of which 0 still means the token itself."""
+    """Whether log-probs are wanted. In `/v1/completions` 0 means: of the sampled token, without alternatives."""
     return body.get("logprobs") is not None and body["logprobs"] is not False
 
 
@@ -241,7 +244,8 @@ def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool)
     content = [
         {
             "token": text,
-            "bytes": None if "\ufffd" in text else list(text.encode()),  # part of a character
+            # None for a token that is a part of a character
+            "bytes": None if "\ufffd" in text else list(text.encode()),
             "logprob": logprob,
             "top_logprobs": [],
         }
@@ -252,7 +256,7 @@ def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool)
 
 @lru_cache(1 << 17)
 def _token_text(tokenizer: Any | None, token: int) -> str:
-    """A token as it reads within a text, where its leading blank is not lost."""
+    """The text of a token in the middle of a text, with its leading blank."""
     if tokenizer is None:
         return f"token_id:{token}"
     text = tokenizer.decode([token])
@@ -260,8 +264,8 @@ def _token_text(tokenizer: Any | None, token: int) -> str:
     return f" {text}" if is_word and not text.startswith(" ") else text
 
 
-async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> AsyncIterator[str]:
-    """One chunk per piece of text (or per token, with log-probs or ids), and a last one per choice with its finish_reason."""
+async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> AsyncGenerator[bytes, None]:
+    """Yield a chunk per piece of text (per token with log-probs or ids), and a last one per choice."""
     envelope = _envelope(engine, request, body, chat)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -274,10 +278,10 @@ async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: 
                 piece = _piece(i, rest, output.finish_reason["type"], chat)
                 if body.get("return_token_ids"):
                     piece["prompt_token_ids"] = request.prompt.tolist()
-                yield json.dumps({**envelope, "choices": [piece]})
+                yield dumps({**envelope, "choices": [piece]})
             if options.get("include_usage"):
                 usage = _usage(len(request.prompt), event)
-                yield json.dumps({**envelope, "choices": [], "usage": usage})
+                yield dumps({**envelope, "choices": [], "usage": usage})
             return
         index, token, logprob, text = event
         num_sent[index] += len(text)
@@ -287,7 +291,7 @@ async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: 
         if body.get("return_token_ids"):
             piece["token_ids"] = [token]
         if text or piece.keys() & {"logprobs", "token_ids"}:
-            yield json.dumps({**envelope, "choices": [piece]})
+            yield dumps({**envelope, "choices": [piece]})
 
 
 def _piece(index: int, text: str, reason: str | None, chat: bool) -> dict[str, Any]:

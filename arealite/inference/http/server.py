@@ -1,7 +1,7 @@
 """The HTTP server of the embedded engine: SGLang's native endpoints and OpenAI's, on aiohttp.
 
-Started by `python -m arealite.cli.serve`. The engine runs in its own thread; handlers hand it requests and await futures. `/health`
-answers 200 while the engine can serve and 503 with the cause once it has failed.
+Started by `python -m arealite.cli.serve`. The engine runs in its own thread; handlers hand it requests and await
+futures. `/health` answers 200 while the engine can serve and 503 with the cause once it has failed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 def make_app(engine: Engine, config: ServerConfig) -> web.Application:
+    """Make the web application with all routes."""
     app = web.Application(middlewares=[errors_as_json], client_max_size=_MAX_BODY_BYTES)
     app[ENGINE] = engine
     app[API_KEY] = config.api_key or ""
@@ -82,7 +83,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Take the port before the model is loaded, so that a taken one is known at once. Nobody can connect yet."""
+    """Bind the port before the model is loaded, so that a port in use is known at once. Does not listen yet."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,7 +92,8 @@ def bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Choose another port, or port=0 for a free one"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Use another port, or port=0 for any "
+            "free one"
         ) from error
     return sock
 
@@ -108,7 +110,7 @@ async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop:
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
     try:
         await stop.wait()
-        # What is running returns with the tokens it has, so that its clients can go on elsewhere.
+        # Running requests return the tokens they have, so that clients can continue on other servers.
         if engine.failure is None:
             await answer(engine.pause("abort"))
     finally:
@@ -151,7 +153,7 @@ async def health(http_request: web.Request) -> web.Response:
 
 
 async def health_generate(http_request: web.Request) -> web.Response:
-    """Make one token; fails if it is none, or takes more than 30 s (a paused engine makes none)."""
+    """Generate one token; fails if that takes more than 30 s, as in a paused engine."""
     request = Request([0], SamplingParams(max_new_tokens=1, temperature=0.0))
     try:
         await asyncio.wait_for(finish(http_request.app, request), timeout=30)
@@ -175,7 +177,7 @@ async def model_info(http_request: web.Request) -> web.Response:
 
 
 async def server_info(http_request: web.Request) -> web.Response:
-    """Counters; with `?probe=PATH`, also what this server reads in a segment that a trainer made on its GPU."""
+    """Counters; with `?probe=PATH`, also what this server reads in a trainer's segment of GPU memory."""
     info, probe = http_request.app[ENGINE].stats(), http_request.query.get("probe")
     if probe:
         loop = asyncio.get_running_loop()
@@ -184,10 +186,11 @@ async def server_info(http_request: web.Request) -> web.Response:
 
 
 async def weights_checker(http_request: web.Request) -> web.Response:
-    """A hash of all weights; with `?tensors=1`, quickly, a fingerprint of each tensor: `{name: [dtype, digest]}`.
+    """A hash of all weights; with `?tensors=1` a fast fingerprint of each tensor, `{name: [dtype, digest]}`.
 
-    With an adapter in use its own tensors are there too, under PEFT's names (`base_model.model.….lora_A.weight`), and the layers they change
-    as they are now used, merged. Whoever published the adapter compares its tensors; the merged ones follow from them.
+    With an adapter in use, the answer also has the adapter's tensors under PEFT's names
+    (`base_model.model.….lora_A.weight`); the layers it changes are those in use, merged. The trainer compares the
+    adapter's tensors, from which the merged ones follow.
     """
     engine = http_request.app[ENGINE]
     if http_request.query.get("tensors"):
@@ -235,7 +238,7 @@ async def update_weights_from_shm(http_request: web.Request) -> web.Response:
 
 
 async def load_lora_adapter(http_request: web.Request) -> web.Response:
-    """SGLang's form: `lora_name`, `lora_path` (a PEFT folder). One adapter at a time: it takes the place of the one before.
+    """SGLang's form: `lora_name`, `lora_path` (a PEFT folder). It replaces the adapter in use.
 
     The weight version becomes `weight_version`, else N where `lora_name` is `vN`, else the next one.
     """
@@ -250,7 +253,7 @@ async def load_lora_adapter(http_request: web.Request) -> web.Response:
 
 
 async def unload_lora_adapter(http_request: web.Request) -> web.Response:
-    """Back to the base weights and the version they had."""
+    """Go back to the base weights and their version."""
     engine, body = http_request.app[ENGINE], await read_object(http_request)
     name = body.get("lora_name")
     if not name or name != engine.adapter_name:
@@ -297,7 +300,7 @@ async def _update_published(http_request: web.Request, way: Literal["disk", "shm
 async def _update(
     http_request: web.Request, body: dict[str, Any], get_source: Callable[[], WeightSource]
 ) -> web.Response:
-    """Update the engine's weights. Reading and checking run on a thread: neither server nor engine waits for the disk."""
+    """Update the engine's weights. A thread reads and checks them: neither server nor engine waits for the disk."""
     engine = http_request.app[ENGINE]
     flush = body.get("flush_cache") is None or flag(body, "flush_cache")
     if flag(body, "abort_all_requests"):
