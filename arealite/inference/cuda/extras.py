@@ -6,8 +6,6 @@ waits for the host. The distribution is that of `cpu.sampler.sample`.
 Legend: S slots (row S is padding), B rows of a step, V vocabulary.
 """
 
-# A launch, kernel[grid](…), has no type where Triton is not installed.
-# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Any

@@ -3,8 +3,6 @@
 None of them allocates on the host or reads from the device, so every function can be captured in a CUDA graph.
 """
 
-# A launch, kernel[grid](…), has no type where Triton is not installed.
-# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass
