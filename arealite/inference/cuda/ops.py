@@ -180,18 +180,11 @@ def attend(
         H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=32 if precise else 64,
-<<<<<<< HEAD
         SPLITS=splits, WINDOW=window or 0, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         num_warps=2 if decode else 8,
         num_stages=2 if precise else 3,
-=======
-        SPLITS=splits,
-        WINDOW=window or 0,
-        DECODE=decode, PRECISE=precise, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        num_warps=2 if decode else 8, num_stages=2 if precise else 3,
->>>>>>> 19372cf (Shorten a kernel launch)
     )  # fmt: skip
     if splits > 1:
         kernels.merge_splits_kernel[(n * num_heads,)](
