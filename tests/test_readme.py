@@ -59,3 +59,14 @@ def test_readme_lists_every_folder_of_the_package():
     root = Path(__file__).parents[1] / "arealite"
     folders = sorted(path.parent.name for path in root.glob("*/__init__.py"))
     assert [name for name in folders if f"  {name}/" not in tree] == []
+
+
+def test_line_counts_in_readme_are_true():
+    root = Path(__file__).parents[1] / "arealite"
+
+    def count(*rooms: str) -> int:
+        return sum(f.read_text().count("\n") for room in rooms for f in (root / room).rglob("*.py"))
+
+    core, total = (int(n.replace(",", "")) for n in re.findall(r"about ([\d,]+) lines", README))
+    assert abs(count("algo", "core", "workflow", "trainer") - core) < 0.03 * core
+    assert abs(count(".") - total) < 0.03 * total
