@@ -20,16 +20,16 @@ from arealite.api.errors import ServerError
 
 CONNECT_TIMEOUT_S = 10.0
 
-dumps: Callable[[Any], bytes]
-loads: Callable[[bytes], Any]
+
+def _dumps(obj: Any) -> bytes:
+    return json.dumps(obj, separators=(",", ":")).encode()
+
+
+dumps: Callable[[Any], bytes] = _dumps
+loads: Callable[[bytes], Any] = json.loads
 if importlib.util.find_spec("orjson") is not None:
     _orjson = importlib.import_module("orjson")
     dumps, loads = _orjson.dumps, _orjson.loads
-else:
-    loads = json.loads
-
-    def dumps(obj: Any) -> bytes:
-        return json.dumps(obj, separators=(",", ":")).encode()
 
 
 class HttpError(ServerError):
