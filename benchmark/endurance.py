@@ -1,4 +1,6 @@
-"""Does a server stay what it is? Very many small requests through HTTP, some aborted, abandoned or refused, weights swapped meanwhile.
+"""Sends very many small requests to a server and checks that memory, speed and answers stay the same.
+
+Some requests are aborted, abandoned or refused, and weights are updated meanwhile.
 
     python benchmark/endurance.py requests=100000
 

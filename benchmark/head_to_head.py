@@ -1,4 +1,6 @@
-"""The embedded engine beside SGLang and vLLM: one machine, the same weights, prompts, lengths and client, log-probs returned.
+"""Compares the embedded engine with SGLang and vLLM on one machine.
+
+All get the same weights, prompts, lengths and client, and return log-probs.
 
     python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite
     python3" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu

@@ -208,14 +208,14 @@ class InferenceEngine(abc.ABC):
         """Make every server load the weights that the trainer published as `meta.version`."""
 
     def begin_update(self, meta: WeightUpdateMeta) -> None:
-        """Called before the trainer publishes `meta`: start what need not wait for the complete weights."""
+        """Prepare the servers for the update `meta` before the trainer publishes it."""
 
     def server_info(self) -> list[dict[str, Any]]:
         """Return what each server says about itself (rank 0); empty if servers cannot be asked."""
         return []
 
     def read_probe(self, path: str) -> list[str]:
-        """Return what each server reads in a probe of shared memory at `path` (rank 0); empty if servers cannot be asked."""
+        """Return what each server reads in shared memory at `path` (rank 0); empty if none can be asked."""
         return []
 
     @abc.abstractmethod

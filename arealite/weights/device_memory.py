@@ -69,8 +69,8 @@ class DeviceWeights(Segment):
         gpus = visible_gpus()
         if fields["gpu"] not in gpus:
             raise WeightUpdateError(
-                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with that "
-                "GPU visible, or set rollout.weight_update=disk"
+                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with "
+                "that GPU visible, or set rollout.weight_update=disk"
             )
         device = gpus.index(fields["gpu"])
         handle = [base64.b64decode(f) if isinstance(f, str) else f for f in fields["handle"]]

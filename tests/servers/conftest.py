@@ -1,4 +1,4 @@
-"""Real inference servers for client tests: the embedded one, SGLang and vLLM on CPU, started by the launcher's own commands.
+"""Real inference servers for client tests: embedded, SGLang and vLLM on CPU, started with the launcher's commands.
 
 SGLang and vLLM live in environments of their own outside the clone (scripts/servers/install-*); a test that needs one
 is skipped with the reason where it is not installed, and fails in CI.

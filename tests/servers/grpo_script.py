@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
             with run.phase("rollout"):
                 batch = rollout.prepare_batch(dataloader, workflow)
             trained = batch["loss_mask"].bool()
-            # What the server said of its tokens, against a forward pass of the trainer: sequences all of the same weights.
+            # Compare the server's log-probs with a forward pass of the trainer, for sequences of the current weights.
             is_current = (batch["versions"] == rollout.get_version()) | ~trained
             fresh = trained & is_current.all(1, keepdim=True)
             batch["prox_logp"] = actor.compute_logp(batch)
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> None:
             sync_weights(actor, rollout, weights.with_version(step + 1))
             run.commit(step, stats)
             if rank() == 0:
-                line = {"step": step, "gap": gap, "fresh": int(fresh.sum()), "lag": lag, "attempt": os.environ["AREALITE_ATTEMPT"]}  # fmt: skip
+                line = {"step": step, "gap": gap, "fresh": int(fresh.sum()), "lag": lag}
+                line["attempt"] = os.environ["AREALITE_ATTEMPT"]
                 with (run_dir.path / "checks.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
 

@@ -28,7 +28,8 @@ def arguments(
         *(f"train_dataset.path={rows}", "train_dataset.batch_size=4", f"total_train_steps={steps}"),
         *(f"actor.path={model}", "actor.dtype=float32", "actor.device=cpu", "actor.optimizer.lr=1e-3"),
         *("gconfig.n_samples=4", "gconfig.max_new_tokens=24", "server.device=cpu", "server.dtype=float32"),
-        *(f"rollout.weight_update={way}", "rollout.max_head_offpolicyness=1", "launcher.stop_timeout_s=5", "server.max_total_tokens=8192"),
+        *(f"rollout.weight_update={way}", "rollout.max_head_offpolicyness=1", "launcher.stop_timeout_s=5"),
+        "server.max_total_tokens=8192",
     ]  # fmt: skip
     for key in ("sglang", "vllm"):
         if getattr(config, key):

@@ -132,7 +132,8 @@ def test_the_version_is_sent_with_the_last_portion(connect, monkeypatch):
     assert [body["names"] for body in sent] == [["a"], ["b"]]
     assert [body.get("weight_version") for body in sent] == [None, "3"]
     order = [path for path in stub.asked if path not in ("/health", "/openapi.json")]
-    assert order == ["/pause_generation", "/begin_weight_update", update, update, "/end_weight_update", "/continue_generation"]  # fmt: skip
+    begin, end = ["/pause_generation", "/begin_weight_update"], ["/end_weight_update", "/continue_generation"]
+    assert order == [*begin, update, update, *end]
 
 
 class Restarting:
@@ -150,7 +151,7 @@ class Restarting:
 
     def sglang(self, body: dict) -> dict:
         reason = {"type": "length"}
-        return {"meta_info": self.info({}) | {"output_token_logprobs": [[-1.0, 7, None]], "finish_reason": reason}}  # fmt: skip
+        return {"meta_info": self.info({}) | {"output_token_logprobs": [[-1.0, 7, None]], "finish_reason": reason}}
 
     def vllm(self, body: dict) -> dict:
         spans = [{"version": self.version, "start": 0, "end": 1}]

@@ -28,7 +28,7 @@ from tests.inference.conftest import SMALL, forward_logprobs, generate, make_mod
 from tests.server_process import server_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
-SETTINGS = {"max_total_tokens": 2048, "block_size": 16, "max_running_requests": 8, "max_prefill_tokens": 64}  # fmt: skip
+SETTINGS = {"max_total_tokens": 2048, "block_size": 16, "max_running_requests": 8, "max_prefill_tokens": 64}
 
 
 @pytest.fixture
@@ -119,7 +119,9 @@ def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):
     folders, adapted = [tmp_path / "one", tmp_path / "two"], []
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         adapted.append(peft.get_peft_model(copy.deepcopy(model), settings).eval())
         adapted[-1].save_pretrained(folder)
     first = None

@@ -49,5 +49,5 @@ def test_otherwise_disk_and_the_reason_is_logged(reason, rollout, config, tmp_pa
     config.actor.lora_rank = 4 if reason == "adapters" else 0
     meta = make_weight_meta(config, tmp_path, None if reason == "unasked" else rollout)
     assert (meta.type, meta.path) == ("disk", str(tmp_path / "weights"))
-    words = {"room": "0 MiB free", "elsewhere": "No such file", "unasked": "cannot be asked", "adapters": "folders"}  # fmt: skip
+    words = {"room": "0 MiB free", "elsewhere": "No such file", "unasked": "cannot be asked", "adapters": "folders"}
     assert f"{words[reason]}" in caplog.text

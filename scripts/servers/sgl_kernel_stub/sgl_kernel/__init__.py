@@ -1,5 +1,7 @@
-"""Stands in for SGLang's compiled kernels where there are none (a CPU without AMX): SGLang imports names from here at start-up and calls two
-operators that set up threads. Names exist; calling any of them says what is missing.
+"""Replaces SGLang's compiled kernels where there are none (a CPU without AMX).
+
+SGLang imports names from here at start-up and calls two operators that set up threads. All names exist; calling one
+raises an error that says what is missing.
 """
 
 import torch
