@@ -147,7 +147,8 @@ def _formulas(text: str) -> Iterator[tuple[re.Match[str], str]]:
             if formula:
                 yield match, formula
             continue
-        for part in _split_list(_THOUSANDS.sub(",", match["run"][-_MAX_ANSWER:]).replace("\\$", "").replace("$", "")):
+        run = _THOUSANDS.sub(",", match["run"][-_MAX_ANSWER:]).replace("\\$", "").replace("$", "")
+        for part in _split_list(_last_step(run)):
             formula = _trim(part)
             if formula and _HAS_VALUE.search(formula):
                 yield match, formula
@@ -157,15 +158,18 @@ def _delimited_formula(match: re.Match[str]) -> str:
     r"""The formula between `$`, `\(` or `\[`; the last step where there are several."""
     groups = (match[name] for name in ("dollars", "brackets", "parentheses", "inline"))
     formula = next(group for group in groups if group is not None)
+    return _last_step(formula).strip().rstrip(".,;:").strip()
+
+
+def _last_step(formula: str) -> str:
+    r"""The last line of aligned formulas, and of that line what follows `\implies`."""
     if _ALIGNED.search(formula):
         formula = _ALIGNED.sub("", formula).replace("&", "").rstrip("\\ \n").split("\\\\")[-1]
-    return _IMPLIES.split(formula)[-1].strip().rstrip(".,;:").strip()
+    return _IMPLIES.split(formula)[-1]
 
 
 def _split_list(run: str) -> Iterator[str]:
-    """The parts of a run that a space after `,` `.` or `:` separates, outside brackets. Aligned lines are one part."""
-    if _ALIGNED.search(run):
-        run = _ALIGNED.sub("", run).replace("&", "").rstrip("\\ \n").split("\\\\")[-1]
+    """The parts of a run that `,` `.` or `:` and a space separate, outside brackets."""
     depth = begin = 0
     for i, character in enumerate(run):
         depth += (character in "([{") - (character in ")]}")

@@ -1,3 +1,5 @@
+"""Rows of GSM8K for supervised training and for RL."""
+
 import pytest
 
 from arealite.api.cli_args import DatasetConfig, GenerationHyperparameters
@@ -6,7 +8,7 @@ from arealite.dataset import collate_sft, get_gsm8k_rl, get_gsm8k_sft, tokenize_
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
-def test_supervised_rows_train_the_answer_and_its_end(gsm8k_path, tokenizer):
+def test_supervised_rows_train_the_answer_and_the_end_token(gsm8k_path, tokenizer):
     rows = get_gsm8k_sft(DatasetConfig(path=str(gsm8k_path)), tokenizer)
     assert len(rows) == 32
     ids, mask = rows[3]["input_ids"], rows[3]["loss_mask"]
@@ -15,13 +17,13 @@ def test_supervised_rows_train_the_answer_and_its_end(gsm8k_path, tokenizer):
     assert tokenizer.decode(ids[: mask.index(1)]).endswith("How many?\n")
 
 
-def test_reinforcement_rows_are_chats_with_the_answer(gsm8k_path, tokenizer):
+def test_rl_rows_are_chats_with_the_answer(gsm8k_path, tokenizer):
     rows = get_gsm8k_rl(DatasetConfig(path=str(gsm8k_path)), tokenizer)
     assert set(rows[0]) == {"messages", "answer"} and rows[2]["answer"].endswith("#### 5")
     assert rows[0]["messages"][0]["role"] == "user" and "Tom has 0 pens" in rows[0]["messages"][0]["content"]
 
 
-def test_base_models_are_asked_in_plain_text(gsm8k_path, tokenizer, monkeypatch):
+def test_prompts_are_plain_text_without_a_chat_template(gsm8k_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     (row, *_) = get_gsm8k_rl(DatasetConfig(path=str(gsm8k_path), max_length=500), tokenizer)
     assert set(row) == {"prompt", "answer"}
@@ -41,7 +43,7 @@ def test_long_rows_are_left_out(gsm8k_path, tokenizer):
         get_gsm8k_rl(DatasetConfig(path=str(gsm8k_path), max_length=5), tokenizer)
 
 
-def test_wrong_columns_are_named(tmp_path, tokenizer):
+def test_missing_columns_are_an_error(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
     with pytest.raises(DatasetError, match="lacks question and has prompt, answer"):
         get_gsm8k_rl(DatasetConfig(path=str(tmp_path / "a.jsonl")), tokenizer)

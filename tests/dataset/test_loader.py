@@ -1,3 +1,5 @@
+"""Order, epochs and resuming of the data loader."""
+
 import pytest
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, TrainEngineConfig
@@ -14,7 +16,7 @@ def take(batches, count):
     return [[row["i"] for row in next(batches)] for _ in range(count)]
 
 
-def test_an_epoch_gives_each_row_at_most_once_and_drops_the_rest():
+def test_an_epoch_yields_each_row_at_most_once_and_drops_the_remainder():
     loader = make()
     assert len(loader) == 3
     seen = [row["i"] for batch in loader for row in batch]
@@ -22,7 +24,7 @@ def test_an_epoch_gives_each_row_at_most_once_and_drops_the_rest():
     assert [[r["i"] for r in b] for b in make(shuffle=False)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-def test_order_depends_on_seed_and_epoch_alone():
+def test_order_depends_only_on_seed_and_epoch():
     assert take(make(seed=3).cycle(), 12) == take(make(seed=3).cycle(), 12)
     assert take(make(seed=3).cycle(), 3) != take(make(seed=4).cycle(), 3)
     two_epochs = take(make(seed=3).cycle(), 6)
@@ -30,7 +32,7 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 
 @pytest.mark.parametrize("done", range(8))
-def test_resume_is_exact_at_every_place(done):
+def test_resume_is_exact_at_every_position(done):
     straight = take(make(seed=5).cycle(), 12)
     first = make(seed=5)
     before = take(first.cycle(), done)
@@ -39,14 +41,14 @@ def test_resume_is_exact_at_every_place(done):
     assert before + take(second.cycle(), 12 - done) == straight
 
 
-def test_impossible_sizes_are_named():
+def test_too_few_rows_are_an_error():
     with pytest.raises(DatasetError, match="has no rows"):
         make(rows=0)
     with pytest.raises(DatasetError, match="has 2 rows, fewer than one batch: lower batch_size=3"):
         make(rows=2)
 
 
-def test_ranks_that_share_a_replica_need_no_rows_of_their_own(monkeypatch):
+def test_batch_size_counts_replicas_not_ranks(monkeypatch):
     config = SFTConfig(
         experiment_name="e",
         trial_name="t",
@@ -54,11 +56,12 @@ def test_ranks_that_share_a_replica_need_no_rows_of_their_own(monkeypatch):
         train_dataset=DatasetConfig(path="d", batch_size=4),
         model=TrainEngineConfig(path="m"),
     )
-    config.check()  # the number of data-parallel ranks is checked here, and only here
+    # Only the config checks the number of data-parallel ranks.
+    config.check()
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert len(make(size=config.train_dataset.batch_size)) == 2
 
 
-def test_a_changed_dataset_is_not_resumed():
+def test_a_changed_dataset_cannot_be_resumed():
     with pytest.raises(DatasetError, match="num_rows was 10 and is 11"):
         make(rows=11).load_state_dict(make().state_dict())

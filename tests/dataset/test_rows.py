@@ -1,3 +1,5 @@
+"""Loading rows from files, folders and hubs."""
+
 import gzip
 import json
 import sys
@@ -96,7 +98,7 @@ def test_a_hub_dataset_is_read_by_role(monkeypatch, splits, train, valid):
         assert names_read("openai/gsm8k", role, split=splits[0]) == [splits[0]]
 
 
-def test_the_validation_set_of_a_config_has_the_role_of_one():
+def test_the_validation_set_of_a_config_knows_its_role():
     arguments = ["experiment_name=e", "trial_name=t", "model.path=m", "train_dataset.path=d", "valid_dataset.path=d"]
     config = load_config(arguments, SFTConfig)
     assert config.valid_dataset.is_validation and not config.train_dataset.is_validation
@@ -131,7 +133,7 @@ def test_bad_files(tmp_path, name, text, expected):
         load(tmp_path / name)
 
 
-def test_a_folder_of_save_to_disk_says_what_to_do(tmp_path):
+def test_a_folder_of_save_to_disk_is_an_error_with_advice(tmp_path):
     for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(DatasetError, match="write it with `to_parquet`"):
@@ -148,7 +150,7 @@ def test_missing_paths(tmp_path):
         load(tmp_path / "empty")
 
 
-def test_a_hub_name_without_the_extra_says_what_to_install(monkeypatch):
+def test_a_hub_name_needs_the_hub_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DatasetError, match=r"pip install 'arealite\[hub\]'"):
         load("openai/gsm8k")
@@ -160,7 +162,7 @@ def test_required_columns():
         require_columns(ROWS, ["question", "a"])
 
 
-def test_a_folder_without_tokenizer_is_named(tmp_path):
+def test_a_folder_without_tokenizer_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=rf"cannot load a tokenizer from {tmp_path}: .*tokenizer_path"):
         load_tokenizer(str(tmp_path))

@@ -92,7 +92,7 @@ def reward(completion: str, answer: str) -> float:
         ("The answer is $2x + 3$.", "2x+3"),
     ],
 )
-def test_right_answers_in_other_words(completion, answer):
+def test_right_answers_in_other_spellings(completion, answer):
     assert reward(completion, answer) == 1.0
 
 
@@ -130,7 +130,7 @@ def test_right_answers_in_other_words(completion, answer):
         ("The answer is $2^{10}$", "2"),
     ],
 )
-def test_wrong_answers_stay_wrong(completion, answer):
+def test_wrong_answers_get_no_reward(completion, answer):
     assert reward(completion, answer) == 0.0
 
 
