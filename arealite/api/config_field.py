@@ -40,7 +40,9 @@ NOT_NEGATIVE, POSITIVE, AT_LEAST_1, SHARE = Range(0), Range(0, above=True), Rang
 
 
 def help_field(text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False) -> Any:
-    """Make a dataclass field with a line of help and a range. A callable default is a factory (a class or lambda).
+    """Make a dataclass field with a line of help and a range.
+
+    A callable default is a factory (a class or lambda).
 
     `any_text` allows control characters, for text that never reaches a command line or file name.
     """

@@ -89,7 +89,10 @@ def _split_messages(prompt: Any, chosen: Any, rejected: Any) -> tuple[Messages, 
 
 
 def _check_messages(name: str, messages: Any) -> Messages:
-    """Raise `ValueError` unless these are messages. An answer that is plain text becomes the assistant's message."""
+    """Raise `ValueError` unless these are messages.
+
+    An answer that is plain text becomes the assistant's message.
+    """
     if isinstance(messages, str) and name != "prompt":
         return [{"role": "assistant", "content": messages}]
     if not isinstance(messages, list) or not messages:

@@ -1,4 +1,6 @@
-"""Load the rows of a dataset as plain dicts, from local files or from a hub. Nothing in a row is ever evaluated.
+"""Load the rows of a dataset as plain dicts, from local files or from a hub.
+
+Nothing in a row is ever evaluated.
 
 A local path is a .jsonl (also .gz), .json, .csv (all values are text) or .parquet file, or a folder of them. A hub name
 needs the optional `datasets` package. Without `split`, training reads the train split and validation the validation or
@@ -84,7 +86,10 @@ def _files(path: Path, config: DatasetConfig) -> list[Path]:
 
 
 def _split_for_role(splits: list[str], config: DatasetConfig, choices: str) -> str:
-    """The split for training or validation, by its name. Raises `DatasetError` with the choices if there is none."""
+    """The split for training or validation, by its name.
+
+    Raises `DatasetError` with the choices if there is none.
+    """
     key, wanted = ("valid_dataset", _VALIDATION) if config.is_validation else ("train_dataset", _TRAINING)
     found = next((name for name in wanted if name in splits), None)
     if found is None and len(splits) == 1 and splits[0] not in (*_TRAINING, *_VALIDATION):

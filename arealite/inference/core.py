@@ -130,7 +130,10 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, rid: str | None, message: str = "aborted") -> int:
-        """End the request `rid`, or all if None, with the tokens it has. Returns the number of requests ended."""
+        """End the request `rid`, or all if None, with the tokens it has.
+
+        Returns the number of requests ended.
+        """
         self.settle()
         requests = list(self.requests.values())
         if rid is not None:
@@ -149,7 +152,10 @@ class EngineCore:
     # ---------------------------------------------------------------------------------- pauses and the cache
 
     def pause(self, mode: str) -> int:
-        """Stop generation until `resume`; see `Engine.pause`. Returns the number of requests that were running."""
+        """Stop generation until `resume`; see `Engine.pause`.
+
+        Returns the number of requests that were running.
+        """
         self.settle()
         self.paused = True
         running = [seq for seq in self.scheduler.slots.sequence if seq is not None]

@@ -135,7 +135,10 @@ class Engine(StepLoop):
         return request.future
 
     def abort(self, rid: str | None = None) -> Future[int]:
-        """End the request `rid`, or all if None, with the tokens it has. Returns the number of requests ended."""
+        """End the request `rid`, or all if None, with the tokens it has.
+
+        Returns the number of requests ended.
+        """
         return self._call(lambda: self.core.abort(rid))
 
     def pause(self, mode: str = "abort") -> Future[int]:
@@ -157,7 +160,9 @@ class Engine(StepLoop):
         return self._call(self.core.flush_cache)
 
     def update(self, source: WeightSource, flush_cache: bool = True) -> Future[int]:
-        """Load new weights. Generation goes on while this thread reads them; they are swapped in between two steps.
+        """Load new weights.
+
+        Generation goes on while this thread reads them; they are swapped in between two steps.
 
         `flush_cache=False` keeps the KV cache of requests in flight. Returns the number of requests in flight. One
         update at a time: an adapter is merged with the base weights that are in use when it comes into use.
@@ -177,7 +182,10 @@ class Engine(StepLoop):
         return future
 
     def release_memory(self) -> Future[None]:
-        """Free the device memory of KV cache, graphs and weights until `resume_memory`. Running requests wait."""
+        """Free the device memory of KV cache, graphs and weights until `resume_memory`.
+
+        Running requests wait.
+        """
         return self._call(self.core.release)
 
     def resume_memory(self) -> Future[None]:
@@ -193,7 +201,10 @@ class Engine(StepLoop):
         return self._call(self.weights.fingerprint)
 
     def fingerprints(self) -> Future[Fingerprints]:
-        """A cheap fingerprint of each tensor, to be compared after every update. Generation goes on meanwhile."""
+        """A cheap fingerprint of each tensor, to be compared after every update.
+
+        Generation goes on meanwhile.
+        """
         if self.ranks is not None:  # the other ranks answer between two steps
             return self._call(self.weights.fingerprints)
         return _FINGERPRINT_THREAD.submit(self.weights.fingerprints)

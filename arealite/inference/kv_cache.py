@@ -68,7 +68,10 @@ class BlockPool:
                     self._dirty.append(block)
 
     def spoil(self, blocks: list[int]) -> None:
-        """Remove blocks that may hold non-finite numbers from the prefix cache. Sequences that share them keep them."""
+        """Remove blocks that may hold non-finite numbers from the prefix cache.
+
+        Sequences that share them keep them.
+        """
         for block in blocks:
             if block in self._key_of:
                 self._forget(block)
@@ -92,7 +95,10 @@ class BlockPool:
         return blocks, parent
 
     def register(self, blocks: list[int], tokens: np.ndarray, start: int, parent: int) -> int:
-        """Add the full `blocks[start:]` to the prefix cache; `tokens` begin at block 0. Returns the last node."""
+        """Add the full `blocks[start:]` to the prefix cache; `tokens` begin at block 0.
+
+        Returns the last node.
+        """
         size = self.block_size
         for index in range(start, len(blocks)):
             key = (parent, tokens[index * size : (index + 1) * size].tobytes())

@@ -104,7 +104,10 @@ def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[
 def load_shards(
     path: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, group: TensorGroup
 ) -> tuple[PreTrainedModel, Shards]:
-    """Load one rank of a tensor-parallel model. Reads only this rank's part of each tensor where the files allow it."""
+    """Load one rank of a tensor-parallel model.
+
+    Reads only this rank's part of each tensor where the files allow it.
+    """
     with model_errors(path), _parameters_without_memory():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
     model.tie_weights()

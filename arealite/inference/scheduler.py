@@ -132,7 +132,10 @@ class Scheduler:
         return budget
 
     def _prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
-        """Plan a chunk of the sequence within the budget; it decodes once all is computed. Returns the chunk's size."""
+        """Plan a chunk of the sequence within the budget; it decodes once all is computed.
+
+        Returns the chunk's size.
+        """
         slot = seq.slot
         target = int(self.slots.length[slot]) - 1
         end = min(target, seq.num_computed + budget)

@@ -31,7 +31,10 @@ _NO_LOGPROBS = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters, named as in SGLang. `temperature=0` is greedy; `top_k` 0 or -1 keeps all tokens."""
+    """Sampling parameters, named as in SGLang.
+
+    `temperature=0` is greedy; `top_k` 0 or -1 keeps all tokens.
+    """
 
     n: int = 1
     max_new_tokens: int = 128

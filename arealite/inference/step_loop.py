@@ -98,7 +98,10 @@ class StepLoop(abc.ABC):
             self._wake.notify()
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function` between two steps. A `WeightUpdateError` is the caller's; other errors fail the loop."""
+        """Run `function` between two steps.
+
+        A `WeightUpdateError` is the caller's; other errors fail the loop.
+        """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it runs also if the caller gives up
 

@@ -201,8 +201,8 @@ class ServedWeights:
         for name, (down, up, _) in adapter.layers.items():
             if name not in targets or targets[name].dim() != 2:
                 raise WeightUpdateError(
-                    f"{source} adapts {name!r}, which is not a separate linear layer of this model: the adapter belongs "
-                    "to another model. The old weights are still served"
+                    f"{source} adapts {name!r}, which is not a separate linear layer of this model: the adapter "
+                    "belongs to another model. The old weights are still served"
                 )
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
             for factor in (down, up):

@@ -73,7 +73,10 @@ class StopEvent(threading.Event):
 
 @dataclass
 class Job:
-    """What to run and where. `devices` lists the devices of each node (slots for processes if there are no GPUs)."""
+    """What to run and where.
+
+    `devices` lists the devices of each node (slots for processes if there are no GPUs).
+    """
 
     config: LaunchConfig
     script: str

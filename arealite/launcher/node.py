@@ -1,4 +1,6 @@
-"""Runs one node's part of a job: starts its servers and trainer ranks and watches both. Every launcher uses it.
+"""Runs one node's part of a job: starts its servers and trainer ranks and watches both.
+
+Every launcher uses it.
 
 Nodes find each other through the name service: a node publishes the addresses of its servers when they are healthy, and
 the node of rank 0 publishes the rendezvous address. Ranks start when all names are there. A server that dies is started
@@ -128,7 +130,10 @@ class NodePart:
             self.step()
 
     def step(self, wait_s: float = _RUNNING_WAKE_S) -> None:
-        """Wait for an event and handle it. Raises if this node must end: a signal, or a failure here or elsewhere."""
+        """Wait for an event and handle it.
+
+        Raises if this node must end: a signal, or a failure here or elsewhere.
+        """
         self.names.renew()
         self.elastic.renew()
         self.publish_healthy()

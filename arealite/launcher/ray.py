@@ -45,7 +45,10 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
 
 
 def connect(num_cpus: int | None = None) -> Any:
-    """Return the `ray` module, connected to a cluster. A cluster started here has at least `num_cpus` CPUs."""
+    """Return the `ray` module, connected to a cluster.
+
+    A cluster started here has at least `num_cpus` CPUs.
+    """
     try:
         import ray
     except ImportError as error:

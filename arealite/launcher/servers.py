@@ -1,4 +1,6 @@
-"""Ports, commands and health checks of inference servers. Used by every launcher; imports no server code.
+"""Ports, commands and health checks of inference servers.
+
+Used by every launcher; imports no server code.
 
 `arealite.api.backends` declares the command line and environment of each kind of server.
 """

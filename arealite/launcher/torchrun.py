@@ -107,7 +107,10 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
 
 
 class TorchrunPart(NodePart):
-    """A node whose ranks are children of one torchrun. `meeting` holds the leases by which several machines met."""
+    """A node whose ranks are children of one torchrun.
+
+    `meeting` holds the leases by which several machines met.
+    """
 
     def __init__(self, *args: Any, meeting: FileNames | None = None):
         super().__init__(*args)

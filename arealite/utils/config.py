@@ -40,7 +40,10 @@ USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
 
 
 def load_config(argv: list[str], cls: type[T]) -> T:
-    """Load and check the configuration that the arguments describe. `--help` prints the keys of `cls` and exits."""
+    """Load and check the configuration that the arguments describe.
+
+    `--help` prints the keys of `cls` and exits.
+    """
     if "--help" in argv or "-h" in argv:
         _print_to_pipe(help_text(cls))
         raise SystemExit(0)

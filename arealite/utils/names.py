@@ -1,4 +1,6 @@
-"""The name service: addresses of processes on any number of machines. Entries are leases and expire if not renewed.
+"""The name service: addresses of processes on any number of machines.
+
+Entries are leases and expire if not renewed.
 
 `FileNames` keeps one small file per name in a folder that all machines share (the run directory). Ages come from the
 file server's clock, so the clocks of the machines need not agree.
@@ -97,7 +99,10 @@ class FileNames:
         (self.folder / self._probe).unlink(missing_ok=True)
 
     def _remove_expired(self, path: Path) -> bool:
-        """Remove an expired entry. False if it lives, or if another process removes it and so may claim the name."""
+        """Remove an expired entry.
+
+        False if it lives, or if another process removes it and so may claim the name.
+        """
         try:
             state = path.stat()
         except FileNotFoundError:
@@ -158,7 +163,9 @@ def elastic_names(run_dir: RunDir) -> FileNames:
 def wait_for_names(
     names: FileNames, wanted: list[str], timeout_s: float, waiter: str, pause: Callable[[float], object] = time.sleep
 ) -> dict[str, str]:
-    """Wait until all these names live; returns them in this order. Raises `WaitTimeout` with the missing ones.
+    """Wait until all these names live; returns them in this order.
+
+    Raises `WaitTimeout` with the missing ones.
 
     `waiter` names the caller in the error. `pause` is called between two polls; a caller with other work does it there.
     """

@@ -1,4 +1,6 @@
-"""Finds and ends whole process trees, so that nothing is left behind, and sets limits of this process. Linux only.
+"""Finds and ends whole process trees, so that nothing is left behind, and sets limits of this process.
+
+Linux only.
 
 Launchers start each child in its own session, with a mark in its environment. A descendant is found by its parent, its
 session or its mark: a daemon changes the first two, and a program that rewrites its title loses the third.
@@ -23,7 +25,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends. Call it in the child, right after its start."""
+    """Have the kernel kill this process when its parent ends.
+
+    Call it in the child, right after its start.
+    """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have ended before the request was in place.

@@ -61,7 +61,10 @@ _outboxes: dict[str, Outbox] = {}
 
 
 def fill_outbox(name: str, tensors: Iterable[tuple[str, torch.Tensor]], keep: bool = True) -> None:
-    """Publish tensors in the outbox `name`. Ranks that only take part in gathering them pass `keep=False`."""
+    """Publish tensors in the outbox `name`.
+
+    Ranks that only take part in gathering them pass `keep=False`.
+    """
     if keep:
         _outboxes.setdefault(name, Outbox()).fill(tensors)
     else:

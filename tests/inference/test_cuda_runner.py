@@ -1,4 +1,4 @@
-"""The CUDA path against Hugging Face. Where there is no GPU but Triton is installed, its interpreter runs the same kernels."""
+"""The CUDA path against Hugging Face; without a GPU, Triton's interpreter runs the same kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallel with two real ranks: the same tokens as one rank, updates on both or none, and no rank outlives another."""
+"""Tensor parallel with two real ranks: the tokens of one rank, updates on both or none, common end of life."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ COMBINED = [
 
 
 def defined(logits: list[float], params: SamplingParams) -> tuple[dict[int, float], list[float]]:
-    """Token by token, as the parameters are defined: what may be drawn with which probability, and the reported log-probs."""
+    """Return the probability of each token that may be sampled, and the log-probs, by the parameters' definition."""
     logits = list(logits)
     for token in range(len(logits)):
         if token in PROMPT + OUTPUT:

@@ -214,7 +214,8 @@ class Fleet:
         if 0 < server.info.context_length < longest:
             show_message(
                 f"warning: {server.address} takes {server.info.context_length} tokens of prompt and answer, others "
-                f"{longest}: its answers end earlier or are refused. Start it with the same context_length and max_total_tokens"
+                f"{longest}: its answers end earlier or are refused. Start it with the same context_length and "
+                "max_total_tokens"
             )
 
     # ---------------------------------------------------------------------------- health checks and membership

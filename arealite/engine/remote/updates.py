@@ -50,7 +50,10 @@ class WeightUpdater:
             self._transport.close()
 
     async def update(self, servers: list[Server], meta: WeightUpdateMeta) -> list[BaseException | None]:
-        """Bring servers to `meta`, in parallel. Returns the failure of each; None for success. Needs the lock."""
+        """Bring servers to `meta`, in parallel.
+
+        Returns the failure of each; None for success. Needs the lock.
+        """
         self._published, self.version = meta, meta.version
         return await self._load_all(servers, meta)
 

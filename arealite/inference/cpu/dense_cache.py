@@ -56,7 +56,10 @@ class DenseCache:
         self._parts: list[tuple[np.ndarray, Shelf | None]] = []
 
     def arrange(self, slots: SlotTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Shelf | None]]:
-        """Group the slots `rows` by shelf, in the order of the shelf's rows. Shelf None: read the paged blocks."""
+        """Group the slots `rows` by shelf, in the order of the shelf's rows.
+
+        Shelf None: read the paged blocks.
+        """
         tickets = slots.ticket[rows]
         same = len(tickets) == len(self._tickets) and (tickets == self._tickets).all()
         if not (same and (slots.num_blocks[rows] <= self._width).all()):

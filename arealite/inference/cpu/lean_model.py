@@ -44,7 +44,10 @@ class LeanDecoder:
 
 
 class _Layer:
-    """The parameters of one decoder layer. `out` and `down` are modules, which sum over ranks in tensor parallel."""
+    """The parameters of one decoder layer.
+
+    `out` and `down` are modules, which sum over ranks in tensor parallel.
+    """
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp

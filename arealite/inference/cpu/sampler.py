@@ -119,7 +119,10 @@ def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Apply top-k, then top-p, then min-p: excluded logits become -inf. The most likely token always stays."""
+    """Apply top-k, then top-p, then min-p: excluded logits become -inf.
+
+    The most likely token always stays.
+    """
     ordered = logits.sort(-1, descending=True).values
     ranks = torch.arange(ordered.shape[1], device=logits.device)
     limit = torch.where(top_k > 0, top_k, ordered.shape[1])[:, None]

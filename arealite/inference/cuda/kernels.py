@@ -131,7 +131,9 @@ def attend_kernel(
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of tokens of one sequence over the sequence's blocks. Grid (tiles, HKV, SPLITS).
+    """Attention of a tile of tokens of one sequence over the sequence's blocks.
+
+    Grid (tiles, HKV, SPLITS).
 
     The query heads that share a KV head are packed into the rows of a tile (row m is token m // G, head m % G), so
     keys and values are read once for all of them. `scale` and `softcap` include log2(e), `WINDOW` 0 means none. A sink

@@ -193,7 +193,10 @@ def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:
 
 
 async def event_stream(request: web.Request, chunks: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Send JSON chunks as server-sent events, then `[DONE]`. An error before the first chunk sets the status."""
+    """Send JSON chunks as server-sent events, then `[DONE]`.
+
+    An error before the first chunk sets the status.
+    """
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)

@@ -233,7 +233,10 @@ def _content(engine: Engine, output: SampleOutput, body: dict[str, Any], chat: b
 
 
 def _wants_logprobs(body: dict[str, Any]) -> bool:
-    """Whether log-probs are wanted. In `/v1/completions` 0 means: of the sampled token, without alternatives."""
+    """Whether log-probs are wanted.
+
+    In `/v1/completions` 0 means: of the sampled token, without alternatives.
+    """
     return body.get("logprobs") is not None and body["logprobs"] is not False
 
 

@@ -83,7 +83,10 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Bind the port before the model is loaded, so that a port in use is known at once. Does not listen yet."""
+    """Bind the port before the model is loaded, so that a port in use is known at once.
+
+    Does not listen yet.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -300,7 +303,10 @@ async def _update_published(http_request: web.Request, way: Literal["disk", "shm
 async def _update(
     http_request: web.Request, body: dict[str, Any], get_source: Callable[[], WeightSource]
 ) -> web.Response:
-    """Update the engine's weights. A thread reads and checks them: neither server nor engine waits for the disk."""
+    """Update the engine's weights.
+
+    A thread reads and checks them: neither server nor engine waits for the disk.
+    """
     engine = http_request.app[ENGINE]
     flush = body.get("flush_cache") is None or flag(body, "flush_cache")
     if flag(body, "abort_all_requests"):
