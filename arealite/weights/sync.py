@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,22 +60,26 @@ def make_weight_meta(
     if way == "broadcast":
         return WeightUpdateMeta("broadcast")
     if way == "auto":
-        why_not = _on_rank_0(lambda: _why_not_shared(config, host, rollout))
-        logger.info("rollout.weight_update=auto: %s", f"disk ({why_not})" if why_not else "shm")
+        why_not = _decide(lambda: _why_not_shared(config, host, rollout))
+        _log("auto: %s", f"disk ({why_not})" if why_not else "shm")
         # Device memory would cost a second copy of the weights on the GPU: it is used on request only.
         return disk if why_not else host
     if rollout is None or config.actor.device == "cpu" or not torch.cuda.is_available():
         return host
     device = replace(host, path=host.path + SUFFIX)
-    why_not = _on_rank_0(lambda: _probe(device, rollout))
-    way = f"pass through host memory: {why_not}" if why_not else "stay on the GPU (CUDA IPC)"
-    logger.info("rollout.weight_update=shm: weights %s", way)
+    why_not = _decide(lambda: _probe(device, rollout))
+    _log("shm: weights %s", f"pass through host memory: {why_not}" if why_not else "stay on the GPU (CUDA IPC)")
     return host if why_not else device
 
 
-def _on_rank_0(decide) -> str:
+def _decide(why_not: Callable[[], str]) -> str:
     """Decide on rank 0 for all ranks."""
-    return distributed.broadcast_json(decide() if distributed.rank() == 0 else None)
+    return distributed.broadcast_json(why_not() if distributed.rank() == 0 else None)
+
+
+def _log(message: str, decision: str) -> None:
+    if distributed.rank() == 0:
+        logger.info(f"rollout.weight_update={message}", decision)
 
 
 def _why_not_shared(config: GRPOConfig, meta: WeightUpdateMeta, rollout: InferenceEngine | None) -> str:

@@ -191,7 +191,7 @@ class RemoteEngine(CollectingEngine):
             return
         can_swap = all(s.is_open and self.client.can_swap(s) for s in self.router.servers.values())
         if can_swap and self.fleet.updater.transport(meta).begin():
-            update = self.fleet.update(meta, self._update_wait(meta))
+            update = self.fleet.updater.update(meta, self._update_wait(meta))
             self._begun = asyncio.run_coroutine_threadsafe(update, self.executor.runner.loop)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
@@ -203,7 +203,7 @@ class RemoteEngine(CollectingEngine):
 
     async def _update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
         begun, self._begun = self._begun, None
-        await (self.fleet.update(meta, wait) if begun is None else asyncio.wrap_future(begun))
+        await (self.fleet.updater.update(meta, wait) if begun is None else asyncio.wrap_future(begun))
 
     def _update_wait(self, meta: WeightUpdateMeta) -> NamedWait:
         return self._setup_wait("update_weights", f"{len(self.router.servers)} servers to load version {meta.version}")

@@ -16,7 +16,6 @@ from typing import Any
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
-from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
@@ -42,7 +41,7 @@ class Fleet:
         self.client = client
         self.members = members
         self.router = Router()
-        self.updater = WeightUpdater(config, client, self.router)
+        self.updater = WeightUpdater(config, client, self.router, self._healthy, self.suspect)
         self._tasks: set[asyncio.Task] = set()
         # Servers that are being probed until they are ready.
         self._recovering: set[Server] = set()
@@ -108,17 +107,7 @@ class Fleet:
             raise ServerError(f"{server.address} is not open: the trainer's log says why")
         self.router.open(server)
 
-    # ------------------------------------------------------------------------------ weight updates and memory
-
-    async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
-        """Bring every server that answers to `meta`, in parallel; the others get it before their next request."""
-        async with self.updater.lock:
-            servers = self._healthy()
-            outcomes = await self.updater.update(servers, meta)
-        self._handle(servers, outcomes)
-        self.router.on_change()
-        # With no server left, training continues as soon as one has come back with these weights.
-        self.router.release(await self.router.acquire(wait))
+    # -------------------------------------------------------------------------------------------- memory
 
     async def release_memory(self) -> None:
         """Interrupt requests in flight (they continue after `resume_memory`) and free the servers' KV caches."""
@@ -142,15 +131,7 @@ class Fleet:
         async with self.updater.lock:
             servers = self._healthy()
             outcomes = await asyncio.gather(*map(act, servers), return_exceptions=True)
-        self._handle(servers, outcomes)
-
-    def _handle(self, servers: list[Server], outcomes: list[BaseException | None]) -> None:
-        """Suspect servers that failed; raise any other error."""
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ServerError):
-                self.suspect(server, outcome)
-            elif outcome is not None:
-                raise outcome
+        self.updater.handle(servers, outcomes)
 
     def _healthy(self) -> list[Server]:
         return [s for s in self.router.servers.values() if s not in self._recovering]

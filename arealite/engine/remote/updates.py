@@ -7,6 +7,7 @@ fingerprints equal what the trainer published. How weights travel is the transpo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.router import Router
 from arealite.engine.remote.server import Server
@@ -25,13 +27,23 @@ from arealite.weights.transport import Transport
 class WeightUpdater:
     """Brings servers to the published weights. `version` is the one that all servers should hold.
 
-    `lock` is held while servers change: no update may begin meanwhile.
+    `healthy` returns the servers to update, `suspect` is called with one that fails. `lock` is held while servers change:
+    no update may begin meanwhile.
     """
 
-    def __init__(self, config: InferenceEngineConfig, client: ServerClient, router: Router):
+    def __init__(
+        self,
+        config: InferenceEngineConfig,
+        client: ServerClient,
+        router: Router,
+        healthy: Callable[[], list[Server]],
+        suspect: Callable[[Server, ServerError], None],
+    ):
         self.config = config
         self.client = client
         self.router = router
+        self._healthy = healthy
+        self._suspect = suspect
         self.version = 0
         self.lock = asyncio.Lock()
         self._published: WeightUpdateMeta | None = None
@@ -49,13 +61,24 @@ class WeightUpdater:
         if self._transport is not None:
             self._transport.close()
 
-    async def update(self, servers: list[Server], meta: WeightUpdateMeta) -> list[BaseException | None]:
-        """Bring servers to `meta`, in parallel.
+    async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
+        """Bring every healthy server to `meta`, in parallel; the others get it before their next request."""
+        async with self.lock:
+            self._published, self.version = meta, meta.version
+            servers = self._healthy()
+            outcomes = await self._load_all(servers, meta)
+        self.handle(servers, outcomes)
+        self.router.on_change()
+        # With no server left, training continues as soon as one has come back with these weights.
+        self.router.release(await self.router.acquire(wait))
 
-        Returns the failure of each; None for success. Needs the lock.
-        """
-        self._published, self.version = meta, meta.version
-        return await self._load_all(servers, meta)
+    def handle(self, servers: list[Server], outcomes: list[BaseException | None]) -> None:
+        """Suspect servers that failed; raise any other error."""
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ServerError):
+                self._suspect(server, outcome)
+            elif outcome is not None:
+                raise outcome
 
     async def catch_up(self, server: Server) -> None:
         """Bring a server that comes back or joins to the current weights, and open it."""
