@@ -27,8 +27,8 @@ from arealite.weights.transport import Transport
 class WeightUpdater:
     """Brings servers to the published weights. `version` is the one that all servers should hold.
 
-    `healthy` returns the servers to update, `suspect` is called with one that fails. `lock` is held while servers change:
-    no update may begin meanwhile.
+    `healthy` returns the servers to update, `suspect` is called with one that fails. `lock` is held while servers
+    change: no update may begin meanwhile.
     """
 
     def __init__(
