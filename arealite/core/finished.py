@@ -18,7 +18,7 @@ class FinishedEpisodes:
         return len(self._heap)
 
     def push(self, episode: Episode) -> None:
-        heapq.heappush(self._heap, (*episode.id, episode))
+        heapq.heappush(self._heap, (episode.id.source, episode.id.number, episode))
 
     def pop_oldest(self, count: int) -> list[Episode]:
         return [heapq.heappop(self._heap)[2] for _ in range(count)]
