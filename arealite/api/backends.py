@@ -49,6 +49,11 @@ class ServerSettings(Protocol):
         """Where the launcher writes flags that must not appear on a command line."""
         ...
 
+    @property
+    def package_link(self) -> Path:
+        """Where the launcher puts a link to this package, for servers of another environment."""
+        ...
+
 
 class Spread(NamedTuple):
     """The part of a server that runs on one node, for a server that spans several."""
@@ -66,6 +71,8 @@ class Backend(abc.ABC):
     client: ClassVar[str]
     # The Python package that the server's command needs; empty: this one.
     package: ClassVar[str] = ""
+    # Whether the server imports this package, also from another environment.
+    imports_arealite: ClassVar[bool] = False
     # Flags for a server that shares its GPU with a trainer.
     shared_gpu_flags: ClassVar[dict[str, Any]] = {}
 
@@ -179,6 +186,7 @@ class VLLM(Backend):
 
     name = package = "vllm"
     client = "arealite.engine.vllm_remote:RemotevLLMEngine"
+    imports_arealite = True
     shared_gpu_flags: ClassVar = {"gpu_memory_utilization": 0.4}
 
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
@@ -207,9 +215,10 @@ class VLLM(Backend):
         ours = {"VLLM_SERVER_DEV_MODE": "1"}
         if _publishes_adapters(config):
             ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        # vLLM's workers must find the extension, also from another environment.
-        package = str(Path(__file__).parents[2])
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        # vLLM's workers must find the extension. The folder holds nothing else: other packages beside ours would
+        # replace those of vLLM's own environment.
+        paths = [str(config.package_link.parent), os.environ.get("PYTHONPATH")]
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if config.server.api_key:
             ours["VLLM_API_KEY"] = config.server.api_key
         return ours | _as_text(config.vllm.get("env"))

@@ -22,8 +22,7 @@ from arealite.engine.fsdp.parallel import fold_pipeline
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
 from arealite.utils.config import LOG_FILE_ENV
-from arealite.utils.controller_mode import CONTROLLER_ENV
-from arealite.utils.process import MARK_ENV
+from arealite.utils.process import CONTROLLER_ENV, MARK_ENV
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
 _ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", "AREALITE_API_KEY", "AREALITE_ATTEMPT")

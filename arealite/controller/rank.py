@@ -32,10 +32,9 @@ from arealite.controller.messages import (
 )
 from arealite.core.waits import NamedWait
 from arealite.utils.config import LOG_FILE_ENV, log_to_file
-from arealite.utils.controller_mode import CONTROLLER_ENV
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
-from arealite.utils.process import raise_file_limit
+from arealite.utils.process import CONTROLLER_ENV, raise_file_limit
 from arealite.weights.outbox import fill_outbox, get_outbox
 
 

@@ -35,8 +35,8 @@ from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, l
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.engine.fsdp.vision import check_vision_layout
 from arealite.utils import distributed
-from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import unpack
+from arealite.utils.process import check_not_driver
 from arealite.weights.select import make_transport
 from arealite.weights.transport import Transport
 

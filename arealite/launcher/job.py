@@ -21,11 +21,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from arealite.api.backends import API_KEY_ENV
+from arealite.api.backends import API_KEY_ENV, BACKENDS
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
-from arealite.launcher.servers import server_command
 from arealite.utils.rundir import RunDir, run_path, write_file
 
 # How long processes of a killed run may take to end, besides their grace period.
@@ -132,7 +131,7 @@ class Job:
         placement = self.placement()
         lines = [f"run directory {self.run_dir.path}", placement.describe()]
         if placement.servers and placement.mode.gen_backend:
-            command = server_command(self.config, placement.mode.gen_backend, self.config.server.port)
+            command = BACKENDS[placement.mode.gen_backend].command(self.config, self.config.server.port)
             lines.append(f"each server: {shlex.join(command)}")
         process = "the driver: " if placement.engines else "each rank:   "
         lines.append(f"{process}{shlex.join(self.command())}")

@@ -62,7 +62,16 @@ class LaunchConfig:
     @property
     def private_file(self) -> Path:
         """File of the run directory with server flags that must not appear on a command line."""
-        return run_path(self.cluster.fileroot, self.experiment_name, self.trial_name) / "server_flags.yaml"
+        return self._run_path / "server_flags.yaml"
+
+    @property
+    def package_link(self) -> Path:
+        """Link to this package, alone in a folder of the run directory."""
+        return self._run_path / "pythonpath" / "arealite"
+
+    @property
+    def _run_path(self) -> Path:
+        return run_path(self.cluster.fileroot, self.experiment_name, self.trial_name)
 
 
 def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:

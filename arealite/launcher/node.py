@@ -20,24 +20,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.backends import API_KEY_ENV, Spread
+from arealite.api.backends import API_KEY_ENV, BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import Job
 from arealite.launcher.placement import ServerPlacement, visible_gpus
-from arealite.launcher.servers import (
-    halve_gpu_memory,
-    health_problem,
-    is_healthy,
-    server_command,
-    server_env,
-    server_port,
-    write_private_flags,
-)
+from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
 from arealite.utils.config import run_main
-from arealite.utils.controller_mode import CONTROLLER_ENV
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
+from arealite.utils.process import CONTROLLER_ENV
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
 
@@ -187,14 +179,13 @@ class NodePart:
         assert backend is not None
         place = [node for node, _ in server.places].index(self.node)
         devices = server.places[place][1]
-        env = {"OMP_NUM_THREADS": str(self.placement.threads), **server_env(self.config, backend)}
+        env = {"OMP_NUM_THREADS": str(self.placement.threads), **prepare_server(self.config, backend)}
         env |= self.mps_env
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
         spread = self.meet_spread(server, place) if len(server.places) > 1 else None
-        write_private_flags(self.config, backend)
-        command = server_command(self.config, backend, port, spread, server.index)
+        command = BACKENDS[backend].command(self.config, port, spread, server.index)
         name = f"server{server.index}" + (f".{place}" if place else "")
         spec = ChildSpec(name, command, self.logs / f"{name}.log", env, cwd=Path(self.job.cwd))
         child = self.supervisor.start(replace(spec, secret=self.config.server.api_key))
@@ -216,7 +207,7 @@ class NodePart:
     def publish_healthy(self) -> None:
         """Publish servers that have become healthy; raises if one has passed its deadline."""
         for index, (child, address, deadline) in list(self.starting.items()):
-            if is_healthy(address, self.config.server.api_key):
+            if health_problem(address, self.config.server.api_key) is None:
                 del self.starting[index]
                 self.servers[index] = child
                 self.addresses.append(address)

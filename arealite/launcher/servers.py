@@ -12,10 +12,12 @@ import http.client
 import importlib.util
 import json
 import sys
+import uuid
+from pathlib import Path
 
 import yaml
 
-from arealite.api.backends import BACKENDS, OWN_KEYS, Spread
+from arealite.api.backends import BACKENDS, OWN_KEYS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.utils.network import free_port, is_free
@@ -43,23 +45,18 @@ def halve_gpu_memory(config: LaunchConfig) -> LaunchConfig:
     return dataclasses.replace(config, server=server, sglang=sglang, vllm=vllm)
 
 
-def server_command(
-    config: LaunchConfig, backend: str, port: int, spread: Spread | None = None, index: int = 0
-) -> list[str]:
-    """Return the command line of server `index`; `spread` is set if the server spans several nodes."""
-    return BACKENDS[backend].command(config, port, spread, index)
-
-
-def server_env(config: LaunchConfig, backend: str) -> dict[str, str]:
-    """Return the environment variables of one server, besides devices and threads."""
-    return BACKENDS[backend].env(config)
-
-
-def write_private_flags(config: LaunchConfig, backend: str) -> None:
-    """Write the flags that a server reads from a file that only its owner can read, if it has any."""
+def prepare_server(config: LaunchConfig, backend: str) -> dict[str, str]:
+    """Write the files that a server needs. Returns its environment variables, besides devices and threads."""
     flags = BACKENDS[backend].private_flags(config)
     if flags is not None:
         write_file(config.private_file, yaml.safe_dump(flags), private=True)
+    package, link = Path(__file__).resolve().parents[1], config.package_link
+    if BACKENDS[backend].imports_arealite and link.resolve() != package:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        aside = link.with_name(f".{uuid.uuid4().hex}")
+        aside.symlink_to(package)
+        aside.replace(link)
+    return BACKENDS[backend].env(config)
 
 
 def check_installed(config: LaunchConfig, backend: str) -> None:
@@ -73,11 +70,6 @@ def check_installed(config: LaunchConfig, backend: str) -> None:
         f"allocation_mode={config.allocation_mode} needs {backend} servers, but {backend} is not installed in "
         f"{sys.executable}: install it, set {backend}.command to start one of another environment, or use `embedded`"
     )
-
-
-def is_healthy(address: str, api_key: str | None = None) -> bool:
-    """Whether the server answers /health with status 200 now."""
-    return health_problem(address, api_key) is None
 
 
 def health_problem(address: str, api_key: str | None = None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.utils.distributed import rank
+from arealite.utils.process import rank
 from arealite.utils.rundir import RunDir
 
 

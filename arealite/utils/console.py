@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from arealite.utils.distributed import rank
+from arealite.utils.process import rank
 
 # Steps that the table shows.
 _NUM_ROWS = 8

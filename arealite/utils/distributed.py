@@ -17,10 +17,7 @@ import torch.distributed as dist
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat, Stats
 from arealite.utils.network import GROUP_TIMED_OUT
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+from arealite.utils.process import rank
 
 
 def world_size() -> int:
@@ -97,7 +94,7 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
     """Return `obj` of rank `src` on every rank."""
     if world_size() == 1:
         return obj
-    mine = dist.get_rank() == src
+    mine = rank() == src
     text = json.dumps(obj).encode() if mine else b""
     size = torch.tensor([len(text)])
     dist.broadcast(size, src, group)

@@ -1,6 +1,4 @@
-"""Finds and ends whole process trees, so that nothing is left behind, and sets limits of this process.
-
-Linux only.
+"""Ends whole process trees, and reads what a launcher set for this process. Linux only.
 
 Launchers start each child in its own session, with a mark in its environment. A descendant is found by its parent, its
 session or its mark: a daemon changes the first two, and a program that rewrites its title loses the third.
@@ -19,9 +17,28 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from arealite.api.errors import ConfigError
+
 MARK_ENV = "AREALITE_PROCESS"
+# The path of job.json, set in the driver of controller mode only: the process whose engines live in Ray actors.
+CONTROLLER_ENV = "AREALITE_CONTROLLER"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def check_not_driver(engine: object) -> None:
+    """Raise a `ConfigError` if an engine is constructed directly in the driver of controller mode."""
+    if os.environ.get(CONTROLLER_ENV):
+        name = type(engine).__name__
+        raise ConfigError(
+            f"{name}(…) was constructed in the driver of controller mode (controller=true), which has no device: write "
+            f"`make_engine({name}, …)` with `from arealite.controller.factory import make_engine`, or set "
+            "controller=false"
+        )
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -15,7 +15,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.utils.controller_mode import CONTROLLER_ENV
+from arealite.utils.process import CONTROLLER_ENV
 
 
 def test_make_engine_constructs_the_engine_outside_of_controller_mode(tmp_path):

@@ -1,13 +1,18 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
 
-from arealite.api.backends import Spread
+from arealite.api.backends import BACKENDS, Spread
 from arealite.api.cli_args import ClusterConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
-from arealite.launcher.servers import halve_gpu_memory, server_command, server_env, write_private_flags
+from arealite.launcher.servers import halve_gpu_memory, prepare_server
 
 EIGHT = list(range(8))
 
@@ -139,7 +144,7 @@ def test_a_side_that_does_not_fit_is_refused_though_gpus_can_be_shared(monkeypat
 
 def test_servers_leave_memory_to_a_trainer_on_their_gpus():
     shared = halve_gpu_memory(config("embedded.d1+d1", sglang={"mem_fraction_static": 0.2}))
-    assert "mem_fraction=0.4" in server_command(shared, "embedded", 1)
+    assert "mem_fraction=0.4" in BACKENDS["embedded"].command(shared, 1)
     assert shared.sglang == {"mem_fraction_static": 0.2}, "what is given stays"
     assert shared.vllm == {"gpu_memory_utilization": 0.4}
 
@@ -158,7 +163,7 @@ def test_visible_gpus(monkeypatch, chosen, names):
 
 def test_servers_of_a_job_have_seeds_of_their_own():
     embedded = config("embedded.d3+d1", server=ServerConfig(seed=7))
-    commands = [server_command(embedded, "embedded", 1, index=i) for i in range(3)]
+    commands = [BACKENDS["embedded"].command(embedded, 1, index=i) for i in range(3)]
     first, second, third = (
         int(argument.removeprefix("seed="))
         for command in commands
@@ -171,7 +176,7 @@ def test_servers_of_a_job_have_seeds_of_their_own():
 
 def test_server_commands():
     embedded = config("embedded.d1+d1", server=ServerConfig(dtype="float32", api_key="secret"))
-    command = server_command(embedded, "embedded", 1234)
+    command = BACKENDS["embedded"].command(embedded, 1234)
     assert command[1:] == [
         "-m",
         "arealite.cli.serve",
@@ -180,14 +185,14 @@ def test_server_commands():
         "port=1234",
         "api_key=${oc.env:AREALITE_API_KEY}",
     ]
-    assert server_env(embedded, "embedded") == {"AREALITE_API_KEY": "secret"}
-    wide = server_command(config("embedded.d2t4+d1"), "embedded", 1)
+    assert BACKENDS["embedded"].env(embedded) == {"AREALITE_API_KEY": "secret"}
+    wide = BACKENDS["embedded"].command(config("embedded.d2t4+d1"), 1)
     assert wide[-2:] == ["tensor_parallel=4", "port=1"]
     sglang = config(
         "sglang.d1t4+d1",
         sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"},
     )
-    assert server_command(sglang, "sglang", 1) == [
+    assert BACKENDS["sglang"].command(sglang, 1) == [
         "sg",
         "--now",
         "--model-path",
@@ -205,7 +210,7 @@ def test_server_commands():
         "--trust-remote-code",
     ]
     vllm = config("vllm.d1t2p2+d1", vllm={"command": "vllm serve", "env": {"A": 1}, "lora_modules": ["a", "b"]})
-    command = server_command(vllm, "vllm", 1)
+    command = BACKENDS["vllm"].command(vllm, 1)
     assert command[:11] == [
         "vllm",
         "serve",
@@ -221,8 +226,21 @@ def test_server_commands():
     ]
     assert command[-3:] == ["--lora-modules", "a", "b"]
     assert "--worker-extension-cls" in command  # its answers carry fingerprints of what it holds
-    env = server_env(vllm, "vllm")
-    assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["A"] == "1" and "PYTHONPATH" in env
+    env = BACKENDS["vllm"].env(vllm)
+    assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["A"] == "1"
+
+
+def test_vllm_finds_this_package_and_no_other(tmp_path):
+    job = config("vllm.d1+d1", cluster=ClusterConfig(fileroot=str(tmp_path)))
+    env = {**os.environ, **prepare_server(job, "vllm")}
+    folder = Path(env["PYTHONPATH"].split(os.pathsep)[0])
+    assert [path.name for path in folder.iterdir()] == ["arealite"]
+    job.package_link.unlink()
+    job.package_link.symlink_to(tmp_path / "moved")
+    assert prepare_server(job, "vllm")["PYTHONPATH"] == env["PYTHONPATH"]
+    code = "import arealite.api.errors as module; print(module.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, text=True, capture_output=True)
+    assert done.stdout.strip() == str(folder / "arealite/api/errors.py")
 
 
 @pytest.mark.parametrize("backend", ["embedded", "sglang", "vllm"])
@@ -231,38 +249,38 @@ def test_an_api_key_is_never_on_a_command_line(backend, tmp_path):
     cluster, server = ClusterConfig(fileroot=str(tmp_path)), ServerConfig(api_key="top-secret")
     keyed = config(f"{backend}.d1+d1", cluster=cluster, server=server, sglang={"config": str(tmp_path / "mine.yaml")})
     job = Job(keyed, "a.py", ["server.api_key=top-secret", "seed=1"], [[0, 1]], False)
-    assert "top-secret" not in " ".join([*server_command(job.config, backend, 1), *job.command(), job.describe()])
+    assert "top-secret" not in " ".join([*BACKENDS[backend].command(job.config, 1), *job.command(), job.describe()])
     assert job.command()[-2:] == ["server.api_key=${oc.env:AREALITE_API_KEY}", "seed=1"]
     job.save()
-    write_private_flags(job.config, backend)
+    env = prepare_server(job.config, backend)
     readable = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
     assert all("top-secret" not in path.read_text() for path in readable)
     if backend == "sglang":
         flags = yaml.safe_load(job.config.private_file.read_text())
         assert flags == {"log-level": "warning", "api-key": "top-secret"}
-        assert server_command(job.config, backend, 1)[-2:] == ["--config", str(job.config.private_file)]
+        assert BACKENDS[backend].command(job.config, 1)[-2:] == ["--config", str(job.config.private_file)]
     else:
-        assert "top-secret" in server_env(job.config, backend).values()
+        assert "top-secret" in env.values()
 
 
 def test_servers_get_flags_for_adapters_and_broadcasts():
     adapters = config("vllm.d1+d1")
     adapters.lora_rank = 12
-    command = " ".join(server_command(adapters, "vllm", 1))
+    command = " ".join(BACKENDS["vllm"].command(adapters, 1))
     assert "--enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 2" in command
-    assert server_env(adapters, "vllm")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-    assert "--max-lora-rank 12" in " ".join(server_command(adapters, "sglang", 1))
+    assert BACKENDS["vllm"].env(adapters)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert "--max-lora-rank 12" in " ".join(BACKENDS["sglang"].command(adapters, 1))
     adapters.weight_update = "broadcast"  # then adapters come merged
-    command = " ".join(server_command(adapters, "vllm", 1))
+    command = " ".join(BACKENDS["vllm"].command(adapters, 1))
     assert "lora" not in command
     assert '--weight-transfer-config {"backend": "arealite"}' in command
 
 
 def test_servers_that_span_nodes():
     spread = Spread(2, 1, "10.0.0.1:99")
-    sglang = server_command(config("sglang.d1t16+d1"), "sglang", 1, spread)
+    sglang = BACKENDS["sglang"].command(config("sglang.d1t16+d1"), 1, spread)
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:99" in " ".join(sglang)
-    vllm = server_command(config("vllm.d1t16+d1"), "vllm", 1, spread)
+    vllm = BACKENDS["vllm"].command(config("vllm.d1t16+d1"), 1, spread)
     assert "--nnodes 2 --node-rank 1 --headless --master-addr 10.0.0.1 --master-port 99" in " ".join(vllm)
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from arealite.api.backends import BACKENDS
 from arealite.launcher.launch_config import LaunchConfig
-from arealite.launcher.servers import is_healthy, server_command, server_env
+from arealite.launcher.servers import health_problem, prepare_server
 from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
 from arealite.utils.network import free_port
 from tests.tiny_model import make_tokenizer
@@ -121,6 +122,7 @@ class RealServers:
 def start_servers(supervisor: Supervisor, backend: str, model: Path, logs: Path, count: int = 1) -> RealServers:
     servers = RealServers(backend)
     config = launch_config(backend, model)
+    config.cluster.fileroot = str(logs)
     # adapters too, on the same server
     if backend == "sglang":
         config.sglang |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": "all"}
@@ -131,14 +133,14 @@ def start_servers(supervisor: Supervisor, backend: str, model: Path, logs: Path,
         config.vllm["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     for index in range(count):
         port = free_port()
-        command = server_command(config, backend, port)
-        env = {"OMP_NUM_THREADS": "1", **server_env(config, backend)}
+        command = BACKENDS[backend].command(config, port)
+        env = {"OMP_NUM_THREADS": "1", **prepare_server(config, backend)}
         spec = ChildSpec(f"{backend}{index}", command, logs / f"{backend}{index}.log", env)
         servers.children.append(supervisor.start(spec))
         servers.addresses.append(f"127.0.0.1:{port}")
     for address, child in zip(servers.addresses, servers.children, strict=True):
         for _ in range(START_TIMEOUT_S * 5):
-            if is_healthy(address):
+            if health_problem(address) is None:
                 break
             assert not supervisor.wait(0.2), child.last_lines()
         else:

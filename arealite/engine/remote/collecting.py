@@ -20,8 +20,8 @@ from arealite.core.ledger import Ledger
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.utils import distributed
-from arealite.utils.controller_mode import check_not_driver
 from arealite.utils.data import split_groups
+from arealite.utils.process import check_not_driver
 from arealite.weights.scatter import scatter_batches
 
 # Other ranks wait longer than rank 0, whose error says more.
