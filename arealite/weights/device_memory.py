@@ -93,6 +93,8 @@ class DeviceWeights(Segment):
             # the memory and warn at exit. The trainer alone decides how long the buffer lives.
             torch.UntypedStorage._release_ipc_counter_cuda(*self._handle[_COUNTER])
             self._handle = []
+            # It warns as well if the buffer itself is alive at exit.
+            self.tensors, self._buffer = {}, torch.empty(0)
 
 
 class DeviceMemoryTransport(SegmentTransport):
