@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MAX_LOG_RATIO = 20.0
+# Limit of the exponent in k3: e^89 is infinite in fp32, and a sum over a batch must be finite too.
+_MAX_EXPONENT = 60.0
 
 
 def shape_rewards(rewards: Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float | None = None) -> Tensor:
@@ -94,7 +95,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     """Estimate KL(π‖ref) per token from samples of π (Schulman 2020), with `Δ = logp − ref_logp`.
 
     k1 = Δ (unbiased), k2 = Δ²/2 (low variance), k3 = e^{−Δ} − 1 + Δ (unbiased, never negative). In k3 Δ is at least
-    −20: e^89 is infinite in fp32, and a token that far off gets no gradient.
+    −60; a token beyond that gets no gradient.
     """
     delta = logp - ref_logp
     if kind == "k1":
@@ -102,7 +103,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
     if kind == "k2":
         return delta.square() / 2
     if kind == "k3":
-        delta = delta.clamp(min=-_MAX_LOG_RATIO)
+        delta = delta.clamp(min=-_MAX_EXPONENT)
         return torch.expm1(-delta) + delta
     raise ValueError(f"unknown KL estimator {kind!r}; use k1, k2 or k3")
 

@@ -3,7 +3,7 @@
 The shift by one token happens here and nowhere else: index `t` refers to token `t`, whose log-prob comes from the
 hidden state at `t - 1` (`target_positions`). Logits are computed in chunks of tokens, once in the forward and again in
 the backward pass, so the `[M, V]` matrix never exists as a whole. Small batches keep their logits instead. The result
-does not depend on the chunk size. Used by the training engine.
+does not depend on the chunk size.
 
 N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Up to this many logits (16 MiB in fp32), keeping them is cheaper than computing them twice.
@@ -44,33 +45,40 @@ class _Settings(NamedTuple):
     chunk_size: int = 1024
     with_entropy: bool = False
     fused: bool = False
+    group: dist.ProcessGroup | None = None
 
 
 def token_logprobs(
-    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **settings: Any
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    here: Tensor | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return `logp [M]` of `labels [M]` predicted from `states [M, H]`, and the `entropy [M]`.
 
     `logp = log softmax(z)[label]`, `z = softcap·tanh(h·Wᵀ / softcap) / temperature`; `entropy = −Σ_v p_v log p_v`
     (zeros unless `with_entropy`). Both are fp32 and differentiable in `states`, `weight` and `bias`. Settings:
     `temperature`, `softcap`, `chunk_size`, `with_entropy`, and `fused`, which compiles the operations on a chunk of
-    logits.
+    logits. If the vocabulary is split over the ranks of `group`, `weight` and `labels` are rows of this rank's shard,
+    and `here [M]` marks the labels in it; all ranks get the same result and the same gradient of `states`.
     """
     if states.dim() != 2 or labels.shape != states.shape[:1]:
         raise ValueError(f"expected states [M, H] and labels [M], got {states.shape}, {labels.shape}")
-    return _ChunkedLogprobs.apply(states, weight, bias, labels, _Settings(**settings))
+    return _ChunkedLogprobs.apply(states, weight, bias, labels, here, _Settings(**settings))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Implements `token_logprobs` in chunks of rows."""
 
     @staticmethod
-    def forward(ctx, states, weight, bias, labels, settings):
+    def forward(ctx, states, weight, bias, labels, here, settings):
         num = len(states)
         sums = torch.zeros(4, num, dtype=torch.float32, device=states.device)
         keep = num * weight.shape[0] <= _KEEP_LOGITS
         chunk = max(num if keep else settings.chunk_size, 1)
-        reduce = _compiled(softmax_sums) if settings.fused else softmax_sums
+        reduce = _compiled(_softmax_sums) if settings.fused else _softmax_sums
         kept = None
         for start in range(0, num, chunk):
             part = slice(start, start + chunk)
@@ -81,19 +89,24 @@ class _ChunkedLogprobs(torch.autograd.Function):
             kept = raw if keep else None
             # Free the logits before the next chunk is computed.
             del raw
-        logp, log_total, entropy = finish_softmax(*sums.unbind(), with_entropy=settings.with_entropy)
-        ctx.save_for_backward(states, weight, bias, labels, sums[0], log_total, entropy, kept)
+        if settings.group is not None:
+            sums = _join_shards(sums, here, settings.group)
+        top, total, dot, label = sums
+        log_total = total.log()
+        # −Σ p log p = log Σ exp(z − top) + Σ p·(top − z): both terms are positive, so nothing cancels for large logits.
+        entropy = log_total - dot / total if settings.with_entropy else torch.zeros_like(log_total)
+        ctx.save_for_backward(states, weight, bias, labels, here, top, log_total, entropy, kept)
         ctx.settings, ctx.chunk = settings, chunk
         # An entropy that is only reported gets no gradient; None skips its part of the backward pass.
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        return label - log_total, entropy
 
     @staticmethod
     def backward(ctx, *grads):
-        states, weight, bias, labels, top, log_total, entropy, kept = ctx.saved_tensors
+        states, weight, bias, labels, here, top, log_total, entropy, kept = ctx.saved_tensors
         grad_logp = torch.zeros_like(top) if grads[0] is None else grads[0]
         settings, chunk = ctx.settings, ctx.chunk
-        differentiate = _compiled(logits_grad) if settings.fused else logits_grad
+        differentiate = _compiled(_logits_grad) if settings.fused else _logits_grad
         grad_states, grad_weight = torch.zeros_like(states), None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         several = len(states) > chunk
@@ -108,7 +121,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad = differentiate(
                 raw, labels[part], top[part], log_total[part], entropy[part], grad_logp[part],
                 None if grads[1] is None else grads[1][part], settings.temperature, settings.softcap,
-                weight.dtype,
+                weight.dtype, None if here is None else here[part],
             )  # fmt: skip
             grad_states[part] = (grad @ weight).to(states.dtype)
             if grad_weight is not None and several:
@@ -118,9 +131,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0, dtype=torch.float32)
             del raw, grad
+        if settings.group is not None:
+            dist.all_reduce(grad_states, group=settings.group)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_states, grad_weight, grad_bias, None, None
+        return grad_states, grad_weight, grad_bias, None, None, None
+
+
+def _join_shards(sums: Tensor, here: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Combine the `_softmax_sums [4, M]` of each rank's part of the vocabulary.
+
+    Relative to the largest logit of all, `Σ exp(z − top) = Σ_r e^{top_r − top}·total_r`, and so for the other sums.
+    """
+    parts = sums.new_zeros(dist.get_world_size(group), 5, sums.shape[1])
+    parts[dist.get_rank(group)] = torch.cat([sums, here[None].to(sums.dtype)])
+    # A gather: all other entries are 0.
+    dist.all_reduce(parts, group=group)
+    tops, totals, dots, labels, found = parts.unbind(dim=1)
+    top = tops.amax(dim=0)
+    shift = tops - top
+    total = (shift.exp() * totals).sum(dim=0)
+    dot = (shift.exp() * (dots + shift * totals)).sum(dim=0)
+    return torch.stack([top, total, dot, (found * (labels + shift)).sum(dim=0)])
 
 
 def _head(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,7 +175,7 @@ def _scaled_logits(raw: Tensor, temperature: float, softcap: float | None) -> Te
     return logits if temperature == 1.0 else logits / temperature
 
 
-def softmax_sums(
+def _softmax_sums(
     raw: Tensor, labels: Tensor, temperature: float, softcap: float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four sums `[C]` of logits `z [C, V]`, relative to each row's largest `top`.
@@ -160,19 +192,7 @@ def softmax_sums(
     return top, exps.sum(dim=-1), exps.mul_(shifted).sum(dim=-1), label
 
 
-def finish_softmax(
-    top: Tensor, total: Tensor, dot: Tensor, label: Tensor, *, with_entropy: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-prob, `log Σ exp(z − top)` and entropy `[M]` from `softmax_sums`.
-
-    `−Σ p log p = log Σ exp(z − top) + Σ p·(top − z)`: both terms are positive, so nothing cancels for large logits.
-    """
-    log_total = total.log()
-    entropy = log_total - dot / total if with_entropy else torch.zeros_like(log_total)
-    return label - log_total, log_total, entropy
-
-
-def logits_grad(
+def _logits_grad(
     raw, labels, top, log_total, entropy, grad_logp, grad_entropy, temperature, softcap, dtype, here=None
 ) -> Tensor:
     """Return the gradient of the raw logits `[C, V]` as `dtype`.

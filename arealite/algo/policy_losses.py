@@ -156,14 +156,9 @@ LOSSES: dict[str, Callable[[Tokens, Clip, float | None], LossAndStats]] = {
 }
 
 
-def kl_loss(kl: Tensor, weights: Tensor) -> Tensor:
-    """Return `Σ weights·kl` of a per-token estimate (`advantages.kl_estimate`)."""
-    return (weights * torch.where(weights > 0, kl, 0.0)).sum()
-
-
-def entropy_bonus(entropy: Tensor, weights: Tensor) -> Tensor:
-    """Return `−Σ weights·H`: with a positive coefficient it keeps the policy from collapsing."""
-    return -(weights * torch.where(weights > 0, entropy, 0.0)).sum()
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return `Σ weights·values` of the KL or entropy of tokens; those of weight 0 may hold anything."""
+    return (weights * torch.where(weights > 0, values, 0.0)).sum()
 
 
 def sequence_mean(values: Tensor, mask: Tensor, owner: Tensor) -> Tensor:

@@ -125,6 +125,15 @@ def unpack(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     return padded
 
 
+def trained_tokens(mb: Batch) -> torch.Tensor:
+    """Return the mask `[N]` of the trained tokens of a packed batch; first tokens have no prediction."""
+    return mb["loss_mask"].bool() & (mb["position_ids"] > 0)
+
+
+def num_trained_tokens(mb: Batch) -> torch.Tensor:
+    return trained_tokens(mb).sum()
+
+
 def sequence_sums(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Sum packed `values [N]` over each sequence, `[B]`; differentiable."""
     return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence_of_token(cu_seqlens), values)

@@ -94,6 +94,19 @@ def test_k3_is_finite_for_any_log_probs(delta):
     assert logp.grad[1].item() == pytest.approx(1 - math.exp(-0.5))
 
 
+def test_k3_equals_float64_far_from_the_reference():
+    """e^x has a relative error of about 6e-8·|x| in fp32, because x itself is rounded."""
+    delta = torch.linspace(-55, 55, 441)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        logp = delta.to(dtype).requires_grad_()
+        exact = torch.expm1(-logp) + logp
+        kl = kl_estimate(logp, torch.zeros_like(logp), "k3") if dtype == torch.float32 else exact
+        results.append([kl.detach().double(), torch.autograd.grad(kl.sum(), logp)[0].double()])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
+
+
 def naive_gae(rewards, values, mask, truncated, gamma, lam, final=None):
     advantages = [[0.0] * len(row) for row in rewards]
     for i, row in enumerate(mask):

@@ -1,16 +1,19 @@
 """Tensor and context parallelism: log-probs of vocabulary shards, shared prompts, equal rounding."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from engine_testing import SPEC, engine_config, random_batch
 
+from arealite.algo import logprobs
 from arealite.algo.logprobs import token_logprobs
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.io_struct import Stat
 from arealite.engine.fsdp.shared_prefix import plan_piece
-from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
+from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
@@ -20,29 +23,31 @@ from arealite.utils import distributed
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 
 
-def _logprobs(rank, softcap, temperature, offset, sharded):
+def _logprobs(rank, softcap, temperature, offset, sharded, in_chunks=False):
     g = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(n, 8, generator=g, requires_grad=True) for n in (13, 20))
     labels = torch.randint(0, 20, (13,), generator=g)
     states = torch.cat([states, torch.ones(13, 1)], dim=1).detach().requires_grad_()
     weight = torch.cat([weight, torch.full((20, 1), offset)], dim=1).detach().requires_grad_()
     ups = torch.randn(2, 13, generator=g)
+    settings = {"temperature": temperature, "softcap": softcap, "with_entropy": True, "chunk_size": 4}
     if sharded:
         distributed.init_process_group("cpu")
         rows = weight[10 * rank : 10 * rank + 10]
-        shard = VocabularyShard(rows, dist.group.WORLD)
-        logp, entropy = sharded_logprobs(states, shard, labels, temperature, softcap, 4)
+        index, here = find_rows(labels, len(rows), dist.group.WORLD)
+        with patch.object(logprobs, "_KEEP_LOGITS", 0 if in_chunks else 1 << 20):
+            logp, entropy = token_logprobs(states, rows, index, here=here, group=dist.group.WORLD, **settings)
     else:
-        settings = {"temperature": temperature, "softcap": softcap, "with_entropy": True}
         logp, entropy = token_logprobs(states, weight, labels, **settings)
     (logp * ups[0] + entropy * ups[1]).sum().backward()
     return [x.tolist() for x in (logp, entropy, states.grad, weight.grad)]
 
 
+@pytest.mark.parametrize("in_chunks", [True, False])
 @pytest.mark.parametrize(("softcap", "temperature", "offset"), [(None, 1.0, 0.0), (2.0, 0.7, 0.0), (None, 1.0, 300.0)])
-def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature, offset):
+def test_logprobs_of_vocabulary_shards(two_ranks, softcap, temperature, offset, in_chunks):
     expected = _logprobs(0, softcap, temperature, offset, sharded=False)
-    first, second = two_ranks.run(_logprobs, softcap, temperature, offset, True)
+    first, second = two_ranks.run(_logprobs, softcap, temperature, offset, True, in_chunks)
     # A logit is a sum of 9 products: its rounding error is about 9·6e-8 of the largest of them.
     close = {"rtol": 1e-5, "atol": 1e-6 * max(10.0, offset)}
     for name, want, a, b in zip(("logp", "entropy", "states"), expected, first, second, strict=False):

@@ -17,7 +17,7 @@ from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.dpo.pairs import check_pairs, num_pairs, split_pairs
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import select_rows, sequence_sums
+from arealite.utils.data import select_rows, sequence_sums, trained_tokens
 
 
 class FSDPDPOEngine(FSDPEngine):
@@ -70,7 +70,7 @@ def preference_loss(
 ) -> tuple[torch.Tensor, dict[str, Stat]]:
     """Return the configured loss and its statistics on one packed micro-batch."""
     logp, cu_seqlens = outputs["logp"], mb["cu_seqlens"]
-    mask = mb["loss_mask"].bool() & (mb["position_ids"] > 0)
+    mask = trained_tokens(mb)
     lengths = sequence_sums(mask.float(), cu_seqlens).clamp(min=1)
     # Log-probs outside the answers are 0.
     totals = sequence_sums(logp, cu_seqlens)

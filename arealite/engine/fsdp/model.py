@@ -43,7 +43,7 @@ from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
-from arealite.engine.fsdp.tensor_parallel import VocabularyShard, sharded_logprobs
+from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp.vision import has_vision, language_model, vision_parameters
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
@@ -171,13 +171,13 @@ class PackedModel(nn.Module):
     def _logprobs(self, states, labels, temperature: float, with_entropy: bool):
         """Return log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
         head = self.model.get_output_embeddings()
-        shard = VocabularyShard.of(head.weight, self.tensor_group)
-        settings = {"softcap": self.softcap, "chunk_size": self.chunk_size}
-        settings |= {"temperature": temperature}
-        if shard is not None:
-            return sharded_logprobs(states, shard, labels, **settings)
-        settings |= {"with_entropy": with_entropy, "fused": self.fused}
-        return token_logprobs(states, head.weight, labels, head.bias, **settings)
+        settings = {"temperature": temperature, "softcap": self.softcap, "chunk_size": self.chunk_size}
+        settings |= {"with_entropy": with_entropy}
+        if self.tensor_group is None or not isinstance(head.weight, DTensor):
+            return token_logprobs(states, head.weight, labels, head.bias, fused=self.fused, **settings)
+        shard, group = head.weight.to_local(), self.tensor_group
+        rows, here = find_rows(labels, len(shard), group)
+        return token_logprobs(states, shard, rows, here=here, group=group, **settings)
 
     def _scatter(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return `[N]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""

@@ -1,27 +1,24 @@
 """Tensor parallelism: splits a model over the ranks of a tensor group.
 
 Linear layers are split by the model's own plan (DTensor). Experts are distributed: each rank runs some of them on all
-tokens. Embedding, output head and log-probs are split by vocabulary rows, so no rank has logits of the full vocabulary.
+tokens. Embedding and output head are split by vocabulary rows, so no rank has logits of the full vocabulary.
 `FSDPEngine` applies it to a model on the meta device, before sharding. Results are the same on all ranks of a group.
-
-n tokens of this rank, M tokens whose log-prob is requested, V vocabulary, t tensor ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from arealite.algo.logprobs import finish_softmax, logits_grad, softmax_sums
 from arealite.engine.fsdp.parallel import Layout, local, sum_pieces
 from arealite.utils.decoders import tensor_plan
 
@@ -116,9 +113,9 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
         _split_rows(head, layout)
 
     def forward(ids):
-        shard = VocabularyShard(local(table.weight), group)
-        index, here = shard.find(ids)
-        out = embedding(index, shard.weight) * here[..., None]
+        weight = local(table.weight)
+        index, here = find_rows(ids, len(weight), group)
+        out = embedding(index, weight) * here[..., None]
         if padding is not None:
             out = torch.where((ids == padding)[..., None], out.detach(), out)
         return sum_pieces(out, group)
@@ -126,81 +123,8 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
     table.forward = forward
 
 
-class VocabularyShard(NamedTuple):
-    """This rank's rows `[V / t, H]` of an embedding or a head."""
-
-    weight: torch.Tensor
-    group: dist.ProcessGroup
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> VocabularyShard | None:
-        """Return the shard, or None if `weight` is not split."""
-        if group is None or not isinstance(weight, DTensor):
-            return None
-        return cls(weight.to_local(), group)
-
-    def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of each id in this shard (0 if it is in another), and whether it is here."""
-        row = ids - len(self.weight) * dist.get_rank(self.group)
-        here = (row >= 0) & (row < len(self.weight))
-        return torch.where(here, row, 0), here
-
-
-def sharded_logprobs(states, shard: VocabularyShard, labels, temperature, softcap, chunk_size):
-    """Return log-prob and entropy `[M]` as `token_logprobs`, with a vocabulary split over ranks."""
-    index, here = shard.find(labels)
-    settings = (temperature, softcap, max(chunk_size, 1), shard.group)
-    return _ShardedLogprobs.apply(states, shard.weight, index, here, settings)
-
-
-class _ShardedLogprobs(torch.autograd.Function):
-    """Log-probs from vocabulary shards, in chunks.
-
-    Each rank computes the logits of its rows in the forward and again in the backward pass. Ranks exchange `[t, 5, M]`
-    numbers: the sums of `softmax_sums` over their rows, and which of them has the label. Relative to the largest logit
-    of all, `Σ exp(z − top) = Σ_r e^{top_r − top}·total_r`, and so for the other sums.
-    """
-
-    @staticmethod
-    def forward(ctx, states, weight, index, here, settings):
-        temperature, softcap, chunk, group = settings
-        parts = torch.zeros(dist.get_world_size(group), 5, len(states), device=states.device)
-        mine = parts[dist.get_rank(group)]
-        mine[4] = here
-        for start in range(0, len(states), chunk):
-            part = slice(start, start + chunk)
-            raw = linear(states[part].to(weight.dtype), weight)
-            for row, value in zip(mine, softmax_sums(raw, index[part], temperature, softcap, True), strict=False):
-                row[part] = value
-        # A gather: all other entries are 0.
-        dist.all_reduce(parts, group=group)
-        tops, totals, dots, labels, found = parts.unbind(dim=1)
-        top = tops.amax(dim=0)
-        shift = tops - top
-        total = (shift.exp() * totals).sum(dim=0)
-        dot = (shift.exp() * (dots + shift * totals)).sum(dim=0)
-        label = (found * (labels + shift)).sum(dim=0)
-        logp, log_total, entropy = finish_softmax(top, total, dot, label)
-        ctx.save_for_backward(states, weight, index, here, top, log_total, entropy)
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        return logp, entropy
-
-    @staticmethod
-    def backward(ctx, *grads):
-        states, weight, index, here, top, log_total, entropy = ctx.saved_tensors
-        temperature, softcap, chunk, group = ctx.settings
-        grad_logp = torch.zeros_like(top) if grads[0] is None else grads[0]
-        grad_states = torch.zeros_like(states)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(states), chunk):
-            part = slice(start, start + chunk)
-            inputs = states[part].to(weight.dtype)
-            grad = logits_grad(
-                linear(inputs, weight), index[part], top[part], log_total[part], entropy[part], grad_logp[part],
-                None if grads[1] is None else grads[1][part], temperature, softcap, weight.dtype, here[part],
-            )  # fmt: skip
-            grad_states[part] = (grad @ weight).to(states.dtype)
-            grad_weight += grad.T @ inputs
-        dist.all_reduce(grad_states, group=group)
-        return grad_states, grad_weight.to(weight.dtype), None, None, None
+def find_rows(ids: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each id in this rank's shard of the vocabulary (0 if in another), and whether it is here."""
+    row = ids - num_rows * dist.get_rank(group)
+    here = (row >= 0) & (row < num_rows)
+    return torch.where(here, row, 0), here

@@ -25,17 +25,16 @@ from arealite.algo.advantages import (
     token_rewards,
     whiten,
 )
-from arealite.algo.off_policy import m2po_mask
-from arealite.algo.policy_losses import aggregation_weights
-from arealite.api.algorithms import resolve_objective
+from arealite.algo.off_policy import behaviour_stats, behaviour_weights, interpolated_prox, m2po_mask
+from arealite.algo.policy_losses import LOSSES, Clip, LossAndStats, Tokens, aggregation_weights, weighted_sum
+from arealite.api.algorithms import Objective, resolve_objective
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.engine.ppo.objective import loss_norm, policy_loss
-from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_lengths
+from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_lengths, sequence_of_token
 
 
 class FSDPPPOActor(FSDPEngine):
@@ -162,9 +161,8 @@ class FSDPPPOActor(FSDPEngine):
         return kept
 
     def _check(self, batch: Batch) -> None:
-        needed = ["advantages"]
-        if self.config.use_decoupled_loss and self.config.prox_logp == "recompute":
-            needed.append("prox_logp")
+        recomputes = self.config.use_decoupled_loss and self.config.prox_logp == "recompute"
+        needed = ["advantages", "prox_logp"] if recomputes else ["advantages"]
         missing = [key for key in needed if key not in batch]
         if missing:
             raise TrainingError(
@@ -194,9 +192,8 @@ class FSDPPPOActor(FSDPEngine):
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
-        how = {"config": self.config, "objective": self.objective, "version": self.get_version()}
-        loss_fn = partial(policy_loss, **how)
-        stats = self.train_batch(minibatch, loss_fn, loss_norm) | {"idle_steps": 0.0}
+        loss_fn = partial(policy_loss, config=self.config, objective=self.objective, version=self.get_version())
+        stats = self.train_batch(minibatch, loss_fn, _loss_norm) | {"idle_steps": 0.0}
         square = stats.pop("behav_weight/mean_square", None)
         if square:
             stats["ess"] = stats["behav_weight/mean"] ** 2 / square
@@ -255,3 +252,46 @@ def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor
     if key not in batch:
         raise TrainingError(f"{setting} needs `{key}` in the batch: batch['{key}'] = {engine}.forward(batch)['logp']")
     return batch[key]
+
+
+def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int) -> LossAndStats:
+    """Return policy, KL and entropy term of a packed micro-batch with `loss_weights`, `advantages` and log-probs."""
+    logp, weights = outputs["logp"], mb["loss_weights"]
+    mask = weights > 0
+    owner = sequence_of_token(mb["cu_seqlens"])
+    prox = _proximal(logp, mb, config, version)
+    behaviour, kept = behaviour_weights(
+        prox, mb["logprobs"], mask, owner,
+        config.behav_imp_weight_cap, config.behav_imp_weight_floor, config.behav_imp_weight_mode,
+    )  # fmt: skip
+    tokens = Tokens(logp, prox, mb["advantages"], weights * behaviour, owner)
+    high = config.eps_clip if objective.eps_clip_higher is None else objective.eps_clip_higher
+    loss, stats = LOSSES[objective.loss](tokens, Clip(config.eps_clip, high), config.c_clip)
+    stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
+    # KL between the policy at the start of the update and now.
+    moved = kl_estimate(prox, logp.detach(), "k3")
+    stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
+    entropy = torch.where(mask, outputs["entropy"], 0.0)
+    stats["entropy"] = Stat(entropy.detach().sum(), mask.sum())
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * weighted_sum(outputs["entropy"], weights)
+    if config.kl_loss_coef:
+        kl = kl_estimate(logp, mb["ref_logp"], config.kl_estimator or "k3")
+        loss = loss + config.kl_loss_coef * weighted_sum(kl, weights)
+        stats["kl_loss"] = Stat(torch.where(mask, kl, 0.0).detach().sum(), mask.sum())
+    return loss, stats
+
+
+def _proximal(logp: torch.Tensor, mb: Batch, config: PPOActorConfig, version: int) -> torch.Tensor:
+    """Return the log-probs that ratios are relative to."""
+    if not config.use_decoupled_loss:
+        return mb["logprobs"]
+    if config.prox_logp == "interpolate":
+        return interpolated_prox(logp, mb["logprobs"], mb["versions"], version)
+    # The first minibatch of prox_logp=first_pass has none: its own pass is that of the proximal policy.
+    return mb.get("prox_logp", logp.detach())
+
+
+def _loss_norm(mb: Batch) -> torch.Tensor:
+    """Return the divisor of the summed loss: a sum over all sequences of the batch, also those left out."""
+    return mb["loss_norm"].sum()

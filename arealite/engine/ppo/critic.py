@@ -17,7 +17,7 @@ from arealite.api.engine_api import returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import partition_balanced, select_rows, seq_lengths
+from arealite.utils.data import num_trained_tokens, partition_balanced, select_rows, seq_lengths, trained_tokens
 
 # Decay of the running statistics of returns.
 _DECAY = 0.99
@@ -66,20 +66,19 @@ class FSDPPPOCritic(FSDPEngine):
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
-        return [self.train_batch(select_rows(batch, rows), self._loss, _weight) for rows in parts]
+        return [self.train_batch(select_rows(batch, rows), self._loss, num_trained_tokens) for rows in parts]
 
     def _loss(self, outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
         values = previous_token(outputs["values"], mb["cu_seqlens"])
-        mask = _mask(mb)
+        mask = trained_tokens(mb)
         clip = self.config.value_eps_clip
         loss, clipped = value_loss(values, mb["values"], mb["returns"], mask, clip)
         error = torch.where(mask, mb["returns"] - values, 0.0).detach()
-        spread = torch.where(mask, mb["returns"], 0.0)
         return loss, {
             "value_error": Stat(error.square().sum(), mask.sum()),
             "value_clip_share": Stat(clipped.sum(), mask.sum()),
             "value/mean": Stat(torch.where(mask, values, 0.0).detach().sum(), mask.sum()),
-            "return/mean": Stat(spread.sum(), mask.sum()),
+            "return/mean": Stat(torch.where(mask, mb["returns"], 0.0).sum(), mask.sum()),
         }
 
     def _add_returns(self, returns: torch.Tensor) -> None:
@@ -101,11 +100,3 @@ class FSDPPPOCritic(FSDPEngine):
 
     def load_extra_state(self, state: dict[str, torch.Tensor]) -> None:
         self._moments = state["value_moments"].clone()
-
-
-def _mask(mb: Batch) -> torch.Tensor:
-    return mb["loss_mask"].bool() & (mb["position_ids"] > 0)
-
-
-def _weight(mb: Batch) -> torch.Tensor:
-    return _mask(mb).sum()

@@ -6,6 +6,7 @@ import torch
 
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.utils.data import num_trained_tokens
 
 
 class FSDPLMEngine(FSDPEngine):
@@ -18,12 +19,6 @@ class FSDPLMEngine(FSDPEngine):
 
     def evaluate_lm(self, batch: Batch) -> dict[str, float]:
         return self.eval_batch(batch, lm_loss, num_trained_tokens)
-
-
-def num_trained_tokens(mb: Batch) -> torch.Tensor:
-    """Count the trained tokens of a packed micro-batch. The first token of a sequence has no prediction."""
-    mask = mb["loss_mask"].bool()
-    return (mask & (mb["position_ids"] > 0)).sum()
 
 
 def lm_loss(outputs: Batch, mb: Batch) -> tuple[torch.Tensor, dict[str, Stat]]:
