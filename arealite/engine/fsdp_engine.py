@@ -286,8 +286,7 @@ class FSDPEngine(TrainEngine):
         if not weight > 0:
             raise TrainingError(
                 f"the batch has no trained token (weight {weight} over {self.dp_size} ranks): loss_mask is 0 "
-                "everywhere. "
-                "Check that max_length does not cut off the answers, and that the workflow sets loss_mask"
+                "everywhere. Check that max_length does not cut off the answers, and that the workflow sets loss_mask"
             )
         return weight
 

@@ -54,9 +54,8 @@ class FSDPDPOEngine(FSDPEngine):
         stats = self.reduce_stats({"delta": Stat(delta, float(len(mask)))})
         if "delta" not in stats:
             raise TrainingError(
-                "KTO needs prompts with answers to other prompts for its baseline, and this batch has none: call "
-                "batch = with_mismatched(batch) before ref.forward(batch), with at least 2 rows of train_dataset per "
-                "rank"
+                "KTO needs prompts with answers to other prompts for its baseline, and this batch has none: call batch "
+                "= with_mismatched(batch) before ref.forward(batch), with at least 2 rows of train_dataset per rank"
             )
         return max(stats["delta"], 0.0)
 

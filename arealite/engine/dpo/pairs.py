@@ -20,9 +20,8 @@ def check_pairs(batch: Batch) -> None:
         raise DatasetError("pair_ids must be 1 or larger: 0 marks filler rows")
     if len(good.unique()) != len(good) or not torch.equal(good, bad):
         raise DatasetError(
-            f"preference rows do not pair up: {len(good)} chosen and {len(bad)} rejected rows; every pair_id needs "
-            "one of "
-            "each"
+            f"preference rows do not pair up: {len(good)} chosen and {len(bad)} rejected rows; every pair_id needs one "
+            "of each"
         )
 
 

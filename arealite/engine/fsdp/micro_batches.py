@@ -69,8 +69,7 @@ def _check_rows(batch: Batch, vocab_size: int) -> None:
     if len(unknown):
         raise TrainingError(
             f"the batch has token id {int(unknown[0])}, but the model's vocabulary has {vocab_size} tokens: use the "
-            "tokenizer of "
-            "this model, and check the ids that the workflow returns"
+            "tokenizer of this model, and check the ids that the workflow returns"
         )
 
 

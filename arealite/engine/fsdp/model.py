@@ -124,8 +124,7 @@ class PackedModel(nn.Module):
         if self.max_length is not None and max(lengths) > self.max_length:
             raise ConfigError(
                 f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on "
-                "the "
-                "other sequences of a batch: make prompts and answers shorter"
+                "the other sequences of a batch: make prompts and answers shorter"
             )
         ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
         if prefixes is not None:
@@ -196,8 +195,7 @@ def resolve_path(path: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"model {path!r} is neither a local folder nor available from the hub ({error}): give an existing folder, "
-            "or "
-            "check the name and the network"
+            "or check the name and the network"
         ) from error
 
 

@@ -57,8 +57,7 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     if unknown or not plan:
         raise AllocationError(
             f"model type {text.model_type!r} has no supported tensor-parallel plan (unknown styles: "
-            f"{sorted(unknown)}): use t1 "
-            "and give those ranks to d (FSDP shards the weights over them too) or c"
+            f"{sorted(unknown)}): use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
         )
 
 

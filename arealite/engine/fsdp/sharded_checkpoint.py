@@ -57,10 +57,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
         saved = metadata.get(name)
         if saved is None or tuple(saved.size) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{path} does not fit this engine: {name} is "
-                f"{'missing' if saved is None else tuple(saved.size)}, expected {tuple(tensor.shape)}. It belongs to "
-                "another "
-                "model, or was saved without the optimizer"
+                f"{path} does not fit this engine: {name} is {'missing' if saved is None else tuple(saved.size)}, "
+                f"expected {tuple(tensor.shape)}. It belongs to another model, or was saved without the optimizer"
             )
     try:
         with _no_single_process_warning():

@@ -28,8 +28,7 @@ def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) ->
     if has_vision(config) and strategy.context > 1:
         raise AllocationError(
             f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and "
-            "give "
-            "those ranks to d or t"
+            "give those ranks to d or t"
         )
 
 
