@@ -83,18 +83,12 @@ def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: T
     }
 
 
-def m2po_mask(prox_logp: Tensor, logprobs: Tensor, mask: Tensor, threshold: float = 0.04) -> Tensor:
-    """Return the mask of M2PO (arXiv 2510.01161).
+def m2po_mask(prox_logp: Tensor, logprobs: Tensor, threshold: float = 0.04) -> Tensor:
+    """Return the mask of M2PO (arXiv 2510.01161) over all trained tokens of the batch, `[N]`.
 
-    Drops the largest `(prox − behav)²` until the mean of the rest is below `threshold`. Takes all trained tokens of
-    the batch at once, in any shape, and returns a mask of the same shape.
+    Drops the largest `(prox − behav)²` until the mean of the rest is below `threshold`.
     """
-    squares = torch.where(mask, prox_logp - logprobs, 0.0).double().square()
-    ordered, index = squares[mask].sort(stable=True)
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=mask.device)
-    keep = torch.zeros_like(ordered, dtype=torch.bool)
+    ordered, index = (prox_logp - logprobs).double().square().sort(stable=True)
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     # The running mean of an ascending sequence never falls, so the kept tokens are a prefix.
-    keep[index] = means < threshold
-    result = torch.zeros_like(mask)
-    result[mask] = keep
-    return result
+    return torch.zeros_like(index, dtype=torch.bool).index_copy(0, index, means < threshold)

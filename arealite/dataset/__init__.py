@@ -3,8 +3,7 @@
 from arealite.dataset.gsm8k import get_gsm8k_rl, get_gsm8k_sft
 from arealite.dataset.loader import StatefulDataLoader
 from arealite.dataset.rows import load_dataset, require_columns
-from arealite.dataset.sft import collate_sft, tokenize_sft
-from arealite.dataset.tokenizer import load_tokenizer
+from arealite.dataset.sft import collate_sft, load_tokenizer, tokenize_sft
 
 __all__ = [
     "StatefulDataLoader",

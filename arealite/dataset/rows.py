@@ -1,7 +1,5 @@
 """Load the rows of a dataset as plain dicts, from local files or from a hub.
 
-Nothing in a row is ever evaluated.
-
 A local path is a .jsonl (also .gz), .json, .csv (all values are text) or .parquet file, or a folder of them. A hub name
 needs the optional `datasets` package. Without `split`, training reads the train split and validation the validation or
 test split; a dataset that has splits but not that one is an error.
@@ -56,7 +54,7 @@ def require_columns(rows: list[Row], columns: list[str], source: str = "the data
 
 
 def _files(path: Path, config: DatasetConfig) -> list[Path]:
-    """The files of the split that `config` names, or of the one that its role implies."""
+    """Return the files of the split that `config` names, or of the one that its role implies."""
     if path.is_file():
         return [path]
     if any(path.rglob("*.arrow")):
@@ -70,9 +68,8 @@ def _files(path: Path, config: DatasetConfig) -> list[Path]:
     names = {file: str(file.relative_to(path)) for file in files}
     words = {file: set(re.split(r"[^a-z]+", name.lower())) for file, name in names.items()}
     if config.split is not None:
-        chosen = [f for f in files if config.split.lower() in words[f]] or [
-            f for f in files if config.split in names[f]
-        ]
+        chosen = [f for f in files if config.split.lower() in words[f]]
+        chosen = chosen or [f for f in files if config.split in names[f]]
         if not chosen:
             raise DatasetError(
                 f"no file in {path} belongs to split {config.split!r}; there are: {', '.join(names.values())}"
@@ -86,10 +83,7 @@ def _files(path: Path, config: DatasetConfig) -> list[Path]:
 
 
 def _split_for_role(splits: list[str], config: DatasetConfig, choices: str) -> str:
-    """The split for training or validation, by its name.
-
-    Raises `DatasetError` with the choices if there is none.
-    """
+    """Return the split for training or validation, by its name."""
     key, wanted = ("valid_dataset", _VALIDATION) if config.is_validation else ("train_dataset", _TRAINING)
     found = next((name for name in wanted if name in splits), None)
     if found is None and len(splits) == 1 and splits[0] not in (*_TRAINING, *_VALIDATION):
@@ -124,8 +118,7 @@ def _json_lines(text: Any, file: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                message = f"{file}, line {number} is not valid JSON: {error.msg}"
-                raise DatasetError(message) from error
+                raise DatasetError(f"{file}, line {number} is not valid JSON: {error.msg}") from error
 
 
 def _csv_rows(text: Any, file: Path) -> Iterator[Row]:
@@ -133,12 +126,10 @@ def _csv_rows(text: Any, file: Path) -> Iterator[Row]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                message = f"{file}, line {reader.line_num} has another number of values than the header"
-                raise DatasetError(message)
+                raise DatasetError(f"{file}, line {reader.line_num} has another number of values than the header")
             yield row
     except csv.Error as error:
-        message = f"{file} is not valid CSV after line {reader.line_num}: {error}"
-        raise DatasetError(message) from error
+        raise DatasetError(f"{file} is not valid CSV after line {reader.line_num}: {error}") from error
 
 
 def _as_rows(values: Any, file: Path) -> Iterator[Row]:
@@ -146,8 +137,7 @@ def _as_rows(values: Any, file: Path) -> Iterator[Row]:
         raise DatasetError(f"{file} holds one object; a list of rows is needed")
     for number, row in enumerate(values, 1):
         if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise DatasetError(f"{file}: row {number} is {kind}, not an object with columns")
+            raise DatasetError(f"{file}: row {number} is {type(row).__name__}, not an object with columns")
         yield row
 
 

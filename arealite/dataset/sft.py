@@ -1,4 +1,4 @@
-"""Rows for supervised training: a prompt and its answer as tokens, and batches of them."""
+"""Tokenizers, rows for supervised training (a prompt and its answer as tokens), and batches of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from arealite.api.errors import DatasetError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
 
 Row = dict[str, Any]
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local folder or a hub name. Raises `ConfigError`."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load a tokenizer from {path}: give a folder that holds one (tokenizer.json and "
+            "tokenizer_config.json) or a hub name as tokenizer_path=…, or as the model's path. transformers says: "
+            f"{reason}"
+        ) from error
 
 
 def tokenize_sft(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool = True) -> Row:

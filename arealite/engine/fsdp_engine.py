@@ -222,9 +222,8 @@ class FSDPEngine(TrainEngine):
         for mb in micro_batches:
             if mb.rows:
                 tokens += sum(mb.lengths)
-                predicted = len(mb.data["target_positions"])
                 computed = mb.lengths if mb.prefixes is None else mb.prefixes.lengths
-                flops += self._flops.train(computed, predicted)
+                flops += self._flops.count(computed, len(mb.data["target_positions"]))
         share = 1.0 / self.dp_size
         return {
             "num_tokens": Stat(torch.tensor(float(tokens)), share),
@@ -312,18 +311,12 @@ class FSDPEngine(TrainEngine):
             self._optimizer.step()
             self._bad_in_a_row = 0
         else:
-            self._count_bad_step(norm)
+            self.bad_steps += 1
+            self._bad_in_a_row += 1
+            message = "gradient norm is %s: step skipped (%d so far, %d in a row)"
+            logger.warning(message, norm, self.bad_steps, self._bad_in_a_row)
         self._optimizer.zero_grad(set_to_none=True)
-
-    def _count_bad_step(self, norm: float) -> None:
-        self.bad_steps += 1
-        self._bad_in_a_row += 1
-        logger.warning(
-            "gradient norm is %s: step skipped (%d so far, %d in a row)",
-            norm, self.bad_steps, self._bad_in_a_row,
-        )  # fmt: skip
         if self._bad_in_a_row >= self.config.max_bad_steps:
-            self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"the gradient was not finite {self._bad_in_a_row} times in a row (max_bad_steps="
                 f"{self.config.max_bad_steps}): lower optimizer.lr, check rewards and log-probs for NaN, or use "
@@ -365,7 +358,7 @@ class FSDPEngine(TrainEngine):
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each full parameter; all ranks must iterate. A tensor is valid until the next one."""
-        return checkpoint.gathered_parameters(self, borrow=True)
+        return checkpoint.gathered_parameters(self)
 
     def save_weights(self, path: str, *, adapter_only: bool) -> None:
         """Write a folder that servers read at once: not synced to the disk, adapters merged unless `adapter_only`."""

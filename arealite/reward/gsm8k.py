@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from arealite.api.errors import DatasetError
-from arealite.reward.math import answers_equal, final_answer
+from arealite.reward.math import math_reward
 
 
 def gsm8k_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str = "", **data: Any
 ) -> float:
-    """1.0 if right, else 0.0. `answer` is the dataset's column, with or without the worked steps."""
+    """Return 1.0 if right, else 0.0. `answer` is the dataset's column, with or without the worked steps."""
     expected = str(answer).rsplit("####", 1)[-1].strip()
     if not expected:
         raise DatasetError("gsm8k_reward needs the column `answer`, ending in `#### number`")
-    found = final_answer(completion)
-    return float(found is not None and answers_equal(found, expected))
+    return math_reward(prompt, completion, prompt_ids, completion_ids, expected)

@@ -143,8 +143,6 @@ class RewardPool(ProcessPool[WorkerProcess]):
         self._idle.clear()
         super().close()
 
-    # ------------------------------------------------------------------------- which job gets a worker
-
     async def _acquire(self, fn: Callable[..., float]) -> WorkerProcess:
         while not self._idle:
             if len(self._workers) + len(self._starting) < self._limit:
@@ -250,13 +248,10 @@ def _compute(sock: socket.socket, fn: Callable[..., float], rows: list[dict[str,
         if values and time.monotonic() - sent_at > _MAX_JOB_S:
             send_blocking(sock, ("some", values))
             values, sent_at = [], time.monotonic()
-        values.append(_to_plain(fn(**row)))
+        value = fn(**row)
+        # Something that unpickles without imports: a number, or the text of anything else.
+        values.append(float(value) if hasattr(value, "__float__") else repr(value)[:200])
     return values
-
-
-def _to_plain(value: Any) -> Any:
-    """Convert to something that unpickles without imports: a number, or the text of anything else."""
-    return float(value) if hasattr(value, "__float__") else repr(value)[:200]
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -53,10 +53,7 @@ def num_pairs(mb: Batch) -> torch.Tensor:
 
 def split_pairs(values: torch.Tensor, mb: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Split `values [B]` into chosen and rejected, `[P]` each, with pairs in the same order."""
-    ids, chosen = mb["pair_ids"], mb["is_chosen"].bool()
-    real = ids > 0
-    sides = []
-    for side in (chosen & real, ~chosen & real):
-        rows = side.nonzero(as_tuple=True)[0]
-        sides.append(values[rows[ids[rows].argsort()]])
-    return sides[0], sides[1]
+    rows = mb["pair_ids"].argsort()
+    rows = rows[mb["pair_ids"][rows] > 0]
+    chosen = mb["is_chosen"].bool()[rows]
+    return values[rows[chosen]], values[rows[~chosen]]

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -67,16 +66,15 @@ def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
     return {lora.plain_name(n): torch.empty(p.shape, dtype=dtype, device="meta") for n, p in parameters}
 
 
-def gathered_parameters(engine: EngineState, borrow: bool = False) -> Iterator[Named]:
+def gathered_parameters(engine: EngineState) -> Iterator[Named]:
     """Yield the full parameters one at a time, with adapters merged; every rank must iterate.
 
-    The tensors are copies. With `borrow` they may be the parameters themselves: copy them before the next one.
+    They may be the engine's own tensors: copy them before the next one.
     """
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in engine.model.named_parameters():
         if not lora.is_adapter(name):
-            value = lora.merged(engine.model, name, _whole(parameter, borrow))
-            yield lora.plain_name(name), value.to(dtype)
+            yield lora.plain_name(name), lora.merged(engine.model, name, whole(parameter)).to(dtype)
 
 
 def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -108,7 +106,7 @@ def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = 
     final, aside = Path(path), Path(f"{path}.partial")
     adapters = engine.config.lora_rank > 0 and not merge
     if adapters:
-        tensors = ((n, _whole(p)) for n, p in lora.adapter_parameters(engine.model))
+        tensors = ((n, whole(p)) for n, p in lora.adapter_parameters(engine.model))
     else:
         tensors = _export(engine, chain(gathered_parameters(engine), _saved_buffers(engine)))
     # After a failure the loop goes on without writing, because the other ranks gather tensors with this one.
@@ -171,14 +169,6 @@ def _open_folder(engine: EngineState, aside: Path, adapters: bool, companions: b
     _fix_config(aside / "config.json", engine.config.dtype)
 
 
-def _whole(value: torch.Tensor, borrow: bool = False) -> torch.Tensor:
-    # FSDP leaves the root's parameters gathered after a forward pass. Copy them: once their memory is exposed as
-    # bytes, FSDP can no longer free it.
-    if not isinstance(value, DTensor) and not borrow:
-        return value.detach().clone()
-    return whole(value)
-
-
 def _fix_config(file: Path, dtype: str) -> None:
     """Set the dtype of the written weights, and remove our attention, which other programs do not have."""
     config = json.loads(file.read_text())
@@ -187,10 +177,12 @@ def _fix_config(file: Path, dtype: str) -> None:
     file.write_text(json.dumps(config, indent=2))
 
 
-def _write(file: BinaryIO, data: bytes | torch.Tensor) -> None:
-    file.write(
-        data.contiguous().cpu().view(-1).view(torch.uint8).numpy().data if isinstance(data, torch.Tensor) else data
-    )
+def _write(file: BinaryIO, data: bytes | memoryview | torch.Tensor) -> None:
+    if isinstance(data, torch.Tensor):
+        # A copy: FSDP leaves the root's parameters gathered after a forward pass, and once their memory is exposed as
+        # bytes it can no longer free them.
+        data = data.contiguous().to("cpu", copy=True).view(-1).view(torch.uint8).numpy().data
+    file.write(data)
 
 
 def _close(file: BinaryIO, durable: bool) -> None:

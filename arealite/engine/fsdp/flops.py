@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from arealite.engine.fsdp.parallel import num_experts
+
 # Dense bf16 peak of one device in FLOP/s, by a part of its name.
 _PEAKS = {
     "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "B200": 2250e12,
@@ -27,7 +29,7 @@ def peak_flops(device: str) -> float | None:
 
 
 class FlopCounter:
-    """Counts operations of one model: of a forward pass, and three times as many for a training step."""
+    """Counts the operations of a training step of one model."""
 
     def __init__(self, model: PreTrainedModel):
         text = model.config.get_text_config()
@@ -37,8 +39,7 @@ class FlopCounter:
         tied = head is not None and head.weight is embedding.weight
         total = sum(p.numel() for p in model.parameters())
         self.body = total - embedding.weight.numel() - (0 if tied else self.head)
-        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-        if experts:
+        if experts := num_experts(model.config):
             taken = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
             active = (taken or experts) / experts
             routed = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
@@ -51,11 +52,8 @@ class FlopCounter:
             for layer in layers
         )
 
-    def forward(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """Count a forward pass over sequences of `lengths`, with logits for `num_predicted` tokens."""
-        tokens = sum(lengths)
+    def count(self, lengths: Sequence[int], num_predicted: int) -> float:
+        """Count a step over sequences of `lengths`, with logits for `num_predicted` tokens."""
         squares = sum(length * length for length in lengths)
-        return 2.0 * (self.body * tokens + self.head * num_predicted) + self.attention * squares
-
-    def train(self, lengths: Sequence[int], num_predicted: int) -> float:
-        return 3.0 * self.forward(lengths, num_predicted)
+        forward = 2.0 * (self.body * sum(lengths) + self.head * num_predicted) + self.attention * squares
+        return 3.0 * forward

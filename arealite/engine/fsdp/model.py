@@ -204,8 +204,7 @@ def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
-            f"model type {text.model_type!r} caps attention logits, which packed attention does not do: train another "
-            "model"
+            f"model type {text.model_type!r} caps attention logits, but packed attention does not: train another model"
         )
     if scalar_head:
         config.num_labels = 1

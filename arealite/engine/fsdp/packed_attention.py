@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,14 +61,7 @@ def packed_attention(
     return packed_layout.attend(query, key, value, scaling, sliding_window).unsqueeze(0), None
 
 
-class _Kernel(Protocol):
-    """Attention over the tokens of one rank: heads `[U, heads, D]` in and out."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor: ...
-
-
+@dataclass
 class PackedLayout:
     """The sequences of a packed micro-batch, and attention over them.
 
@@ -76,10 +70,10 @@ class PackedLayout:
     earlier ranks (own tokens, all heads).
     """
 
-    def __init__(self, kernel: _Kernel, context_group: dist.ProcessGroup | None = None, ring_hops: int | None = None):
-        self.kernel = kernel
-        self.context_group = context_group
-        self.ring_hops = ring_hops
+    # Attention over the tokens of one rank: heads `[U, heads, D]` in and out.
+    kernel: Varlen | Buckets
+    context_group: dist.ProcessGroup | None = None
+    ring_hops: int | None = None
 
     @classmethod
     def make(
@@ -91,7 +85,6 @@ class PackedLayout:
         ring: bool = False,
     ) -> PackedLayout:
         """Describe sequences of `lengths`; with a context group, those of all its ranks."""
-        kernel: _Kernel
         hops = None
         if context_group is not None and ring:
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
@@ -110,24 +103,20 @@ class PackedLayout:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """Return causal attention for heads `[U, heads, D]` of this rank's tokens."""
         group = self.context_group
-        if group is None:
-            return self.kernel.attend(query, key, value, scaling, window)
-        if self.ring_hops is not None:
+        if group is not None and self.ring_hops is None:
+            query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
+            return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window), group)
+        if group is not None:
             pair = torch.stack([key, value], dim=1)
             # torch.compiler.disable loses the signature.
             both = with_earlier_pieces(pair, self.ring_hops, group)  # pyright: ignore[reportCallIssue]
             key, value = both.unbind(dim=1)
-            return self.kernel.attend(query, key, value, scaling, window)
-        query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
-        return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window), group)
-
-
-# ------------------------------------------------------------------------------------------------ CUDA
+        return self.kernel.attend(query, key, value, scaling, window)
 
 
 @dataclass
 class Varlen:
-    """torch's variable-length attention; `kv_index` repeats the keys of shared prefixes."""
+    """torch's variable-length attention, on CUDA; `kv_index` repeats the keys of shared prefixes."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -138,17 +127,10 @@ class Varlen:
     @classmethod
     def of_prefixes(cls, plan: PrefixPlan) -> Varlen:
         """Queries of each segment attend to the keys of its prefix and its own."""
-        device = plan.unique.device
-        table = torch.tensor(plan.segments)
-        own, prefix = table[:, 1], table[:, 3]
-        zero = torch.zeros(1, dtype=torch.long)
-        return cls(
-            torch.cat([zero, own.cumsum(0)]).int().to(device),
-            torch.cat([zero, (own + prefix).cumsum(0)]).int().to(device),
-            int(own.max()),
-            int((own + prefix).max()),
-            plan.expand,
-        )
+        queries, keys = plan.lengths, [s.prefix_length + s.length for s in plan.segments]
+        options = {"dtype": torch.int32, "device": plan.expand.device}
+        ends_q, ends_k = (torch.tensor([0, *accumulate(lengths)], **options) for lengths in (queries, keys))
+        return cls(ends_q, ends_k, max(queries), max(keys), plan.expand)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         if self.kv_index is not None:
@@ -171,11 +153,8 @@ def _pad_heads(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
 
 
-# ------------------------------------------------------------------------------------------------ CPU
-
-
 class Buckets:
-    """Segments grouped by size into padded buckets, and attention over these."""
+    """Attention on CPU: segments grouped by size into padded buckets, and SDPA over these."""
 
     def __init__(self, segments: list[Segment]):
         self.buckets = [_Bucket(group) for group in _group_by_size(segments)]
@@ -218,12 +197,10 @@ class _Bucket:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, query, key, value, scaling, window) -> Tensor:
-        shapes = (self.queries.shape, self.keys.shape, self.keys.shape)
-        rows = zip((query, key, value), shapes, strict=True)
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x, shape in rows)
+        q = query.unflatten(0, self.queries.shape).transpose(1, 2)
+        k, v = (x.unflatten(0, self.keys.shape).transpose(1, 2) for x in (key, value))
         mask, gqa = self._mask(window), q.shape[1] != k.shape[1]
-        causal = mask is None
-        out = sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=gqa)
+        out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor | None:
@@ -283,9 +260,6 @@ class _Move(torch.autograd.Function):
         return moved, None, None, None
 
 
-def _no_mask(*args, **kwargs) -> None:
-    """Make no mask: packed attention gets the sequences from `packed_layout`."""
-
-
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+# No mask is made: packed attention gets the sequences from `packed_layout`.
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

@@ -104,9 +104,6 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-# ---------------------------------------------------------------------------------------- context parallel
-
-
 class _Exchange(torch.autograd.Function):
     """All-to-all: send piece `i` of dimension 0 to rank `i`; gradients are sent back."""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
@@ -48,7 +49,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     state = _model_state(engine)
     if with_optim:
         assert engine.optimizer is not None
-        _make_optimizer_state(engine.optimizer)
+        # Create the state that is loaded into: a step on zero gradients with learning rate 0.
+        _init_optim_state(engine.optimizer)
         state |= _training_state(engine)
     # Parameters without a step so far (all rewards were equal) have no optimizer state in the checkpoint.
     stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
@@ -127,35 +129,22 @@ def _restore_training_state(engine: EngineState, state: dict[str, torch.Tensor])
     lr_step, engine.bad_steps, version = state["counters"].tolist()
     engine.set_lr_step(lr_step)
     engine.set_version(version)
-    extra = {k.removeprefix("extra/"): v for k, v in state.items() if k.startswith("extra/")}
-    engine.load_extra_state(extra)
-    prefix = f"rng/{distributed.rank()}/"
-    rng = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    engine.load_extra_state(_under("extra/", state))
+    rng = _under(f"rng/{distributed.rank()}/", state)
     if not rng:
         # There are more ranks than before: new ones keep the state that they were seeded with.
         return
     torch.set_rng_state(rng["torch"])
     random.setstate((3, tuple(rng["python"].tolist()), None))
-    at, has_half, half = rng["numpy_rest"].tolist() if "numpy_rest" in rng else (624, 0, 0.0)
+    at, has_half, half = rng["numpy_rest"].tolist()
     words = rng["numpy"].view(torch.uint32).numpy()
     numpy.random.set_state(("MT19937", words, int(at), int(has_half), half))
     if "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that is loaded into: run a step on zero gradients with learning rate 0."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
+def _under(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def _may_lack(key: str, stepped: set[str]) -> bool:

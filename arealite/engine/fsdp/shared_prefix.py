@@ -10,7 +10,7 @@ N packed tokens, U computed tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class PrefixPlan:
         """Return a plan with `missing` more computed tokens at the end, as a sequence of their own."""
         size = len(self.unique)
         more = torch.arange(size, size + missing, device=self.unique.device)
-        segments = [*self.segments, Segment(size, missing, 0, 0)] if missing else self.segments
+        segments = [*self.segments, Segment(size, missing, 0, 0)]
         return PrefixPlan(torch.cat([self.unique, more]), torch.cat([self.expand, more]), segments)
 
 
@@ -84,19 +84,13 @@ def plan_prefixes(
     `num_prompt[i]` tokens of row `i` come before its first trained token: only these may be shared.
     """
     ids = input_ids.numpy()
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    shared = _shared_lengths(ids, starts, group_ids, num_prompt)
-    saved = sum(length for first, length in shared if first is not None)
-    if saved < _MIN_SAVED_SHARE * starts[-1]:
+    starts = [0, *accumulate(lengths)]
+    first, prefix = torch.tensor(_shared_lengths(ids, starts, group_ids, num_prompt)).T
+    if int(prefix.sum()) < _MIN_SAVED_SHARE * starts[-1]:
         return None
-    prefix = torch.tensor([length for _, length in shared])
     own = torch.tensor(lengths) - prefix
     own_start = own.cumsum(0) - own
-    firsts = [row if first is None else first for row, (first, _) in enumerate(shared)]
-    prefix_start = own_start[torch.tensor(firsts)]
-    table = torch.stack([own_start, own, prefix_start, prefix], dim=1)
+    table = torch.stack([own_start, own, own_start[first], prefix], dim=1)
     return PrefixPlan(
         unique=_ranges(torch.tensor(starts[:-1]) + prefix, own),
         expand=_ranges(table[:, [2, 0]].flatten(), table[:, [3, 1]].flatten()),
@@ -110,12 +104,12 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (starts - offsets).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
-def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int | None, int]]:
-    """Return for each row the first row of its group and the number of shared tokens, or (None, 0)."""
+def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int, int]]:
+    """Return for each row the row that has its shared prompt, and the number of shared tokens (itself, 0 if none)."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         members.setdefault(group, []).append(row)
-    shared: list[tuple[int | None, int]] = [(None, 0)] * len(group_ids)
+    shared = [(row, 0) for row in range(len(group_ids))]
     for rows in members.values():
         first, size = rows[0], min(num_prompt[row] for row in rows)
         # A row always computes at least one token of its own.

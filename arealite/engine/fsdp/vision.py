@@ -44,7 +44,7 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in language]
 
 
-def vision_inputs(rows: Batch) -> Batch:
+def _vision_inputs(rows: Batch) -> Batch:
     """Return the model's keyword inputs for the images of padded `rows`; empty if there are none."""
     if "pixel_values" not in rows:
         return {}
@@ -58,23 +58,18 @@ def vision_inputs(rows: Batch) -> Batch:
     return inputs if grids is None else inputs | {"image_grid_thw": grids[grids.prod(dim=-1) > 0]}
 
 
-def rope_positions(model: PreTrainedModel, rows: Batch) -> torch.Tensor | None:
-    """Return packed `[3, N]` positions (time, height, width) for models that use them, else None."""
+def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
+    """Return `packed` with the padded image inputs replaced by the model's inputs.
+
+    Models that use them also get `rope_positions [3, N]` (time, height, width).
+    """
+    images = _vision_inputs(rows)
+    packed = {k: v for k, v in packed.items() if k not in VISION_KEYS} | images
     find = getattr(model.base_model, "get_rope_index", None)
-    images = vision_inputs(rows)
     if find is None or "image_grid_thw" not in images:
-        return None
+        return packed
     ids, mask = rows["input_ids"], rows["attention_mask"]
     inputs = {"input_ids": ids, "attention_mask": mask, "image_grid_thw": images["image_grid_thw"]}
     if "mm_token_type_ids" in inspect.signature(find).parameters:
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    return find(**inputs)[0][:, mask.bool()]
-
-
-def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
-    """Return `packed` with the padded image inputs replaced by the model's inputs."""
-    packed = {k: v for k, v in packed.items() if k not in VISION_KEYS}
-    positions = rope_positions(model, rows)
-    if positions is not None:
-        packed["rope_positions"] = positions
-    return packed | vision_inputs(rows)
+    return packed | {"rope_positions": find(**inputs)[0][:, mask.bool()]}

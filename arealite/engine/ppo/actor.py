@@ -77,14 +77,17 @@ class FSDPPPOActor(FSDPEngine):
                 config.discount, config.gae_lambda, batch.get("final_values"),
             )  # fmt: skip
         if self.objective.norm_advantages:
-            advantages = self._whitened(advantages, mask)
+            kept = advantages[mask].double()
+            sums = self.sum_over_ranks(mask.sum(), kept.sum(), kept.square().sum())
+            advantages = whiten(advantages, mask, *sums)
         if config.distill_coef:
             teacher = _required(batch, "teacher_logp", "actor.distill_coef", "teacher")
             own, coef = batch.get("prox_logp", batch["logprobs"]), config.distill_coef
             advantages = advantages + distillation_advantages(own, teacher, mask, coef)
         batch.update(advantages=advantages, returns=returns, shaped_rewards=shaped)
         if kl is not None and config.kl_target is not None:
-            self._adapt_kl(kl)
+            total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
+            self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, config.kl_target, rows)
 
     def _shaped(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
         config = self.config
@@ -106,22 +109,12 @@ class FSDPPPOActor(FSDPEngine):
         scores = normalize(everything, groups, **vars(norm))
         return scores[start : start + len(shaped)]
 
-    def _whitened(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        kept = advantages[mask].double()
-        sums = self.sum_over_ranks(mask.sum(), kept.sum(), kept.square().sum())
-        return whiten(advantages, mask, *sums)
-
     def _reward_kl(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor | None:
         if self.kl_ctl == 0:
             return None
         reference = _required(batch, "ref_logp", "actor.kl_ctl", "ref")
         current = batch.get("prox_logp", batch["logprobs"])
         return torch.where(mask, kl_estimate(current, reference, self.config.kl_estimator or "k1"), 0.0)
-
-    def _adapt_kl(self, kl: torch.Tensor) -> None:
-        assert self.config.kl_target is not None
-        total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
-        self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, self.config.kl_target, rows)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         return {"kl_ctl": torch.tensor(self.kl_ctl, dtype=torch.float64)}
@@ -154,8 +147,7 @@ class FSDPPPOActor(FSDPEngine):
         """Return this rank's part of M2PO's mask over the trained tokens of all ranks, `[B, T]`."""
         prox, start = self.gather_rows(batch["prox_logp"][mask])
         behaviour, _ = self.gather_rows(batch["logprobs"][mask])
-        everywhere = torch.ones_like(prox, dtype=torch.bool)
-        chosen = m2po_mask(prox, behaviour, everywhere, self.config.m2_threshold)
+        chosen = m2po_mask(prox, behaviour, self.config.m2_threshold)
         kept = torch.zeros_like(mask)
         kept[mask] = chosen[start : start + int(mask.sum())]
         return kept
@@ -204,15 +196,16 @@ class FSDPPPOActor(FSDPEngine):
         mask = _trained(batch)
         rows, tokens = float(num_rows(batch)), mask.sum()
         advantages = batch["advantages"]
-        lengths, answer = seq_lengths(batch).float(), mask.sum(dim=1).float()
+        has_advantage = (advantages != 0).any(dim=1)
+        answer = mask.sum(dim=1).float()
         stats = {
             "reward": Stat(batch["rewards"].float().sum(), rows),
             "reward/max": Stat(_extreme(batch["rewards"], torch.max)),
             "reward/min": Stat(_extreme(batch["rewards"], torch.min)),
             "advantage/mean": Stat(advantages[mask].sum(), tokens),
             "advantage/abs": Stat(advantages[mask].abs().sum(), tokens),
-            "zero_advantage_share": Stat((~(advantages != 0).any(dim=1)).sum(), rows),
-            "seq_len": Stat(lengths.sum(), rows),
+            "zero_advantage_share": Stat((~has_advantage).sum(), rows),
+            "seq_len": Stat(seq_lengths(batch).float().sum(), rows),
             "answer_len": Stat(answer.sum(), rows),
             "answer_len/max": Stat(_extreme(answer, torch.max)),
             "num_seqs": Stat(torch.tensor(rows), 1.0 / self.dp_size),
@@ -228,13 +221,11 @@ class FSDPPPOActor(FSDPEngine):
             kl = kl_estimate(current, batch["ref_logp"], "k3")
             stats["ref_kl"] = Stat(kl[mask].sum(), tokens)
             stats["kl_ctl"] = Stat(torch.tensor(self.kl_ctl))
-        return self.reduce_stats(stats) | self._signal_stats(batch)
-
-    def _signal_stats(self, batch: Batch) -> dict[str, float]:
-        """Count the groups of all ranks, and those in which some row has an advantage."""
+        # Groups of all ranks, and those in which some row has an advantage.
         groups, _ = self.gather_rows(batch["group_ids"])
-        active, _ = self.gather_rows((batch["advantages"] != 0).any(dim=1).long())
-        return {"groups": float(len(groups.unique())), "groups_with_signal": float(len(groups[active.bool()].unique()))}
+        active, _ = self.gather_rows(has_advantage.long())
+        counts = {"groups": len(groups.unique()), "groups_with_signal": len(groups[active.bool()].unique())}
+        return self.reduce_stats(stats) | {key: float(count) for key, count in counts.items()}
 
 
 def _trained(batch: Batch) -> torch.Tensor:
