@@ -1,4 +1,4 @@
-"""Datasets: load rows from local files or a hub, tokenize them, and batch them in an order that resumes exactly."""
+"""Datasets: load rows, tokenize them, and batch them in an order that resumes exactly."""
 
 from arealite.dataset.gsm8k import get_gsm8k_rl, get_gsm8k_sft
 from arealite.dataset.loader import StatefulDataLoader

@@ -1,6 +1,6 @@
-"""GSM8K rows (columns `question` and `answer`, which ends in `#### number`) for supervised training and for RL.
+"""GSM8K rows for supervised training and for RL.
 
-The functions read any file with these two columns.
+Reads any file with the columns `question` and `answer`, which ends in `#### number`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def get_gsm8k_sft(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def get_gsm8k_rl(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Load rows with a question and the `answer` for the reward; questions over `max_length` tokens are left out.
+    """Load rows with a question of at most `max_length` tokens and the `answer` for the reward.
 
     A question is a chat (`messages`), or plain text (`prompt`) if the tokenizer has no chat template.
     """

@@ -1,4 +1,4 @@
-"""Preference pairs: a prompt with a chosen and a rejected answer, as tokens, and batches of such pairs.
+"""Preference pairs (a prompt with a chosen and a rejected answer) as tokens, and batches of them.
 
 Three layouts are read: texts with a `prompt` column; whole dialogues in `chosen` and `rejected`, as in HH-RLHF; and
 messages (`[{"role": …, "content": …}]`), with or without a `prompt`, which go through the tokenizer's chat template.
@@ -25,7 +25,7 @@ _ASSISTANT_TURN = "\n\nAssistant:"
 
 
 def get_preferences(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Load pairs with `chosen` and `rejected`, each with `input_ids` and a `loss_mask` of 1 on the answer."""
+    """Load pairs: `chosen` and `rejected`, each with `input_ids` and a `loss_mask` on the answer."""
     rows = load_dataset(config)
     require_columns(rows, list(_SIDES), config.path)
     pairs = []
@@ -58,7 +58,7 @@ def _tokenize_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
 
 
 def _split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two dialogues behind the last `Assistant:` that they share into the prompt and the two answers."""
+    """Split two dialogues behind the last `Assistant:` that they share into prompt and answers."""
     length = len(chosen)
     while not rejected.startswith(chosen[:length]) or not chosen[:length].endswith(_ASSISTANT_TURN):
         position = chosen.rfind(_ASSISTANT_TURN, 0, length - 1)
@@ -72,7 +72,7 @@ def _split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def _split_messages(prompt: Any, chosen: Any, rejected: Any) -> tuple[Messages, Messages, Messages]:
-    """The messages of the prompt, and those of the two answers."""
+    """Return the messages of the prompt, and those of the two answers."""
     sides = [_check_messages(name, side) for name, side in zip(_SIDES, (chosen, rejected), strict=True)]
     if all(side[0]["role"] == "assistant" for side in sides):
         if prompt is None:
@@ -89,10 +89,7 @@ def _split_messages(prompt: Any, chosen: Any, rejected: Any) -> tuple[Messages, 
 
 
 def _check_messages(name: str, messages: Any) -> Messages:
-    """Raise `ValueError` unless these are messages.
-
-    An answer that is plain text becomes the assistant's message.
-    """
+    """Return checked messages; an answer that is plain text becomes the assistant's message."""
     if isinstance(messages, str) and name != "prompt":
         return [{"role": "assistant", "content": messages}]
     if not isinstance(messages, list) or not messages:

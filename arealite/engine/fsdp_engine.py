@@ -361,7 +361,7 @@ class FSDPEngine(TrainEngine):
         return checkpoint.gathered_parameters(self)
 
     def save_weights(self, path: str, *, adapter_only: bool) -> None:
-        """Write a folder that servers read at once: not synced to the disk, adapters merged unless `adapter_only`."""
+        """Write a folder for servers to read at once, not synced to disk; merges adapters by default."""
         checkpoint.save_hf(self, path, durable=False, merge=not adapter_only)
 
     def extra_state(self) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ _CALCULATION = re.compile(
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last `\boxed{…}`, else the last statement behind a marker, else the last formula or number, else None."""
+    r"""Return the final answer of a completion, or None; the module describes where it looks."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -93,7 +93,7 @@ def final_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last closed, non-empty `\boxed{…}`. Boxes joined by `and`, `or` or a comma are one answer."""
+    r"""Return the content of the last closed `\boxed{…}`; boxes joined by `and`, `or` or `,` are one."""
     boxes: list[str] = []
     end = start = text.rfind("\\boxed")
     for _ in range(_MAX_TRIES):
@@ -111,7 +111,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _box_content(text: str, start: int) -> tuple[str, int]:
-    """The content of the box at `start`, and where the box ends; an empty content if the box is not closed."""
+    """Return the content of the box at `start` (empty if it is not closed), and where the box ends."""
     begin = start + len("\\boxed")
     if text[begin : begin + 1] != "{":
         bare = re.compile(r"\s*([^\s{}$]+)").match(text, begin)
@@ -232,7 +232,7 @@ def _join_formulas(text: str, match: re.Match[str], formula: str) -> str:
 
 
 def _read_sentence(sentence: str, match: re.Match[str], formula: str) -> str:
-    """The answer in a sentence with words whose first formula is given: the result, if the sentence calculates it."""
+    """Return the answer in a sentence with words: its result if it calculates one, or its first formula."""
     end = match.start() + len(match.group().rstrip(" ,.(="))
     if alternative := _ALTERNATIVE.match(sentence, end):
         return f"{formula}{alternative.group()}"

@@ -1,4 +1,4 @@
-"""Reward for GSM8K: the completion's final answer equals the number after `####` in the dataset's worked answer."""
+"""Reward for GSM8K: compares the final answer with the number after `####` in the dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards for answers that are numbers or formulas: compare a completion's final answer with the right one.
+"""Rewards for numbers and formulas: compare a completion's final answer with the right one.
 
 Numbers are compared exactly, as fractions. Formulas are compared as text first and then by algebra, with math-verify.
 Its timeouts work in the main thread only and are off. Instead, formulas that could take minutes are compared as text
@@ -119,7 +119,7 @@ def _plain_number(cleaned: str) -> Fraction | None:
 
 
 def _value(cleaned: str) -> Fraction | None:
-    """The number in `x = 18`, `5 + 3 = 8` or `18 dollars`; None for an equation to solve, or several numbers."""
+    """Return the number in `x = 18`, `5 + 3 = 8` or `18 dollars`; None for equations to solve and lists."""
     number = _plain_number(cleaned)
     if number is not None:
         return number
@@ -131,7 +131,7 @@ def _value(cleaned: str) -> Fraction | None:
 
 
 def _without_name(cleaned: str) -> str | None:
-    """The right side of `x = …` or `5 + 3 = …`; None if the left side is neither a name nor a sum of numbers."""
+    """Return the right side of `x = …` or `5 + 3 = …`; None if the left is neither a name nor a sum."""
     *left, right = cleaned.split("=")
     if left and (not _NAME_OR_SUM.fullmatch(left[0].strip()) or any(_SEVERAL.search(part) for part in left)):
         return None
@@ -139,7 +139,7 @@ def _without_name(cleaned: str) -> str | None:
 
 
 def _numbers_equal(a: Fraction, b: Fraction, texts: str) -> bool:
-    """Exactly equal; where a decimal is involved, equal after rounding to six places, so that 0.333333 is 1/3."""
+    """Compare exactly, or if a decimal is involved rounded to six places, so that 0.333333 is 1/3."""
     return a == b or ("." in texts and round(a, 6) == round(b, 6) != 0)
 
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
-from arealite.engine.fsdp.lowmem_adamw import LowMemoryAdamW, load_moment, store_rounded
-from arealite.engine.fsdp.optimizer import make_optimizer
+from arealite.engine.fsdp.optimizer import LowMemoryAdamW, load_moment, make_optimizer, store_rounded
 from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.rw.rw_engine import FSDPRWEngine

@@ -60,7 +60,7 @@ _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vo
 
 
 def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
-    """Return what `gathered_parameters` yields, on `meta`: tied parameters once, adapters merged into their layers."""
+    """Return what `gathered_parameters` yields, on the `meta` device."""
     dtype = getattr(torch, engine.config.dtype)
     parameters = ((n, p) for n, p in engine.model.named_parameters() if not lora.is_adapter(n))
     return {lora.plain_name(n): torch.empty(p.shape, dtype=dtype, device="meta") for n, p in parameters}

@@ -105,7 +105,7 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int, int]]:
-    """Return for each row the row that has its shared prompt, and the number of shared tokens (itself, 0 if none)."""
+    """Return for each row the row whose prompt it shares and the number of shared tokens, or (row, 0)."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_ids):
         members.setdefault(group, []).append(row)

@@ -124,7 +124,7 @@ def _split_vocabulary(model: PreTrainedModel, layout: Layout) -> None:
 
 
 def find_rows(ids: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row of each id in this rank's shard of the vocabulary (0 if in another), and whether it is here."""
+    """Return each id's row in this rank's vocabulary shard (0 if in another), and whether it is here."""
     row = ids - num_rows * dist.get_rank(group)
     here = (row >= 0) & (row < num_rows)
     return torch.where(here, row, 0), here

@@ -246,7 +246,7 @@ def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor
 
 
 def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int) -> LossAndStats:
-    """Return policy, KL and entropy term of a packed micro-batch with `loss_weights`, `advantages` and log-probs."""
+    """Return the loss of a packed micro-batch (policy, KL and entropy term) and its statistics."""
     logp, weights = outputs["logp"], mb["loss_weights"]
     mask = weights > 0
     owner = sequence_of_token(mb["cu_seqlens"])
