@@ -183,10 +183,7 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     @returns_nothing
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode (rank 0).
-
-        After a resume, submit the episodes again that had not ended at the checkpoint.
-        """
+        """Queue one episode (rank 0). After a resume, queue again those that had not ended."""
 
     @abc.abstractmethod
     @returns_batch

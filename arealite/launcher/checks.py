@@ -21,10 +21,7 @@ _DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".csv", ".parquet")
 
 
 def check_job(job: Job, servers_run_here: bool) -> None:
-    """Raise `ConfigError` for the first problem.
-
-    `servers_run_here`: servers start in this Python environment.
-    """
+    """Raise `ConfigError` for the first problem. `servers_run_here`: in this Python environment."""
     config = job.config
     mode = job.placement().mode
     _check_allocation(config, mode)

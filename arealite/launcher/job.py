@@ -49,10 +49,7 @@ class LogFollower:
 
 
 class StopEvent(threading.Event):
-    """Is set by SIGINT and SIGTERM inside its `with` block.
-
-    An exception raised by a signal handler could be lost in the code of a library (Ray).
-    """
+    """Set by SIGINT and SIGTERM in a `with` block: libraries such as Ray may lose an exception."""
 
     number = 0
 
@@ -72,10 +69,7 @@ class StopEvent(threading.Event):
 
 @dataclass
 class Job:
-    """What to run and where.
-
-    `devices` lists the devices of each node (slots for processes if there are no GPUs).
-    """
+    """What to run and where. `devices` lists the devices of each node, or slots if there are no GPUs."""
 
     config: LaunchConfig
     script: str

@@ -75,10 +75,7 @@ class LaunchConfig:
 
 
 def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:
-    """Load what `argv` configures `script` with.
-
-    Raises `ConfigError` for everything that the script would reject.
-    """
+    """Load what `argv` configures `script` with. Raises for all that the script would reject."""
     tree = _parse(script) if script.endswith(".py") else None
     text = _resolve(script, tree, argv) if tree is not None else ""
     config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig), text)

@@ -46,10 +46,7 @@ def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
 
 
 def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
-    """Run a job; after a failure that may pass, run it again up to `recover.retries` times.
-
-    Returns the exit code.
-    """
+    """Run a job, again after a failure that may pass (`recover.retries`). Returns the exit code."""
     retries = job.config.recover.retries
     for number in range(retries + 1):
         attempt = replace(job, attempt=number)

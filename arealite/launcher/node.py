@@ -122,10 +122,7 @@ class NodePart:
             self.step()
 
     def step(self, wait_s: float = _RUNNING_WAKE_S) -> None:
-        """Wait for an event and handle it.
-
-        Raises if this node must end: a signal, or a failure here or elsewhere.
-        """
+        """Wait for an event and handle it. Raises if this node must end."""
         self.names.renew()
         self.elastic.renew()
         self.publish_healthy()

@@ -138,10 +138,7 @@ def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
 
 
 def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> tuple[int, int]:
-    """Count the devices of (servers, trainers).
-
-    A side that is configured for the CPU takes no GPU, and running servers take none.
-    """
+    """Count the devices of (servers, trainers). A side on the CPU takes no GPU."""
     gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
     gen_free = gen_free or bool(config.server_addrs)
     train_free = on_gpu and config.train_device == "cpu"
@@ -154,10 +151,7 @@ def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> 
 
 
 def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Placement:
-    """Place servers first, then ranks, filling nodes in order.
-
-    `nodes` lists the devices (or slots) of each node.
-    """
+    """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices of each."""
     mode = AllocationMode.from_str(config.allocation_mode)
     num_servers = 0 if config.server_addrs else mode.num_servers
     if num_servers and not config.model_path:

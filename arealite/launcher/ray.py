@@ -45,10 +45,7 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
 
 
 def connect(num_cpus: int | None = None) -> Any:
-    """Return the `ray` module, connected to a cluster.
-
-    A cluster started here has at least `num_cpus` CPUs.
-    """
+    """Return `ray`, connected to a cluster. One started here has at least `num_cpus` CPUs."""
     try:
         import ray
     except ImportError as error:
@@ -67,10 +64,7 @@ def connect(num_cpus: int | None = None) -> Any:
 
 
 def _bundles(job: Job, placement: Placement) -> list[dict[str, float]]:
-    """Return what Ray reserves on each node: all its devices; in controller mode those of its servers only.
-
-    In controller mode engines have placement groups of their own.
-    """
+    """Return what Ray reserves on each node. In controller mode engines have groups of their own."""
     counts = [len(devices) for devices in job.devices]
     if placement.engines:
         places = [place for server in placement.servers for place in server.places]

@@ -123,10 +123,7 @@ def _quote(flag: str) -> str:
 
 
 def _wait_for_end(job: Job, job_id: str) -> int:
-    """Copy rank 0's output to the console until the job has ended; a signal cancels the job.
-
-    Returns the exit code.
-    """
+    """Show rank 0's output until the job has ended or a signal cancels it. Returns the exit code."""
     output = LogFollower(job.run_dir.logs / "rank0.log")
     silent_since = None
     with StopEvent() as stop:
@@ -149,10 +146,7 @@ def _wait_for_end(job: Job, job_id: str) -> int:
 
 
 def _tolerate_silence(error: SlurmError, job_id: str, since: float | None) -> float:
-    """Warn when the state of the job is unknown; cancel the job and raise after a long time.
-
-    Returns the start time.
-    """
+    """Warn that the state is unknown; raise after a long time. Returns when the silence began."""
     if since is None:
         print(f"warning: {error}\nSlurm job {job_id} goes on, asking again", file=sys.stderr, flush=True)
         return time.monotonic()

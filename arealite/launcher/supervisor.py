@@ -176,10 +176,7 @@ class Supervisor:
         return child
 
     def wait(self, timeout_s: float | None = None) -> list[Child]:
-        """Wait until children end and return them; empty after the timeout.
-
-        Raises `Interrupted` after a signal.
-        """
+        """Return children that ended, none after the timeout. Raises `Interrupted` after a signal."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if self._signals:

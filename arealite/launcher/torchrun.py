@@ -107,10 +107,7 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
 
 
 class TorchrunPart(NodePart):
-    """A node whose ranks are children of one torchrun.
-
-    `meeting` holds the leases by which several machines met.
-    """
+    """A node whose ranks belong to one torchrun. `meeting` holds the leases of several machines."""
 
     def __init__(self, *args: Any, meeting: FileNames | None = None):
         super().__init__(*args)

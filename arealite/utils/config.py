@@ -40,10 +40,7 @@ USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
 
 
 def load_config(argv: list[str], cls: type[T]) -> T:
-    """Load and check the configuration that the arguments describe.
-
-    `--help` prints the keys of `cls` and exits.
-    """
+    """Load and check the configuration of the arguments. `--help` prints its keys and exits."""
     if "--help" in argv or "-h" in argv:
         _print_to_pipe(help_text(cls))
         raise SystemExit(0)
@@ -210,10 +207,7 @@ def _keep_text(node: yaml.Node, kind: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without surprising conversions: `24:00:00`, `007` and dates stay text, and 1e-5 is a float.
-
-    A repeated key is an error.
-    """
+    """YAML in which `24:00:00`, `007` and dates stay text. A repeated key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

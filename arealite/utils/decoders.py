@@ -43,10 +43,7 @@ _LOAD_ERRORS = (
 
 
 def read_model_config(path: str | Path, with_images: bool = False) -> PreTrainedConfig:
-    """Return the config of a causal language model, or raise `ConfigError`.
-
-    Vision-language models pass only `with_images`.
-    """
+    """Return a language model's config; vision-language models pass only `with_images`."""
     check_model(path)
     with model_errors(path):
         config = AutoConfig.from_pretrained(path)

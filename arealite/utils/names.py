@@ -99,10 +99,7 @@ class FileNames:
         (self.folder / self._probe).unlink(missing_ok=True)
 
     def _remove_expired(self, path: Path) -> bool:
-        """Remove an expired entry.
-
-        False if it lives, or if another process removes it and so may claim the name.
-        """
+        """Remove an expired entry. False if it lives, or if another process removes it."""
         try:
             state = path.stat()
         except FileNotFoundError:

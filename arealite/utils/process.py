@@ -42,10 +42,7 @@ def check_not_driver(engine: object) -> None:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends.
-
-    Call it in the child, right after its start.
-    """
+    """Have the kernel kill this process when its parent ends. Call it first in the child."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have ended before the request was in place.
@@ -54,10 +51,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def raise_file_limit(wanted: int = 65_536) -> int:
-    """Raise the soft limit on open files to `wanted`, or to the hard limit if that is lower; returns the soft limit.
-
-    Child processes inherit it. Never lowers a limit.
-    """
+    """Raise the soft limit on open files, also for children, if it is lower. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= target:

@@ -162,10 +162,7 @@ class Channel:
 
 
 class WorkerProcess:
-    """One process and the channel to it.
-
-    `target(socket, *args)` runs in it and sends one message when it is ready.
-    """
+    """A process and its channel. `target(socket, *args)` sends one message when it is ready."""
 
     def __init__(
         self, target: Callable[..., None], args: tuple[Any, ...], module: str, name: str, is_daemon: bool = True

@@ -128,10 +128,7 @@ def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
 
 
 def write_file(path: Path, text: str, private: bool) -> None:
-    """Replace a file as a whole; readers see the old or the new one.
-
-    Only its owner can read a private file.
-    """
+    """Replace a file as a whole. Only its owner can read a private file."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     with os.fdopen(descriptor, "w") as file:
