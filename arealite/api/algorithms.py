@@ -154,8 +154,7 @@ def _norm(config: PPOActorConfig, algorithm: Algorithm) -> NormConfig:
     if config.algorithm != "custom" and replace(norm, eps=algorithm.norm.eps) != algorithm.norm:
         raise ConfigError(
             f"actor.algorithm={config.algorithm} normalises rewards by {_describe(algorithm.norm)}, but "
-            "actor.reward_norm is "
-            f"{_describe(norm)}: leave reward_norm out, or set actor.algorithm=custom"
+            f"actor.reward_norm is {_describe(norm)}: leave reward_norm out, or set actor.algorithm=custom"
         )
     return norm
 

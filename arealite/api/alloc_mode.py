@@ -61,7 +61,26 @@ class AllocationMode:
 
     @classmethod
     def from_str(cls, text: str) -> AllocationMode:
-        return _parse(text)
+        if not text.strip():
+            _fail(text, 0, "allocation_mode is empty")
+        left, plus, right = text.partition("+")
+        backend, strategy = _side(text, 0, left)
+        generates, start = backend in GEN_BACKENDS, len(left) + 1
+        if not plus:
+            return cls(backend, strategy) if generates else cls(train_backend="fsdp", train=strategy)
+        if right == "eval":
+            if not generates:
+                _fail(text, 0, "`+eval` needs an inference backend on its left")
+            return cls(backend, strategy, evaluate=True)
+        right, more, _ = right.partition("+")
+        train_backend, train = _side(text, start, right)
+        if more:
+            _fail(text, start + len(right), "nothing may follow the second side")
+        if not generates:
+            _fail(text, 0, f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it")
+        if train_backend in GEN_BACKENDS:
+            _fail(text, start, "the right side trains: write fsdp, or no backend at all")
+        return cls(backend, strategy, "fsdp", train)
 
     @property
     def gen_world_size(self) -> int:
@@ -84,29 +103,6 @@ class AllocationMode:
         sides += [f"{self.train_backend}:{self.train}"] if self.train else []
         sides += ["eval"] if self.evaluate else []
         return "+".join(sides)
-
-
-def _parse(text: str) -> AllocationMode:
-    if not text.strip():
-        _fail(text, 0, "allocation_mode is empty")
-    left, plus, right = text.partition("+")
-    backend, strategy = _side(text, 0, left)
-    generates, start = backend in GEN_BACKENDS, len(left) + 1
-    if not plus:
-        return AllocationMode(backend, strategy) if generates else AllocationMode(train_backend="fsdp", train=strategy)
-    if right == "eval":
-        if not generates:
-            _fail(text, 0, "`+eval` needs an inference backend on its left")
-        return AllocationMode(backend, strategy, evaluate=True)
-    right, more, _ = right.partition("+")
-    train_backend, train = _side(text, start, right)
-    if more:
-        _fail(text, start + len(right), "nothing may follow the second side")
-    if not generates:
-        _fail(text, 0, f"the left side generates: write one of {', '.join(GEN_BACKENDS)} before it")
-    if train_backend in GEN_BACKENDS:
-        _fail(text, start, "the right side trains: write fsdp, or no backend at all")
-    return AllocationMode(backend, strategy, "fsdp", train)
 
 
 def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrategy]:

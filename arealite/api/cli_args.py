@@ -218,9 +218,6 @@ class LauncherConfig(Section):
     slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` is put before the command.", dict)
 
 
-# ------------------------------------------------------------------------------------------- experiments
-
-
 @dataclass
 class BaseExperimentConfig(Section):
     """Settings of every run."""

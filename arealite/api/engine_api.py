@@ -50,34 +50,19 @@ class Result(enum.Enum):
     NOTHING = "nothing; the script does not wait"
 
 
-def _mark(method: Method, result: Result) -> Method:
-    method.__dict__["result"] = result
-    return method
+def _marker(result: Result) -> Callable[[Method], Method]:
+    def mark(method: Method) -> Method:
+        method.__dict__["result"] = result
+        return method
+
+    return mark
 
 
-def returns_batch(method: Method) -> Method:
-    """Mark a method that returns a `Batch`."""
-    return _mark(method, Result.BATCH)
-
-
-def returns_column(method: Method) -> Method:
-    """Mark a method that takes a batch and returns one tensor with as many rows."""
-    return _mark(method, Result.COLUMN)
-
-
-def adds_columns(method: Method) -> Method:
-    """Mark a method that adds columns to the batch that it was given and returns None."""
-    return _mark(method, Result.ADDED_COLUMNS)
-
-
-def returns_stats(method: Method) -> Method:
-    """Mark a method that returns a list of statistics."""
-    return _mark(method, Result.STATS)
-
-
-def returns_nothing(method: Method) -> Method:
-    """Mark a method that returns None and that no later line of the script must wait for."""
-    return _mark(method, Result.NOTHING)
+returns_batch = _marker(Result.BATCH)
+returns_column = _marker(Result.COLUMN)
+adds_columns = _marker(Result.ADDED_COLUMNS)
+returns_stats = _marker(Result.STATS)
+returns_nothing = _marker(Result.NOTHING)
 
 
 def result_of(cls: type, method: str) -> Result:

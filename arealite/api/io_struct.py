@@ -55,7 +55,6 @@ class ModelResponse:
     output_logprobs: list[float]
     output_versions: list[int]
     stop_reason: StopReason
-    latency_s: float = 0.0
     num_interruptions: int = 0
 
     @property

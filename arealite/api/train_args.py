@@ -68,9 +68,8 @@ class TrainEngineConfig(Section):
     def check_tensor_parallel(self, size: int) -> None:
         _require(
             size == 1 or not self.lora_rank,
-            f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. Use t1 "
-            "and give "
-            "those ranks to d (FSDP shards the weights over them too) or c",
+            f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. "
+            "Use t1 and give those ranks to d (FSDP shards the weights over them too) or c",
         )
 
 

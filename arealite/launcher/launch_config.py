@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from arealite.api import cli_args
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
 from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
@@ -58,6 +59,10 @@ class LaunchConfig:
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
     resolved_yaml: str = ""
+
+    @property
+    def mode(self) -> AllocationMode:
+        return AllocationMode.from_str(self.allocation_mode)
 
     @property
     def private_file(self) -> Path:

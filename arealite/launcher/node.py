@@ -26,7 +26,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
-from arealite.utils.config import run_main
+from arealite.utils.config import LOG_FILE_ENV, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 from arealite.utils.process import CONTROLLER_ENV
@@ -156,13 +156,11 @@ class NodePart:
         timeout_s, waiter = self.config.setup_timeout_s, f"node {self.node}"
         return wait_for_names(self.names, wanted, timeout_s, waiter, self.step)
 
-    # -------------------------------------------------------------------------------------------- servers
-
     def start_mps(self) -> None:
         """Start NVIDIA's MPS daemon if it is installed, so that kernels of processes on one GPU run concurrently."""
         command = shutil.which("nvidia-cuda-mps-control")
-        is_running = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-        if command is None or is_running:
+        # With the variable set, a daemon runs already.
+        if command is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
             return
         # The path of a run directory may be too long for a socket.
         folder = tempfile.mkdtemp(prefix="arealite-mps-")
@@ -176,8 +174,8 @@ class NodePart:
         assert backend is not None
         place = [node for node, _ in server.places].index(self.node)
         devices = server.places[place][1]
-        env = {"OMP_NUM_THREADS": str(self.placement.threads), **prepare_server(self.config, backend)}
-        env |= self.mps_env
+        threads = {"OMP_NUM_THREADS": str(self.placement.threads)}
+        env = threads | prepare_server(self.config, backend) | self.mps_env
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         port = free_port() if self.is_up else server_port(self.config, server.index)
@@ -239,15 +237,15 @@ class NodePart:
         print(f"warning: {child.describe_end()}\nstarting server {index} again", flush=True)
         self.start_server(self.placement.servers[index])
 
-    def wait_for_external_servers(self) -> list[str]:
-        """Wait until all servers of `rollout.server_addrs` pass their health check; returns their addresses."""
+    def wait_for_external_servers(self) -> None:
+        """Wait until all servers of `rollout.server_addrs` pass their health check."""
         addresses, timeout_s = self.placement.external_servers, self.config.setup_timeout_s
         deadline, is_first = time.monotonic() + timeout_s, True
         while True:
             problems = {a: health_problem(a, self.config.server.api_key) for a in addresses}
             failing = ", ".join(f"{address} ({why})" for address, why in problems.items() if why)
             if not failing:
-                return list(addresses)
+                return
             if any(why in ("status 401", "status 403") for why in problems.values()):
                 raise ServerError(
                     f"a server of rollout.server_addrs rejects the API key: {failing}; set server.api_key"
@@ -262,33 +260,32 @@ class NodePart:
             is_first = False
             self.step()
 
-    # ---------------------------------------------------------------------------------------------- ranks
-
     def start_ranks(self) -> None:
         """Start this node's ranks when the addresses of all servers and of the rendezvous are known."""
         servers, master = self.meet_servers()
         mine = self.placement.ranks_on(self.node)
         for rank in mine:
             env = self.rank_env(servers, master, len(mine))
-            env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank)}
-            self.ranks.append(self.supervisor.start(self.rank_spec(rank.rank, env)))
+            name = f"rank{rank.rank}"
+            log_path = self.logs / f"{name}.log"
+            env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank), LOG_FILE_ENV: str(log_path)}
+            spec = ChildSpec(name, self.job.command(), log_path, env, cwd=Path(self.job.cwd))
+            if rank.rank == 0:
+                spec = replace(spec, echo=True, terminal=sys.stdout.isatty())
+            self.ranks.append(self.supervisor.start(spec))
 
     def meet_servers(self) -> tuple[list[str], str]:
         """Wait for and return (addresses of all servers, rendezvous address of the ranks)."""
         has_rank_0 = self.placement.ranks_on(self.node)[0].rank == 0
         addresses = list(self.placement.external_servers)
-        if addresses and has_rank_0:
-            self.wait_for_external_servers()
         if has_rank_0:
-            self.names.publish("master", f"{self.host}:{self.trainer_port()}")
+            self.wait_for_external_servers()
+            port = self.config.launcher.trainer_port or free_port(self.host)
+            if not is_free(port, self.host):
+                raise ServerError(f"launcher.trainer_port={port} is taken: set another, or 0 for a free one")
+            self.names.publish("master", f"{self.host}:{port}")
         published = self.wait_for([f"servers/{server.index}" for server in self.placement.servers])
         return addresses or list(published.values()), self.wait_for(["master"])["master"]
-
-    def trainer_port(self) -> int:
-        port = self.config.launcher.trainer_port or free_port(self.host)
-        if is_free(port, self.host):
-            return port
-        raise ServerError(f"launcher.trainer_port={port} is taken: set another, or 0 for a free one")
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
         host, port = master.rsplit(":", 1)
@@ -313,12 +310,6 @@ class NodePart:
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         return env
-
-    def rank_spec(self, rank: int, env: dict[str, str]) -> ChildSpec:
-        log_path = self.logs / f"rank{rank}.log"
-        env = {**env, "AREALITE_LOG_FILE": str(log_path)}
-        spec = ChildSpec(f"rank{rank}", self.job.command(), log_path, env, cwd=Path(self.job.cwd))
-        return replace(spec, echo=True, terminal=sys.stdout.isatty()) if rank == 0 else spec
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import count, takewhile
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import AllocationError, ConfigError
@@ -96,9 +96,6 @@ class Placement:
         return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------ devices
-
-
 def visible_gpus() -> list[str]:
     """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, `GPU-…` or `MIG-…`."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -119,8 +116,8 @@ def local_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     Both sides get the same GPUs if there are enough for each side alone but not for both. Without GPUs there are as
     many slots as the job needs: cores do not limit processes.
     """
-    gpus, mode = len(visible_gpus()), AllocationMode.from_str(config.allocation_mode)
-    gen, train = _count_devices(config, mode, gpus > 0)
+    gpus = len(visible_gpus())
+    gen, train = _count_devices(config, gpus > 0)
     if gen + train > gpus >= max(gen, train) > 0:
         return [[*range(gen), *range(train)]], True
     return [list(range(gpus or gen + train))], gpus > 0
@@ -128,31 +125,26 @@ def local_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
 
 def cluster_slots(config: LaunchConfig) -> tuple[list[list[int]], bool]:
     """Return (devices of every node as configured, whether they are GPUs)."""
-    cluster = config.cluster
-    mode = AllocationMode.from_str(config.allocation_mode)
+    cluster, mode = config.cluster, config.mode
     gen_on_cpu = mode.gen is None or bool(config.server_addrs) or config.server.device == "cpu"
     train_on_cpu = mode.train is None or config.train_device == "cpu"
     on_gpu = not (gen_on_cpu and train_on_cpu)
-    nodes = cluster.n_nodes or -(-sum(_count_devices(config, mode, False)) // cluster.n_gpus_per_node)
+    nodes = cluster.n_nodes or -(-sum(_count_devices(config, False)) // cluster.n_gpus_per_node)
     return [list(range(cluster.n_gpus_per_node)) for _ in range(max(1, nodes))], on_gpu
 
 
-def _count_devices(config: LaunchConfig, mode: AllocationMode, on_gpu: bool) -> tuple[int, int]:
+def _count_devices(config: LaunchConfig, on_gpu: bool) -> tuple[int, int]:
     """Count the devices of (servers, trainers). A side on the CPU takes no GPU."""
-    gen_free = on_gpu and mode.gen_backend == "embedded" and config.server.device == "cpu"
-    gen_free = gen_free or bool(config.server_addrs)
-    train_free = on_gpu and config.train_device == "cpu"
+    mode = config.mode
+    gen_on_cpu = mode.gen_backend == "embedded" and config.server.device == "cpu"
+    gen = 0 if config.server_addrs or (on_gpu and gen_on_cpu) else mode.gen_world_size
     copies = max(1, len(config.models)) if config.controller else 1
-    gen = 0 if gen_free else mode.gen_world_size
-    return gen, 0 if train_free else mode.train_world_size * copies
-
-
-# ---------------------------------------------------------------------------------------------- placement
+    return gen, 0 if on_gpu and config.train_device == "cpu" else mode.train_world_size * copies
 
 
 def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -> Placement:
     """Place servers first, then ranks, filling nodes in order. `nodes` lists the devices of each."""
-    mode = AllocationMode.from_str(config.allocation_mode)
+    mode = config.mode
     num_servers = 0 if config.server_addrs else mode.num_servers
     if num_servers and not config.model_path:
         raise ConfigError(
@@ -160,13 +152,13 @@ def make_placement(config: LaunchConfig, nodes: list[list[int]], on_gpu: bool) -
             "set actor.path or server.model_path"
         )
     slots = [(node, device) for node, devices in enumerate(nodes) for device in devices]
-    num_gen, num_train = _count_devices(config, mode, on_gpu)
+    num_gen, num_train = _count_devices(config, on_gpu)
     if num_gen + num_train > len(slots):
-        raise AllocationError(_explain_shortage(config, mode, num_gen, num_train, nodes))
+        raise AllocationError(_explain_shortage(config, num_gen, num_train, nodes))
     engines = tuple(config.models) if config.controller else ()
     gen_slots = slots if num_gen else None
     servers = tuple(_place_server(i, mode, gen_slots, len(nodes)) for i in range(num_servers))
-    _check_spread(config, mode, servers, nodes)
+    _check_spread(config, servers, nodes)
     rank_slots = slots[num_gen:] if num_train and not engines else None
     ranks = _place_ranks(1 if engines else max(1, mode.train_world_size), rank_slots, len(nodes))
     num_processes = len(servers) + len(ranks) + mode.train_world_size * len(engines)
@@ -191,26 +183,21 @@ def _place_server(index: int, mode: AllocationMode, slots: list[tuple[int, int]]
     return ServerPlacement(index, tuple((n, tuple(g for node, g in mine if node == n)) for n in used))
 
 
-def _place_ranks(count: int, slots: list[tuple[int, int]] | None, nodes: int) -> list[RankPlacement]:
+def _place_ranks(num_ranks: int, slots: list[tuple[int, int]] | None, nodes: int) -> list[RankPlacement]:
     places: list[tuple[int, int | None]]
     if slots is None:  # no device needed: spread evenly
-        per_node = -(-count // nodes)
-        places = [(rank // per_node, None) for rank in range(count)]
+        per_node = -(-num_ranks // nodes)
+        places = [(rank // per_node, None) for rank in range(num_ranks)]
     else:
-        places = list(slots[:count])
-    ranks, on_node = [], dict.fromkeys(range(nodes), 0)
-    for rank, (node, device) in enumerate(places):
-        ranks.append(RankPlacement(rank, on_node[node], node, device))
-        on_node[node] += 1
-    return ranks
+        places = list(slots[:num_ranks])
+    local_ranks = {node: count() for node in range(nodes)}
+    return [RankPlacement(rank, next(local_ranks[node]), node, device) for rank, (node, device) in enumerate(places)]
 
 
-def _check_spread(
-    config: LaunchConfig, mode: AllocationMode, servers: tuple[ServerPlacement, ...], nodes: list[list[int]]
-) -> None:
+def _check_spread(config: LaunchConfig, servers: tuple[ServerPlacement, ...], nodes: list[list[int]]) -> None:
     """Raise for an embedded server whose devices are on several nodes."""
     server = next((s for s in servers if len(s.places) > 1), None)
-    if mode.gen_backend != "embedded" or server is None:
+    if config.mode.gen_backend != "embedded" or server is None:
         return
     where = ", ".join(f"{len(devices)} of node {node}" for node, devices in server.places)
     raise ConfigError(
@@ -220,10 +207,8 @@ def _check_spread(
     )
 
 
-def _explain_shortage(
-    config: LaunchConfig, mode: AllocationMode, num_gen: int, num_train: int, nodes: list[list[int]]
-) -> str:
-    sides = []
+def _explain_shortage(config: LaunchConfig, num_gen: int, num_train: int, nodes: list[list[int]]) -> str:
+    mode, sides = config.mode, []
     if num_gen:
         sides.append(f"{mode.gen_backend} {mode.gen} = {num_gen}")
     if num_train:

@@ -34,8 +34,6 @@ _POLL_INTERVAL_S = 1.0
 _CONTROLLER_TIMEOUT_S = 600.0
 _FAILED = {"FAILED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "NODE_FAIL"}
 _ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", *_FAILED}
-# Keys of launcher.slurm that are not flags of sbatch.
-_NOT_FLAGS = ("wrap",)
 
 
 class SlurmError(AReaLiteError):
@@ -82,8 +80,9 @@ def batch_script(job: Job) -> str:
     }
     if job.on_gpu:
         flags["gres"] = f"gpu:{len(job.devices[0])}"
-    flags |= {k: v for k, v in given.items() if k not in _NOT_FLAGS and not k.startswith("container")}
-    containers = {k: v for k, v in given.items() if k.startswith("container")}
+    wrapper = given.pop("wrap", "")
+    containers = {key: given.pop(key) for key in list(given) if key.startswith("container")}
+    flags |= given
     node = [sys.executable, "-m", "arealite.launcher.node", str(job.path)]
     srun = ["srun", "--kill-on-bad-exit=1", "--label", *_flags(containers)]
     lines = ["#!/bin/bash"]
@@ -94,7 +93,7 @@ def batch_script(job: Job) -> str:
         "# scancel, preemption and requeueing leave no process behind.",
         "set -u",
         f"cd {shlex.quote(str(Path.cwd()))}",
-        " ".join([shlex.join(srun), given.get("wrap", ""), shlex.join(node)]).replace("  ", " "),
+        " ".join(filter(None, [shlex.join(srun), wrapper, shlex.join(node)])),
     ]
     return "\n".join(lines) + "\n"
 
@@ -117,9 +116,6 @@ def _quote(flag: str) -> str:
         return flag
     escaped = flag.replace("\\", r"\\").replace('"', r"\"")
     return f'"{escaped}"'
-
-
-# ---------------------------------------------------------------------------------------------- waiting
 
 
 def _wait_for_end(job: Job, job_id: str) -> int:

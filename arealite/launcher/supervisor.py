@@ -71,11 +71,8 @@ class Child:
     def describe_end(self) -> str:
         """Say how it ended, with the last lines of its log."""
         assert self.code is not None
-        how = f"exited with code {self.code}"
-        if self.code < 0:
-            how = f"was ended by {signal.Signals(-self.code).name}"
-        after_s = time.monotonic() - self.started
-        how, where = f"{self.name} {how} after {after_s:.1f} s", self.spec.log_path
+        how = f"exited with code {self.code}" if self.code >= 0 else f"was ended by {signal.Signals(-self.code).name}"
+        how, where = f"{self.name} {how} after {time.monotonic() - self.started:.1f} s", self.spec.log_path
         if self.spec.echo:
             return f"{how}; its output is above and in {where}"
         return f"{how}; the last lines of {where}:\n{self.last_lines()}"
@@ -196,8 +193,6 @@ class Supervisor:
         for child in running:
             self._reap(child)
 
-    # ------------------------------------------------------------------------------------------- events
-
     def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> list[Child]:
         ended = []
         for key, _ in events:
@@ -240,16 +235,13 @@ class Supervisor:
             with child.spec.log_path.open("ab") as log:
                 log.write(data)
         except OSError as error:
-            self._warn_lost_log(child, error)
+            # A full disk loses lines of a log and does not stop the run.
+            if not self._has_lost_log:
+                print(f"warning: cannot write {child.spec.log_path}: {error.strerror}", flush=True)
+            self._has_lost_log = True
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return True
-
-    def _warn_lost_log(self, child: Child, error: OSError) -> None:
-        """Warn once. A full disk loses lines of a log and does not stop the run."""
-        if not self._has_lost_log:
-            print(f"warning: cannot write {child.spec.log_path}: {error.strerror}", flush=True)
-        self._has_lost_log = True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(number)

@@ -119,9 +119,6 @@ def log_to_file() -> None:
         logging.getLogger("arealite").setLevel(logging.INFO)
 
 
-# ------------------------------------------------------------------------------------------------- sources
-
-
 def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:
     """Yield (name of the source, nested values): all files in order, then all overrides."""
     files, overrides = [], []
@@ -232,9 +229,6 @@ for _kind, _form in _NUMBERS.items():
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_form})$"), list("-+.0123456789"))
 
 
-# -------------------------------------------------------------------------------------------------- checks
-
-
 def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") -> None:
     """Raise for the first key that the dataclass does not have. Free-form dicts may have any keys."""
     kinds = typing.get_type_hints(cls)
@@ -261,11 +255,9 @@ def _nearest(key: str, cls: type, prefix: str) -> str:
 
 def _bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:
     key = error.full_key or "a value"
-    expected = ""
-    for path, kind, *_ in _leaves(cls, ""):
-        if path == key:
-            expected = f" (expected {kind})"
-    reason = str(error.msg if error.msg else error).splitlines()[0]
+    kinds = {path: kind for path, kind, *_ in _leaves(cls, "")}
+    expected = f" (expected {kinds[key]})" if key in kinds else ""
+    reason = str(error.msg or error).splitlines()[0]
     return ConfigError(f"{key} in {source}{expected}: {reason}")
 
 
@@ -282,9 +274,6 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
         raise ConfigError(f"values are missing; set them in a file or as key=value:{lines}")
     assert isinstance(config, cls)
     return config
-
-
-# ---------------------------------------------------------------------------------------------------- help
 
 
 def help_text(cls: type) -> str:

@@ -104,11 +104,11 @@ def pack(batch: Batch) -> Batch:
     mask = batch["attention_mask"].bool()
     lengths = mask.sum(dim=1)
     index = mask.flatten().nonzero(as_tuple=True)[0]
-    packed = {}
-    for key, value in batch.items():
-        if key != "attention_mask":
-            per_token = is_per_token(batch, key)
-            packed[key] = value.flatten(0, 1)[index] if per_token else value
+    packed = {
+        key: value.flatten(0, 1)[index] if is_per_token(batch, key) else value
+        for key, value in batch.items()
+        if key != "attention_mask"
+    }
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
     cu_seqlens[1:] = lengths.cumsum(0)
     starts = cu_seqlens[:-1].repeat_interleave(lengths)
@@ -192,8 +192,7 @@ def split_groups(batch: Batch, parts: int) -> list[Batch]:
     if len(rows_of) < parts:
         raise ConfigError(
             f"a batch of {len(rows_of)} groups cannot be split over {parts} ranks: each needs one. Raise "
-            "train_dataset.batch_size "
-            f"(for an evaluation, the rows of valid_dataset) to at least {parts}"
+            f"train_dataset.batch_size (for an evaluation, the rows of valid_dataset) to at least {parts}"
         )
     lengths = seq_lengths(batch).tolist()
     groups = list(rows_of.values())

@@ -33,8 +33,6 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These families put the window into the mask only and do not pass it to the attention function.
 _WINDOW_IN_MASK_ONLY = {"doge", "phimoe", "qwen2_moe"}
 _ELSEWHERE = "use another model, or serve it with sglang or vllm"
-
-
 # Exceptions that transformers raises for a damaged config or damaged weights.
 _LOAD_ERRORS = (
     OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AttributeError, ZeroDivisionError,
@@ -121,8 +119,7 @@ def load_decoder(
     if missing:
         raise ConfigError(
             f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of "
-            f"{type(model).__name__} "
-            f"are missing, first {missing[0]!r}: copy or download them again"
+            f"{type(model).__name__} are missing, first {missing[0]!r}: copy or download them again"
         )
     return model
 

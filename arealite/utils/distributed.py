@@ -56,9 +56,8 @@ def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not: start ranks with a "
-            "launcher "
-            "(python -m arealite.launcher.local) or torchrun"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not: "
+            "start ranks with a launcher (python -m arealite.launcher.local) or torchrun"
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

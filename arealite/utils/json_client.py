@@ -6,30 +6,16 @@ status. One `JsonClient` belongs to one event loop; its connections are kept ali
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import orjson
 
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import ServerError
 
 CONNECT_TIMEOUT_S = 10.0
-
-
-def _dumps(obj: Any) -> bytes:
-    return json.dumps(obj, separators=(",", ":")).encode()
-
-
-dumps: Callable[[Any], bytes] = _dumps
-loads: Callable[[bytes], Any] = json.loads
-if importlib.util.find_spec("orjson") is not None:
-    _orjson = importlib.import_module("orjson")
-    dumps, loads = _orjson.dumps, _orjson.loads
 
 
 class HttpError(ServerError):
@@ -68,7 +54,7 @@ class JsonClient:
 
     async def post(self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True) -> Any:
         """Return the answer; None with `is_json=False`, for an answer whose body does not matter."""
-        return await self._request("POST", url, dumps(body), timeout_s, is_json)
+        return await self._request("POST", url, orjson.dumps(body), timeout_s, is_json)
 
     async def get(self, url: str, timeout_s: float | None = None) -> Any:
         return await self._request("GET", url, None, timeout_s)
@@ -86,7 +72,7 @@ class JsonClient:
                 raw = await response.read()
                 if response.status >= 400:
                     raise HttpError(url, response.status, _error_text(raw))
-                return loads(raw) if raw and is_json else None
+                return orjson.loads(raw) if raw and is_json else None
         except aiohttp.ConnectionTimeoutError as error:
             raise UnreachableError(f"{url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s") from error
         except TimeoutError as error:
@@ -102,7 +88,7 @@ def _error_text(raw: bytes) -> str:
     """Return the message inside an error answer, in any of the forms that servers use."""
     text = raw.decode(errors="replace")
     try:
-        parsed = json.loads(text)
+        parsed = orjson.loads(raw)
     except ValueError:
         return text
     if not isinstance(parsed, dict):

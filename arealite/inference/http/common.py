@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
+from orjson import dumps, loads
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput
-from arealite.utils.json_client import dumps, loads
 
 ENGINE = web.AppKey("engine", Engine)
 API_KEY = web.AppKey("api_key", str)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
+from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
@@ -26,7 +27,6 @@ from arealite.inference.http.common import (
     token_ids,
 )
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
-from arealite.utils.json_client import dumps
 
 _KNOWN = {
     "text",

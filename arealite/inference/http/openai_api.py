@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 from jinja2 import TemplateError
+from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
@@ -31,7 +32,6 @@ from arealite.inference.http.common import (
 )
 from arealite.inference.http.generate_api import check_text, encode
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
-from arealite.utils.json_client import dumps
 
 _SAMPLING = {
     "n": "n",
