@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, cast
 
-from omegaconf import MISSING
-
 from arealite.api.errors import ConfigError
+
+# OmegaConf's mark of a value that must be set. Not imported: `api` and `weights` also run inside vLLM's environment.
+MISSING: Any = "???"
 
 
 @dataclass(frozen=True)
