@@ -8,10 +8,11 @@ set a key without effect. `algorithm=custom` fixes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from arealite.api.config_field import require
 from arealite.api.errors import ConfigError
 from arealite.api.train_args import NormConfig, PPOActorConfig
 
@@ -141,8 +142,8 @@ def resolve_objective(config: PPOActorConfig) -> Objective:
         m2_mask=algorithm.m2_mask,
         needs_critic=algorithm.needs_critic,
     )
-    _check_effective(config, objective)
-    _check_complete(config, objective, algorithm)
+    for problem in chain(_useless_keys(config, objective), _missing_keys(config, objective, algorithm)):
+        raise ConfigError(problem)
     return objective
 
 
@@ -178,76 +179,54 @@ def _pick(config: PPOActorConfig, key: str, allowed: tuple[Any, ...], known: tup
     return value
 
 
-def _check_effective(config: PPOActorConfig, objective: Objective) -> None:
-    """Reject keys that would have no effect."""
-    clips = objective.loss in ("clip", "gspo", "cispo")
-    default = PPOActorConfig(path="")
-    require(
-        clips or (config.eps_clip == default.eps_clip and config.eps_clip_higher is None),
-        f"loss={objective.loss} does not clip: leave eps_clip and eps_clip_higher out",
-    )
-    require(
-        config.c_clip is None or objective.loss == "clip",
-        f"c_clip belongs to loss=clip; loss={objective.loss} has no dual clip",
-    )
-    for key in ("behav_imp_weight_floor", "behav_imp_weight_mode"):
-        require(
-            config.use_decoupled_loss or getattr(config, key) == getattr(default, key),
-            f"{key} limits the prox/behaviour weight, which use_decoupled_loss=false leaves out",
-        )
-    require(
-        config.use_decoupled_loss or config.prox_logp == default.prox_logp,
-        f"prox_logp={config.prox_logp} has no effect with use_decoupled_loss=false",
-    )
-    require(
-        objective.m2_mask or config.m2_threshold == default.m2_threshold,
-        f"m2_threshold belongs to algorithm=m2po, not to {config.algorithm}",
-    )
-    require(
-        not (config.kl_ctl and config.kl_loss_coef),
-        "the KL to the reference goes either into the reward (kl_ctl) or into the loss (kl_loss_coef), not both",
-    )
-    require(
-        config.kl_estimator in (None, "k1", "k2", "k3"),
-        f"kl_estimator={config.kl_estimator} is none of k1, k2, k3 and null",
-    )
-    require(
-        not (config.kl_loss_coef and config.kl_estimator == "k1"),
-        "the gradient of k1 does not depend on the reference: with kl_loss_coef use kl_estimator=k3 (or k2)",
-    )
-    adapts = config.kl_target is not None
-    require(config.kl_ctl or not adapts, "kl_target adapts kl_ctl: set kl_ctl > 0 too")
-    length_used = objective.loss_mean == "constant" or config.overlong_buffer is not None
-    require(
-        config.max_answer_length is None or length_used,
-        "max_answer_length is used by loss_mean=constant and overlong_buffer only; neither is set",
-    )
-    require(
-        not (config.skip_zero_advantage and (config.kl_loss_coef or config.entropy_coef)),
-        "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too: set "
-        "skip_zero_advantage=false",
-    )
+def _useless_keys(config: PPOActorConfig, objective: Objective) -> Iterator[str]:
+    """Yield a message for each key that would have no effect."""
+    default, loss = PPOActorConfig(path=""), objective.loss
+    has_clip_range = config.eps_clip != default.eps_clip or config.eps_clip_higher is not None
+    if has_clip_range and loss not in ("clip", "gspo", "cispo"):
+        yield f"loss={loss} does not clip: leave eps_clip and eps_clip_higher out"
+    if config.c_clip is not None and loss != "clip":
+        yield f"c_clip belongs to loss=clip; loss={loss} has no dual clip"
+    if not config.use_decoupled_loss:
+        for key in ("behav_imp_weight_floor", "behav_imp_weight_mode"):
+            if getattr(config, key) != getattr(default, key):
+                yield f"{key} limits the prox/behaviour weight, which use_decoupled_loss=false leaves out"
+        if config.prox_logp != default.prox_logp:
+            yield f"prox_logp={config.prox_logp} has no effect with use_decoupled_loss=false"
+    if config.m2_threshold != default.m2_threshold and not objective.m2_mask:
+        yield f"m2_threshold belongs to algorithm=m2po, not to {config.algorithm}"
+    if config.kl_ctl and config.kl_loss_coef:
+        yield "the KL to the reference goes either into the reward (kl_ctl) or into the loss (kl_loss_coef), not both"
+    if config.kl_estimator not in (None, "k1", "k2", "k3"):
+        yield f"kl_estimator={config.kl_estimator} is none of k1, k2, k3 and null"
+    if config.kl_loss_coef and config.kl_estimator == "k1":
+        yield "the gradient of k1 does not depend on the reference: with kl_loss_coef use kl_estimator=k3 (or k2)"
+    if config.kl_target is not None and not config.kl_ctl:
+        yield "kl_target adapts kl_ctl: set kl_ctl > 0 too"
+    if config.max_answer_length is not None and objective.loss_mean != "constant" and config.overlong_buffer is None:
+        yield "max_answer_length is used by loss_mean=constant and overlong_buffer only; neither is set"
+    if config.skip_zero_advantage and (config.kl_loss_coef or config.entropy_coef):
+        wrong = "with kl_loss_coef or entropy_coef, sequences without advantage have a gradient too"
+        yield f"{wrong}: set skip_zero_advantage=false"
 
 
-def _check_complete(config: PPOActorConfig, objective: Objective, algorithm: Algorithm) -> None:
+def _missing_keys(config: PPOActorConfig, objective: Objective, algorithm: Algorithm) -> Iterator[str]:
+    """Yield a message for each key that the objective needs."""
     length, buffer = config.max_answer_length, config.overlong_buffer
-    require(
-        objective.loss_mean != "constant" or length,
-        f"loss_mean=constant (algorithm={config.algorithm}) divides by actor.max_answer_length: set it to "
-        "gconfig.max_new_tokens",
-    )
-    require(
-        not algorithm.needs_overlong or buffer is not None,
-        f"algorithm={config.algorithm} punishes overlong answers: set actor.overlong_buffer (for example a fifth of "
-        "max_answer_length) and actor.max_answer_length",
-    )
-    require(buffer is None or length, "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens")
-    require(
-        buffer is None or 0 < buffer <= (length or 0),
-        f"overlong_buffer must be in (0, max_answer_length], got {buffer}",
-    )
-    require(
-        not algorithm.m2_mask or (config.use_decoupled_loss and config.prox_logp == "recompute"),
-        "algorithm=m2po compares proximal and behaviour log-probs before the update: set use_decoupled_loss=true and "
-        "prox_logp=recompute",
-    )
+    if objective.loss_mean == "constant" and not length:
+        wrong = f"loss_mean=constant (algorithm={config.algorithm}) divides by actor.max_answer_length"
+        yield f"{wrong}: set it to gconfig.max_new_tokens"
+    if algorithm.needs_overlong and buffer is None:
+        yield (
+            f"algorithm={config.algorithm} punishes overlong answers: set actor.overlong_buffer (for example a fifth "
+            "of max_answer_length) and actor.max_answer_length"
+        )
+    if buffer is not None and not length:
+        yield "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens"
+    if buffer is not None and not 0 < buffer <= (length or 0):
+        yield f"overlong_buffer must be in (0, max_answer_length], got {buffer}"
+    if algorithm.m2_mask and not (config.use_decoupled_loss and config.prox_logp == "recompute"):
+        yield (
+            "algorithm=m2po compares proximal and behaviour log-probs before the update: set use_decoupled_loss=true "
+            "and prox_logp=recompute"
+        )

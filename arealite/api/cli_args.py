@@ -1,4 +1,4 @@
-"""The configuration tree: dataclasses with one line of help per field, and `check()` methods.
+"""The configuration tree: dataclasses with one line of help per field, and what cannot work together.
 
 Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`: YAML files first,
 then `key=value` overrides. A configuration does not change after loading. Flags of inference servers are not repeated
@@ -8,6 +8,7 @@ here: they pass through the dicts `sglang` and `vllm`. `train_args` configures t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +17,6 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, SHARE, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
-from arealite.api.config_field import require as _require
 from arealite.api.train_args import (
     FrozenEngineConfig,
     NormConfig,
@@ -83,15 +83,12 @@ class InferenceEngineConfig(Section):
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
 
-    def check(self) -> None:
-        super().check()
+    def problems(self) -> Iterator[str]:
         for address in self.server_addrs:
-            _require(
-                re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", address),
-                f"server_addrs has {address!r}: write host:port, without http://",
-            )
-        repeated = {a for a in self.server_addrs if self.server_addrs.count(a) > 1}
-        _require(not repeated, f"server_addrs has {', '.join(sorted(repeated))} more than once")
+            if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", address):
+                yield f"server_addrs has {address!r}: write host:port, without http://"
+            if self.server_addrs.count(address) > 1:
+                yield f"server_addrs has {address} more than once"
 
 
 @dataclass
@@ -117,12 +114,9 @@ class ServerConfig(Section):
     seed: int = _help("Seed of requests that have none.", 0)
     join: str = _help("Run directory of a running job that this server joins.", "")
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            self.host in ("127.0.0.1", "localhost", "::1") or self.api_key,
-            f"server.host={self.host} is not loopback: set server.api_key too",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
+            yield f"server.host={self.host} is not loopback: set server.api_key too"
 
 
 @dataclass
@@ -166,12 +160,9 @@ class RecoverConfig(FreqConfig):
     )  # fmt: skip
     retries: int = _help("Restarts by the launcher after a failure.", 0)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            self.retries == 0 or self.mode != "disabled",
-            f"recover.retries={self.retries} needs a checkpoint to restart from: set recover.mode=auto",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.retries and self.mode == "disabled":
+            yield f"recover.retries={self.retries} needs a checkpoint to restart from: set recover.mode=auto"
 
 
 @dataclass
@@ -195,13 +186,10 @@ class ClusterConfig(Section):
     n_gpus_per_node: int = _help("GPUs (on CPU, processes) of each machine.", 8, AT_LEAST_1)
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
-    def check(self) -> None:
-        super().check()
+    def problems(self) -> Iterator[str]:
         most = self.n_nodes or 1
-        _require(
-            self.min_nodes is None or 1 <= self.min_nodes <= most,
-            f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={most}",
-        )
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= most:
+            yield f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={most}"
 
 
 @dataclass
@@ -239,23 +227,20 @@ class BaseExperimentConfig(Section):
     recover: RecoverConfig = _help("Whether and when recover checkpoints are written.", RecoverConfig)
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            self.total_train_steps is None or self.total_train_steps >= 1,
-            f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out",
-        )
-        _require(
-            self.valid_dataset is not None or not any(vars(self.evaluator).values()),
-            "evaluator is set, but there is no validation set: set valid_dataset.path "
-            "(any word if the script makes its own rows)",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.total_train_steps is not None and self.total_train_steps < 1:
+            yield f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out"
+        if self.valid_dataset is None and any(vars(self.evaluator).values()):
+            yield (
+                "evaluator is set, but there is no validation set: set valid_dataset.path "
+                "(any word if the script makes its own rows)"
+            )
         size, num_shares = self.train_dataset.batch_size, self.num_shares
-        _require(
-            size % num_shares == 0,
-            f"train_dataset.batch_size={size} is not divisible by the {num_shares} data-parallel ranks of "
-            f"allocation_mode={self.allocation_mode}: use a multiple of {num_shares}",
-        )
+        if size % num_shares:
+            yield (
+                f"train_dataset.batch_size={size} is not divisible by the {num_shares} data-parallel ranks of "
+                f"allocation_mode={self.allocation_mode}: use a multiple of {num_shares}"
+            )
         train = AllocationMode.from_str(self.allocation_mode).train
         for part in vars(self).values():
             if isinstance(part, TrainEngineConfig) and train is not None:
@@ -289,16 +274,12 @@ class DPOConfig(BaseExperimentConfig):
     model: PreferenceConfig = _help("The trained model.", PreferenceConfig)
     ref: FrozenEngineConfig | None = _help("The reference; null for orpo and simpo.", None)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            not self.model.needs_reference or self.ref is not None,
-            f"model.loss={self.model.loss} compares with a reference policy: set ref.path",
-        )
-        _require(
-            self.model.needs_reference or self.ref is None,
-            f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)",
-        )
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.model.needs_reference and self.ref is None:
+            yield f"model.loss={self.model.loss} compares with a reference policy: set ref.path"
+        if not self.model.needs_reference and self.ref is not None:
+            yield f"model.loss={self.model.loss} has no reference policy: leave ref out (ref=null)"
 
 
 @dataclass
@@ -316,68 +297,57 @@ class GRPOConfig(BaseExperimentConfig):
     sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict)
     vllm: dict[str, Any] = _help("Flags passed to vLLM as they are.", dict)
 
-    def check(self) -> None:
-        super().check()
-        actor = self.actor
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        actor, gconfig = self.actor, self.gconfig
         objective = resolve_objective(actor)
         kl = actor.kl_ctl or actor.kl_loss_coef
-        _require(
-            not kl or self.ref is not None,
-            f"actor.{'kl_ctl' if actor.kl_ctl else 'kl_loss_coef'}={kl} needs a reference policy: set ref.path",
-        )
-        _require(
-            bool(actor.distill_coef) == (self.teacher is not None),
-            "distillation needs both: set teacher.path and actor.distill_coef, or neither",
-        )
-        _require(
-            objective.needs_critic == (self.critic is not None),
-            "actor.algorithm=ppo needs critic.path"
-            if objective.needs_critic
-            else f"critic is set, but actor.algorithm={actor.algorithm} has none: "
-            "leave critic out, or set algorithm=ppo",
-        )
-        _require(
-            self.gconfig.n_samples > 1 or objective.norm.mean_level != "group",
-            "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp",
-        )
-        self._check_minibatches()
-        self._check_room()
-        _require(
-            actor.max_answer_length in (None, self.gconfig.max_new_tokens),
-            f"actor.max_answer_length={actor.max_answer_length} differs from gconfig.max_new_tokens="
-            f"{self.gconfig.max_new_tokens}",
-        )
-        _require(
-            self.gconfig.temperature == 0 or actor.temperature == self.gconfig.temperature,
-            f"actor.temperature={actor.temperature} differs from gconfig.temperature={self.gconfig.temperature}: "
-            "log-probs of the two sides would belong to different distributions",
-        )
-
-    def _check_room(self) -> None:
-        limit = self.server.context_length
-        _require(
-            limit is None or limit > self.gconfig.max_new_tokens,
-            f"server.context_length={limit} leaves no room for a prompt: it must be more than gconfig.max_new_tokens="
-            f"{self.gconfig.max_new_tokens}",
-        )
-
-    def _check_minibatches(self) -> None:
-        ranks, prompts = self.num_shares, self.train_dataset.batch_size
-        sequences = prompts * self.gconfig.n_samples // ranks
-        for name, part in (("actor", self.actor), ("critic", self.critic)):
-            _require(
-                part is None or part.ppo_n_minibatches <= sequences,
-                f"{name}.ppo_n_minibatches={getattr(part, 'ppo_n_minibatches', 0)} is more than the {sequences} "
-                f"sequences of a rank and step (train_dataset.batch_size={prompts} times "
-                f"gconfig.n_samples={self.gconfig.n_samples} over {ranks} data-parallel ranks): lower it",
+        if kl and self.ref is None:
+            key = "kl_ctl" if actor.kl_ctl else "kl_loss_coef"
+            yield f"actor.{key}={kl} needs a reference policy: set ref.path"
+        if bool(actor.distill_coef) != (self.teacher is not None):
+            yield "distillation needs both: set teacher.path and actor.distill_coef, or neither"
+        if objective.needs_critic and self.critic is None:
+            yield "actor.algorithm=ppo needs critic.path"
+        if self.critic is not None and not objective.needs_critic:
+            wrong = f"critic is set, but actor.algorithm={actor.algorithm} has none"
+            yield f"{wrong}: leave critic out, or set algorithm=ppo"
+        if gconfig.n_samples == 1 and objective.norm.mean_level == "group":
+            yield "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp"
+        yield from self._minibatch_problems()
+        yield from self._length_problems()
+        answer, new = actor.max_answer_length, gconfig.max_new_tokens
+        if answer not in (None, new):
+            yield f"actor.max_answer_length={answer} differs from gconfig.max_new_tokens={new}"
+        if gconfig.temperature not in (0, actor.temperature):
+            yield (
+                f"actor.temperature={actor.temperature} differs from gconfig.temperature={gconfig.temperature}: "
+                "log-probs of the two sides would belong to different distributions"
             )
+
+    def _length_problems(self) -> Iterator[str]:
+        limit, new = self.server.context_length, self.gconfig.max_new_tokens
+        if limit is not None and limit <= new:
+            wrong = f"server.context_length={limit} leaves no room for a prompt"
+            yield f"{wrong}: it must be more than gconfig.max_new_tokens={new}"
+
+    def _minibatch_problems(self) -> Iterator[str]:
+        ranks, prompts, n_samples = self.num_shares, self.train_dataset.batch_size, self.gconfig.n_samples
+        sequences = prompts * n_samples // ranks
+        for name, part in (("actor", self.actor), ("critic", self.critic)):
+            if part is not None and part.ppo_n_minibatches > sequences:
+                yield (
+                    f"{name}.ppo_n_minibatches={part.ppo_n_minibatches} is more than the {sequences} sequences of a "
+                    f"rank and step (train_dataset.batch_size={prompts} times gconfig.n_samples={n_samples} over "
+                    f"{ranks} data-parallel ranks): lower it"
+                )
 
 
 @dataclass
 class EvalConfig(GRPOConfig):
     """Evaluation without training: the same keys, without the conditions that only training has."""
 
-    def check(self) -> None:
-        Section.check(self)
-        _require(self.valid_dataset is not None, "evaluation needs a dataset: set valid_dataset.path")
-        self._check_room()
+    def problems(self) -> Iterator[str]:
+        if self.valid_dataset is None:
+            yield "evaluation needs a dataset: set valid_dataset.path"
+        yield from self._length_problems()

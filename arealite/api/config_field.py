@@ -1,12 +1,13 @@
 """Declares configuration fields (help text, limits) and checks sections.
 
-Used by the config dataclasses only. A condition on several fields is a `require` in the section's own `check`.
+Used by the config dataclasses only. A section yields what is wrong with several fields together in its `problems`.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, cast
@@ -58,14 +59,12 @@ def choice_field(text: str, *words: str) -> Any:
     return field(default=words[0], metadata={"help": text, "words": words})
 
 
-def require(condition: Any, message: str) -> None:
-    """Raise `ConfigError` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
 class Section:
-    """Base of config dataclasses. A subclass with conditions of its own extends `check`."""
+    """Base of config dataclasses. A subclass with conditions on several fields overrides `problems`."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each combination of values that cannot work."""
+        yield from ()
 
     def check(self) -> None:
         """Raise a ConfigError for the first invalid value, here or in a nested section."""
@@ -75,11 +74,15 @@ class Section:
             if hasattr(value, "check"):
                 check_section(name, value)
             elif words is not None:
-                require(value in words, f"{name} is {value!r}; use one of {words}")
+                if value not in words:
+                    raise ConfigError(f"{name} is {value!r}; use one of {words}")
             elif limits is not None and value is not None:
-                require(value in limits, f"{name} must be {limits}, got {value}")
+                if value not in limits:
+                    raise ConfigError(f"{name} must be {limits}, got {value}")
             elif "help" in each.metadata and not each.metadata.get("any_text"):
                 check_text(name, value)
+        for problem in self.problems():
+            raise ConfigError(problem)
 
 
 def check_section(name: str, section: Any) -> None:
@@ -100,7 +103,8 @@ def check_text(name: str, value: Any) -> None:
     """
     if isinstance(value, str):
         found = next((c for c in value if unicodedata.category(c) in ("Cc", "Zl", "Zp")), None)
-        require(found is None, f"{name} must not contain the control character {found!r}, got {value!r}")
+        if found is not None:
+            raise ConfigError(f"{name} must not contain the control character {found!r}, got {value!r}")
     elif isinstance(value, dict):
         for key, inner in cast(dict[Any, Any], value).items():
             check_text(name, str(key))

@@ -5,12 +5,13 @@ Part of the tree in `cli_args`. The values that each algorithm implies or reject
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
-from arealite.api.config_field import require as _require
+from arealite.api.errors import ConfigError
 
 
 @dataclass
@@ -56,21 +57,19 @@ class TrainEngineConfig(Section):
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 
-    def check(self) -> None:
-        super().check()
+    def problems(self) -> Iterator[str]:
         for key in ("lora_targets", "lora_alpha"):
-            _require(self.lora_rank or not getattr(self, key), f"{key} is set but lora_rank is 0: set lora_rank too")
-        _require(
-            not self.cpu_offload or self.device != "cpu",
-            "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu",
-        )
+            if getattr(self, key) and not self.lora_rank:
+                yield f"{key} is set but lora_rank is 0: set lora_rank too"
+        if self.cpu_offload and self.device == "cpu":
+            yield "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu"
 
     def check_tensor_parallel(self, size: int) -> None:
-        _require(
-            size == 1 or not self.lora_rank,
-            f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. "
-            "Use t1 and give those ranks to d (FSDP shards the weights over them too) or c",
-        )
+        if size > 1 and self.lora_rank:
+            raise ConfigError(
+                f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. "
+                "Use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
+            )
 
 
 @dataclass
@@ -79,11 +78,10 @@ class FrozenEngineConfig(TrainEngineConfig):
 
     optimizer: OptimizerConfig | None = _help("A frozen model has none.", None)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            self.optimizer is None, "a reference or teacher is not trained: leave its optimizer out (optimizer=null)"
-        )
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.optimizer is not None:
+            yield "a reference or teacher is not trained: leave its optimizer out (optimizer=null)"
 
 
 @dataclass
@@ -95,12 +93,9 @@ class NormConfig(Section):
     leave_one_out: bool = _help("Exclude the row itself from its mean (RLOO).", False)
     eps: float = _help("Added to the std.", 1e-6)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            not self.leave_one_out or self.mean_level == "group",
-            f"leave_one_out needs mean_level=group, got {self.mean_level!r}",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.leave_one_out and self.mean_level != "group":
+            yield f"leave_one_out needs mean_level=group, got {self.mean_level!r}"
 
 
 @dataclass
@@ -157,13 +152,11 @@ class PPOActorConfig(TrainEngineConfig):
     gae_lambda: float = _help("GAE lambda.", 1.0, SHARE)
     skip_zero_advantage: bool = _help("Skip sequences whose advantages are all 0.", True)
 
-    def check(self) -> None:
-        super().check()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         cap, floor = self.behav_imp_weight_cap, self.behav_imp_weight_floor
-        _require(
-            cap is None or cap > floor,
-            f"behav_imp_weight_cap={cap} is not above behav_imp_weight_floor={floor}: no token would be trained",
-        )
+        if cap is not None and cap <= floor:
+            yield f"behav_imp_weight_cap={cap} is not above behav_imp_weight_floor={floor}: no token would be trained"
 
 
 @dataclass
@@ -183,11 +176,10 @@ class PreferenceConfig(TrainEngineConfig):
     beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)
     margin: float = _help("simpo: target margin between chosen and rejected.", 0.0)
 
-    def check(self) -> None:
-        super().check()
-        _require(
-            self.margin == 0 or self.loss == "simpo", f"margin={self.margin} is of loss=simpo only, not of {self.loss}"
-        )
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.margin and self.loss != "simpo":
+            yield f"margin={self.margin} is of loss=simpo only, not of {self.loss}"
 
     @property
     def needs_reference(self) -> bool:

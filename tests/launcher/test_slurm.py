@@ -65,10 +65,11 @@ def test_the_batch_script_can_be_read(work, arguments, capsys):
 
 
 def test_values_with_spaces_are_quoted_in_the_batch_script(work, arguments, capsys):
-    argv = arguments("cluster.fileroot=my runs", 'launcher.slurm.comment=a "b" \\ c\'s')
+    argv = arguments("cluster.fileroot=my  runs", 'launcher.slurm.comment=a "b" \\ c\'s')
     assert launch("script.py", argv, dry_run=True) == 0
     out = capsys.readouterr().out
-    assert f'#SBATCH "--output={work}/my runs/e/t/logs/slurm-%j.log"\n' in out
+    assert f'#SBATCH "--output={work}/my  runs/e/t/logs/slurm-%j.log"\n' in out
+    assert f"arealite.launcher.node '{work}/my  runs/e/t/job.json'\n" in out
     assert '#SBATCH "--comment=a \\"b\\" \\\\ c\'s"\n' in out
 
 
