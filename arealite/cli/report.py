@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from arealite.api.errors import ConfigError
+from arealite.core.ledger import open_for_reading
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
 from arealite.utils.console import COLUMNS, Column, clock
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
     else:
         console.print("no step is finished yet; see logs/", markup=False)
     if run_dir.db_path.exists():
-        with sqlite3.connect(f"file:{run_dir.db_path}?mode=ro", uri=True) as database:
+        with open_for_reading(run_dir.db_path) as database:
             console.print(episodes_table(database))
             _print_rollouts(console, database, options.rollouts)
 

@@ -98,11 +98,9 @@ class ResumeState:
         self.is_new_run, self._is_resumed = False, True
         self._first_position = state["stream_start"]
         self._streamed = EndedNumbers(state["position"], state["done"])
-        # Checkpoints of earlier releases have no entry for these.
-        submitted = state.get("submitted", {"count": 0, "position": 0, "done": []})
+        submitted = state["submitted"]
         self._submitted = EndedNumbers(submitted["position"], submitted["done"])
-        self.num_submitted = submitted["count"]
-        self.num_direct = state.get("num_direct", 0)
+        self.num_submitted, self.num_direct = submitted["count"], state["num_direct"]
 
     def has_ended(self, episode_id: EpisodeId) -> bool:
         """Whether an episode had ended at the checkpoint."""

@@ -13,6 +13,8 @@ import contextlib
 import itertools
 import logging
 import pickle
+import socket
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +23,11 @@ from safetensors.torch import load as load_tensors
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.worker_process import serve
-from arealite.utils.process_pool import ProcessPool, WorkerLost, WorkerProcess
+from arealite.core.diagnosis import describe
+from arealite.core.episode import to_bytes
+from arealite.core.event_loop import keep_running, new_event_loop
+from arealite.utils.config import log_to_file
+from arealite.utils.process_pool import Channel, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
 
 logger = logging.getLogger("arealite.executor")
 # Until a failed start is tried again, while other workers run on.
@@ -135,7 +140,7 @@ class RolloutWorker(WorkerProcess):
     def __init__(self, engine_class: type, config: Any):
         # Not a daemon: rewards run in processes of their own.
         args = (engine_class, config)
-        super().__init__(serve, args, engine_class.__module__, "arealite-rollout", is_daemon=False)
+        super().__init__(_serve, args, engine_class.__module__, "arealite-rollout", is_daemon=False)
         self.waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
         self.last_ping = self.last_pong = 0
         self._known_workflows: set[int] = set()
@@ -208,3 +213,57 @@ class RolloutWorker(WorkerProcess):
                 elif future is not None and not future.done():
                     future.set_result((kind, payload))
         self.fail_waiting()
+
+
+def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
+    """Run episodes in a worker process, any number at once on one event loop, until the owner is gone."""
+    die_with_owner()
+    log_to_file()
+    loop = new_event_loop()
+    asyncio.set_event_loop(loop)
+    task = loop.create_task(_Worker(engine_class(config), Channel(sock)).run())
+    task.add_done_callback(lambda _: loop.stop())
+    # A workflow may stop the loop.
+    while not task.done():
+        keep_running(loop)
+    task.result()
+
+
+class _Worker:
+    """The receiving end of `RolloutWorker`."""
+
+    def __init__(self, engine: Any, channel: Channel):
+        self.engine = engine
+        self.channel = channel
+        self.workflows: dict[int, RolloutWorkflow] = {}
+        self.tasks: dict[int, asyncio.Task] = {}
+
+    async def run(self) -> None:
+        self.channel.send("ready")
+        # The socket closes when the owner is gone.
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                await self._handle(*await self.channel.receive())
+
+    async def _handle(self, kind: str, number: int, payload: Any) -> None:
+        if kind == "servers":
+            await self.engine.apply_server_state(payload)
+        elif kind == "workflow":
+            self.workflows[number] = payload
+        elif kind == "ping":
+            self.channel.send(("pong", number, None))
+        elif kind == "cancel" and number in self.tasks:
+            self.tasks[number].cancel()
+        elif kind == "run":
+            workflow, data = self.workflows[payload[0]], payload[1]
+            task = asyncio.create_task(self._run_episode(number, workflow, data), name=f"episode-{number}")
+            self.tasks[number] = task
+            task.add_done_callback(lambda _: self.tasks.pop(number, None))
+
+    async def _run_episode(self, number: int, workflow: RolloutWorkflow, data: dict[str, Any]) -> None:
+        try:
+            batch = await workflow.arun_episode(self.engine, data)
+            self.channel.send(("result", number, None if batch is None else to_bytes(batch)))
+        # A workflow may raise anything, also CancelledError; the owner records it.
+        except BaseException as error:
+            self.channel.send(("error", number, (describe(error), traceback.format_exc(limit=-8))))

@@ -7,13 +7,12 @@ from transformers import PreTrainedTokenizerBase
 from arealite.api.cli_args import DPOConfig
 from arealite.api.io_struct import Batch
 from arealite.controller.factory import make_engine
-from arealite.dataset import load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.trainer.sft import Row, SFTTrainer
-from arealite.utils.config import load_config, run_main
+from arealite.trainer.sft import Row, SFTTrainer, train_from_config
+from arealite.utils.config import run_main
 
 
 class DPOTrainer(SFTTrainer):
@@ -52,12 +51,7 @@ class DPOTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    """Train on every rank; `arealite.cli.main` starts it."""
-    config = load_config(argv, DPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset
-    valid_rows = get_preferences(valid, tokenizer) if valid else None
-    DPOTrainer(config, rows, tokenizer, valid_rows).train()
+    train_from_config(argv, DPOConfig, DPOTrainer, get_preferences)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
-from arealite.dataset import load_tokenizer
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
-from arealite.trainer.sft import Row, SFTTrainer
-from arealite.utils.config import load_config, run_main
+from arealite.trainer.sft import Row, SFTTrainer, train_from_config
+from arealite.utils.config import run_main
 
 
 class RWTrainer(SFTTrainer):
@@ -27,12 +26,7 @@ class RWTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    """Train on every rank; `arealite.cli.main` starts it."""
-    config = load_config(argv, RWConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows, valid = get_preferences(config.train_dataset, tokenizer), config.valid_dataset
-    valid_rows = get_preferences(valid, tokenizer) if valid else None
-    RWTrainer(config, rows, tokenizer, valid_rows).train()
+    train_from_config(argv, RWConfig, RWTrainer, get_preferences)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import find_task
+from arealite.trainer.tasks import Loader, find_task
 from arealite.utils.config import load_config, run_main
 
 Row = dict[str, Any]
@@ -78,14 +78,21 @@ class SFTTrainer:
                 run.commit(step, stats)
 
 
-def main(argv: list[str]) -> None:
-    """Train on every rank; `arealite.cli.main` starts it."""
-    config = load_config(argv, SFTConfig)
+def train_from_config(
+    argv: list[str],
+    config_class: type[SFTConfig | RWConfig | DPOConfig],
+    trainer_class: type[SFTTrainer],
+    load_rows: Loader,
+) -> None:
+    """Train on every rank, as the command line says; `arealite.cli.main` starts it."""
+    config = load_config(argv, config_class)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows = find_task(config.train_dataset).sft_rows(config.train_dataset, tokenizer)
-    valid = config.valid_dataset
-    valid_rows = find_task(valid).sft_rows(valid, tokenizer) if valid else None
-    SFTTrainer(config, rows, tokenizer, valid_rows).train()
+    rows, valid = load_rows(config.train_dataset, tokenizer), config.valid_dataset
+    trainer_class(config, rows, tokenizer, load_rows(valid, tokenizer) if valid else None).train()
+
+
+def main(argv: list[str]) -> None:
+    train_from_config(argv, SFTConfig, SFTTrainer, lambda data, tokenizer: find_task(data).sft_rows(data, tokenizer))
 
 
 if __name__ == "__main__":

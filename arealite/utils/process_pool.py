@@ -20,7 +20,7 @@ import signal
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import forkserver, spawn
 from multiprocessing.context import ForkServerContext
 from typing import Any, Generic, TypeVar
@@ -106,8 +106,10 @@ class Channel:
         self._socket = sock
         self._outbox: deque[memoryview] = deque()
         self._sender: asyncio.Task[None] | None = None
-        self._num_users = 0
-        self._is_closed = False
+
+    def __del__(self) -> None:
+        # Not before: an event loop must not watch a closed socket.
+        self._socket.close()
 
     def send(self, message: Any) -> None:
         """Send a message without waiting; raises OSError if the other side is gone."""
@@ -123,16 +125,15 @@ class Channel:
 
     async def _send_outbox(self) -> None:
         # If the other side is gone, `receive` raises.
-        with self._in_use(), contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             while self._outbox:
                 await asyncio.get_running_loop().sock_sendall(self._socket, self._outbox[0])
                 self._outbox.popleft()
 
     async def receive(self) -> Any:
         """Return the next message; raises EOFError or OSError when the other side is gone."""
-        with self._in_use():
-            (size,) = _HEADER.unpack(await self._read(_HEADER.size))
-            return pickle.loads(await self._read(size))
+        (size,) = _HEADER.unpack(await self._read(_HEADER.size))
+        return pickle.loads(await self._read(size))
 
     async def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -144,21 +145,10 @@ class Channel:
             view = view[count:]
         return data
 
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        self._num_users += 1
-        try:
-            yield
-        finally:
-            self._num_users -= 1
-            if self._is_closed:
-                self.close()
-
-    def close(self) -> None:
-        """Close the socket, as soon as no task uses it: an event loop must not watch a closed socket."""
-        self._is_closed = True
-        if not self._num_users:
-            self._socket.close()
+    def shut_down(self) -> None:
+        """End the connection; a task that uses it gets an error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class WorkerProcess:
@@ -206,7 +196,7 @@ class WorkerProcess:
         self._is_killed = True
         if self.process.pid is not None and self.process.is_alive():
             self.process.kill()
-        self.channel.close()
+        self.channel.shut_down()
 
     def describe_exit(self) -> str:
         """Say how the process ended; it has closed its socket, so it ends within moments."""

@@ -2,7 +2,7 @@ import sqlite3
 
 import pytest
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.report import main
 from arealite.core.ledger import EpisodeRow, Ledger, RolloutRow
 from arealite.utils.rundir import RunDir
@@ -49,3 +49,11 @@ def test_it_only_reads(run_dir):
     assert warm_python.run(["-m", "arealite.cli.report", run_dir.path], timeout=60).returncode == 0
     with sqlite3.connect(run_dir.db_path) as database:
         assert database.execute("SELECT COUNT(*) FROM episodes").fetchone() == before
+
+
+def test_a_ledger_of_another_version_is_one_clear_line(run_dir):
+    with sqlite3.connect(run_dir.db_path) as database:
+        database.executescript("PRAGMA user_version = 1; ALTER TABLE rollouts DROP COLUMN tokens")
+    with pytest.raises(CheckpointError, match="written by another version of arealite") as info:
+        main([str(run_dir.path)])
+    assert "\n" not in str(info.value)

@@ -1,18 +1,22 @@
-"""`EpisodeAccounts`: records what becomes of every episode.
+"""`EpisodeAccounts`: records what becomes of every episode, in the ledger, the audit and the statistics of a step.
 
-Its records go to the ledger, the audit and the statistics of a step. `WorkflowExecutor` owns it and calls it under its
-lock or on the trainer's thread. Every admitted episode is closed exactly once.
+`WorkflowExecutor` owns it and calls it under its lock or on the trainer's thread. Every admitted episode is closed
+exactly once.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
-from arealite.core.ledger.records import episode_row, rollout_rows
-from arealite.core.ledger.store import Ledger
+from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
 
 logger = logging.getLogger("arealite.executor")
 MAX_TEXTS_PER_STEP = 8
@@ -36,7 +40,7 @@ class EpisodeAccounts:
     def record(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
         """Set an episode's state in the ledger."""
         if self.ledger is not None:
-            self.ledger.record(episode_row(episode, state, reason, step))
+            self.ledger.record(_episode_row(episode, state, reason, step))
 
     def close(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
         """Record the final state of an episode: trained, rejected, failed or stale."""
@@ -81,7 +85,7 @@ class EpisodeAccounts:
 
     def _commit(self, shown: list[Episode], version: int) -> None:
         if self.ledger is not None:
-            self.ledger.commit(rollout_rows(shown, version) if self.dump_rollouts else None)
+            self.ledger.commit(_rollout_rows(shown, version) if self.dump_rollouts else None)
 
     def stats(self) -> dict[str, float]:
         return {**self.last_batch, **self.audit.stats()}
@@ -90,3 +94,63 @@ class EpisodeAccounts:
         """Close the ledger."""
         if self.ledger is not None:
             self.ledger.close()
+
+
+def _episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:
+    """An episode as a row of the table `episodes`."""
+    result, now = episode.result, time.time()
+    return EpisodeRow(
+        episode.id.number,
+        state,
+        None if reason is None else _replace_surrogates(reason),
+        episode.start_version,
+        result.oldest_version if result else None,
+        step,
+        result.num_samples if result else None,
+        result.num_tokens if result else None,
+        result.mean_reward if result else None,
+        now - (time.monotonic() - episode.started_at),
+        now,
+        episode.id.source,
+    )
+
+
+def _rollout_rows(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
+    """Return a function that decodes the rows. The ledger's thread calls it, so that no batch waits for that."""
+    return lambda: (row for episode in episodes for row in _rows(episode, step))
+
+
+def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
+    tokenizer = getattr(episode.workflow, "tokenizer", None)
+    assert episode.result is not None
+    batch = episode.result.batch
+    for sample in range(episode.result.num_samples):
+        length = int(batch["attention_mask"][sample].sum())
+        ids = batch["input_ids"][sample, :length]
+        versions = batch["versions"][sample, :length]
+        generated = versions >= 0
+        start = int(generated.int().argmax()) if generated.any() else length
+        yield RolloutRow(
+            episode.id.number,
+            sample,
+            step,
+            float(batch["rewards"][sample]),
+            int(versions[generated].min()) if generated.any() else -1,
+            int(versions.max()),
+            length,
+            _to_text(tokenizer, ids[:start]),
+            _to_text(tokenizer, ids[start:]),
+            episode.id.source,
+        )
+
+
+def _to_text(tokenizer: Any, ids: torch.Tensor) -> str:
+    tokens = ids.tolist()
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return _replace_surrogates(str(tokenizer.decode(tokens)))
+
+
+def _replace_surrogates(text: str) -> str:
+    """SQLite rejects lone surrogates, which text cut between two bytes may contain."""
+    return text.encode("utf-8", "replace").decode()

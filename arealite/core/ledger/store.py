@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -264,7 +264,9 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=30)
             try:
-                _create_tables(db, self.path)
+                db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+                _check_schema(db, self.path)
+                db.executescript(_SCHEMA)
                 while (job := self._jobs.get()) is not None:
                     with db:
                         job.work(db)
@@ -281,14 +283,12 @@ class Ledger:
                     job = self._jobs.get_nowait()
 
 
-def _create_tables(db: sqlite3.Connection, path: Path) -> None:
-    db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+def _check_schema(db: sqlite3.Connection, path: str | Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version != _SCHEMA_VERSION and db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         raise CheckpointError(
             f"{path} was written by another version of arealite (its schema is {version}, this one's {_SCHEMA_VERSION})"
         )
-    db.executescript(_SCHEMA)
 
 
 def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
@@ -308,10 +308,18 @@ def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
     )
 
 
+@contextlib.contextmanager
+def open_for_reading(path: str | Path) -> Iterator[sqlite3.Connection]:
+    """Open the ledger of a run, which may still be going on; raises `CheckpointError` if it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            _check_schema(db, path)
+            yield db
+    except sqlite3.Error as error:
+        raise CheckpointError(f"the ledger {path} cannot be read: {error}") from error
+
+
 def read_counts(path: str | Path) -> dict[str, int]:
     """Admitted episodes by state, of a run that may still be going on."""
-    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
+    with open_for_reading(path) as db:
         return dict(db.execute(_COUNT_ADMITTED).fetchall())
-    finally:
-        db.close()
