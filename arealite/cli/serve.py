@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
-import importlib.util
 import os
 import signal
 import socket
@@ -18,6 +16,7 @@ import sys
 from transformers.utils.logging import disable_progress_bar
 
 from arealite.api.cli_args import ServerConfig
+from arealite.core.event_loop import new_event_loop
 from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
 from arealite.inference.http.server import bind, serve
@@ -39,19 +38,12 @@ def main(argv: list[str]) -> int:
     if engine.model.device.type == "cuda":
         # Calls into torch release the interpreter to the HTTP side; the engine must get it back quickly.
         sys.setswitchinterval(5e-5)
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(engine, config, sock))
     if engine.failure is not None:
         print(f"error: {engine.failure}", file=sys.stderr, flush=True)
         os._exit(1)  # threads that wait for a dead rank would block a regular exit
     return 0
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop if installed: it leaves more of the interpreter's time to the engine."""
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.new_event_loop()
-    return importlib.import_module("uvloop").new_event_loop()
 
 
 async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> None:

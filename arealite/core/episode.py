@@ -1,4 +1,4 @@
-"""One episode, and the check of what its workflow returned.
+"""Episodes, running and finished, and the check of what its workflow returned.
 
 `Episode` is a small record: tens of thousands may wait at once. `check_trajectories` turns a wrong result into an error
 that names the key, the shape and what was expected. Results that pass can be joined if they have the same keys.
@@ -7,6 +7,7 @@ that names the key, the shape and what was expected. Results that pass can be jo
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -88,6 +89,35 @@ class DirectCall:
     def succeeded(self) -> list[Episode]:
         """Episodes with a result, in their order."""
         return [e for e in self.episodes if e.result is not None and e.id.number not in self.reasons]
+
+
+class FinishedEpisodes:
+    """The buffer between generation and training: a heap ordered by id. The executor guards it with its lock."""
+
+    def __init__(self) -> None:
+        # Flat tuples compare faster than nested ones.
+        self._heap: list[tuple[str, int, Episode]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, episode: Episode) -> None:
+        heapq.heappush(self._heap, (episode.id.source, episode.id.number, episode))
+
+    def pop_oldest(self, count: int) -> list[Episode]:
+        return [heapq.heappop(self._heap)[2] for _ in range(count)]
+
+    def pop_stale(self, oldest_allowed: int) -> list[Episode]:
+        """Remove and return the episodes that have a token of a version before `oldest_allowed`."""
+        stale = [e for _, _, e in self._heap if e.result and e.result.oldest_version < oldest_allowed]
+        if stale:
+            removed = set(stale)
+            self._heap = [item for item in self._heap if item[2] not in removed]
+            heapq.heapify(self._heap)
+        return stale
+
+    def in_order(self) -> list[Episode]:
+        return [episode for *_, episode in sorted(self._heap, key=lambda item: item[:2])]
 
 
 def episode_seed(run_seed: int, group_id: int) -> int:

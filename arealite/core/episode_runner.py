@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, Trajectories, check_trajectories, copy_containers, episode_seed
+from arealite.core.episode import Episode, check_trajectories, copy_containers, episode_seed
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
@@ -32,7 +32,7 @@ _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) el
 class EpisodeRunner:
     """One event loop on one thread. Callbacks run on that thread.
 
-    `admit` starts queued episodes with `spawn`; `check` raises if a result is not acceptable.
+    `admit` starts queued episodes with `spawn`; `check_versions` raises if the oldest token of a result is too old.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EpisodeRunner:
         seed: int,
         timeout_s: float,
         admit: Callable[[], None],
-        check: Callable[[Episode, Trajectories], None],
+        check_versions: Callable[[Episode, int], None],
         on_end: Callable[[Ended], None],
         on_crash: Callable[[BaseException], None],
     ):
@@ -52,7 +52,7 @@ class EpisodeRunner:
         self.pool: WorkerPool | None = None
         # In order of start; guarded by the executor's lock.
         self.running: dict[Episode, None] = {}
-        self._admit, self._check, self._on_end, self._on_crash = admit, check, on_end, on_crash
+        self._admit, self._check_versions, self._on_end, self._on_crash = admit, check_versions, on_end, on_crash
         self._is_admission_requested = False
         self._ended: Ended = []
         self._cancelled: set[asyncio.Task] = set()
@@ -125,7 +125,7 @@ class EpisodeRunner:
                 result = await self.pool.run_episode(episode.workflow, data)
             if result is not None:
                 episode.result = check_trajectories(result)
-                self._check(episode, episode.result)
+                self._check_versions(episode, episode.result.oldest_version)
         except asyncio.CancelledError:
             if not self.is_stopping:
                 self._end(episode, self._cancellation_error(episode))

@@ -1,4 +1,4 @@
-"""Event loops that run workflows, in the trainer's process and in rollout workers."""
+"""Event loops of the trainer's process, of rollout workers and of the embedded server."""
 
 from __future__ import annotations
 

@@ -24,9 +24,15 @@ from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.diagnosis import FailureStreak, describe, diagnose, explain_deadlock, raise_if_all_rejected
-from arealite.core.episode import DirectCall, Episode, EpisodeId, Trajectories, check_trajectories, join_trajectories
+from arealite.core.episode import (
+    DirectCall,
+    Episode,
+    EpisodeId,
+    FinishedEpisodes,
+    check_trajectories,
+    join_trajectories,
+)
 from arealite.core.episode_runner import Ended, EpisodeRunner
-from arealite.core.finished import FinishedEpisodes
 from arealite.core.ledger.accounts import EpisodeAccounts
 from arealite.core.ledger.store import Ledger
 from arealite.core.resume import ResumeState
@@ -321,12 +327,12 @@ class WorkflowExecutor:
             self.accounts.record(episode, "running")
         self.runner.spawn(episode)
 
-    def _check_versions(self, episode: Episode, result: Trajectories) -> None:
+    def _check_versions(self, episode: Episode, oldest_version: int) -> None:
         """Raise if tokens are far older than the weights an episode started under: a server missed an update."""
-        if episode.start_version - result.oldest_version > self.staleness.max_staleness:
+        if episode.start_version - oldest_version > self.staleness.max_staleness:
             raise ServerError(
                 f"episode {episode.id} started under version {episode.start_version} but has tokens of version "
-                f"{result.oldest_version}: a server missed a weight update, or the workflow fills in wrong versions"
+                f"{oldest_version}: a server missed a weight update, or the workflow fills in wrong versions"
             )
 
     def _on_end(self, ended: Ended) -> None:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.api.errors import RewardError
@@ -28,8 +29,6 @@ from arealite.utils.process_pool import (
     WorkerProcess,
     WorkerTimeout,
     die_with_owner,
-    receive_blocking,
-    send_blocking,
     start_fork_server,
 )
 
@@ -223,30 +222,31 @@ def _serve(sock: socket.socket) -> None:
     """Run jobs in a worker process until the owner is gone."""
     die_with_owner()
     own_pid = os.getpid()
-    send_blocking(sock, "ready")
+    owner = Connection(sock.detach())
+    owner.send("ready")
     while True:
         try:
-            job = receive_blocking(sock)
+            job = owner.recv()
         except EOFError:
             return
         try:
             fn, rows = pickle.loads(job)
-            response = ("done", _compute(sock, fn, rows))
+            response = ("done", _compute(owner, fn, rows))
         # Reward code may raise anything; the owner needs the traceback.
         except BaseException:
             response = ("error", traceback.format_exc(limit=-6)[:_MAX_TEXT])
         if os.getpid() != own_pid:
             # The reward forked; the original process answers.
             os._exit(0)
-        send_blocking(sock, response)
+        owner.send(response)
 
 
-def _compute(sock: socket.socket, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:
+def _compute(owner: Connection, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:
     """Return the rewards of the rows, without those of slow ones, which are sent at once."""
     values, sent_at = [], time.monotonic()
     for row in rows:
         if values and time.monotonic() - sent_at > _MAX_JOB_S:
-            send_blocking(sock, ("some", values))
+            owner.send(("some", values))
             values, sent_at = [], time.monotonic()
         value = fn(**row)
         # Something that unpickles without imports: a number, or the text of anything else.

@@ -14,7 +14,7 @@ from typing import Any
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.utils.process import rank
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, write_file
 
 
 class StatsLogger:
@@ -41,11 +41,9 @@ class StatsLogger:
         if not self._writes or not self.path.exists():
             return
         lines = self.path.read_text(errors="replace").splitlines()
-        kept = [line for line in lines if _step_of(line) < step]
-        aside = self.path.with_suffix(".tmp")
+        kept = "".join(f"{line}\n" for line in lines if _step_of(line) < step)
         try:
-            aside.write_text("".join(f"{line}\n" for line in kept))
-            aside.replace(self.path)
+            write_file(self.path, kept, private=False)
         except OSError as error:
             raise self._unwritable(error) from error
 

@@ -29,8 +29,8 @@ START_TIMEOUT_S = 120.0
 # Read by `preloaded`, which only the fork server imports.
 PRELOAD_ENV = "AREALITE_PRELOAD"
 _SCRIPT_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
-# The size of a message in bytes.
-_HEADER = struct.Struct("<I")
+# The size of a message in bytes, as `Connection` writes it.
+_HEADER = struct.Struct("!i")
 
 
 def fork_context(module: str) -> ForkServerContext:
@@ -75,31 +75,11 @@ class WorkerTimeout(WorkerLost):
     """A worker did not respond within its deadline."""
 
 
-def _encode(message: Any) -> bytes:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return _HEADER.pack(len(data)) + data
-
-
-def send_blocking(sock: socket.socket, message: Any) -> None:
-    """Send a message to a `Channel` from code without an event loop."""
-    sock.sendall(_encode(message))
-
-
-def receive_blocking(sock: socket.socket) -> Any:
-    """Receive a message from a `Channel`; raises EOFError when the other side is gone."""
-    (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
-    return pickle.loads(_read_exactly(sock, size))
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    data = sock.recv(size, socket.MSG_WAITALL)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
 class Channel:
-    """Sends and receives pickled messages over one end of a socket pair, on an event loop."""
+    """Sends and receives pickled messages over one end of a socket pair, on an event loop.
+
+    Code without an event loop uses a `multiprocessing.connection.Connection` at the other end.
+    """
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -113,7 +93,8 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send a message without waiting; raises OSError if the other side is gone."""
-        data = memoryview(_encode(message))
+        message_bytes = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = memoryview(_HEADER.pack(len(message_bytes)) + message_bytes)
         if not self._outbox:
             with contextlib.suppress(BlockingIOError):
                 data = data[self._socket.send(data) :]
