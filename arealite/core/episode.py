@@ -90,6 +90,15 @@ class DirectCall:
         """Episodes with a result, in their order."""
         return [e for e in self.episodes if e.result is not None and e.id.number not in self.reasons]
 
+    def join(self) -> Batch:
+        """Join the results to one batch; raises if there is none."""
+        succeeded = self.succeeded()
+        if not succeeded:
+            cause = next(iter(self.reasons.values()), "all were rejected")
+            text = f"none of {len(self.episodes)} episodes gave a result; first cause: {cause}"
+            raise TrainingError(text) from self.first_error
+        return join_trajectories(succeeded)
+
 
 class FinishedEpisodes:
     """The buffer between generation and training: a heap ordered by id. The executor guards it with its lock."""

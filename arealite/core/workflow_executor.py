@@ -24,14 +24,7 @@ from arealite.api.errors import ServerError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.diagnosis import FailureStreak, describe, diagnose, explain_deadlock, raise_if_all_rejected
-from arealite.core.episode import (
-    DirectCall,
-    Episode,
-    EpisodeId,
-    FinishedEpisodes,
-    check_trajectories,
-    join_trajectories,
-)
+from arealite.core.episode import DirectCall, Episode, EpisodeId, FinishedEpisodes, check_trajectories
 from arealite.core.episode_runner import Ended, EpisodeRunner
 from arealite.core.ledger.accounts import EpisodeAccounts
 from arealite.core.ledger.store import Ledger
@@ -186,13 +179,7 @@ class WorkflowExecutor:
                 self._lock.wait(wait.left_s)
         self._raise_fatal()
         self.accounts.close_direct(call, self.staleness.version)
-        succeeded = call.succeeded()
-        if not succeeded:
-            cause = describe(call.first_error) if call.first_error else "all were rejected"
-            raise TrainingError(
-                f"none of {len(data)} episodes gave a result; first cause: {cause}"
-            ) from call.first_error
-        return join_trajectories(succeeded)
+        return call.join()
 
     def pause(self) -> None:
         self._is_paused = True
@@ -230,9 +217,8 @@ class WorkflowExecutor:
         """Continue from `state_dict`; call it before the first episode."""
         self.resume_state.load_state_dict(state)
         version = state["version"]
-        buffered: list[tuple[EpisodeId, Batch]] = []
-        if self.accounts.ledger is not None:
-            buffered = self.accounts.ledger.rewind(version, self.resume_state.has_ended)
+        ledger = self.accounts.ledger
+        buffered = [] if ledger is None else ledger.rewind(version, self.resume_state.has_ended)
         with self._lock:
             self.staleness.load_state_dict(state, len(buffered))
             for episode_id, batch in buffered:

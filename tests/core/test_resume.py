@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from arealite.core.ledger import Ledger, read_counts
+from arealite.core.ledger import Ledger
 from arealite.core.waits import NamedWait
 from tests.core.conftest import Echo
 
@@ -133,16 +133,3 @@ def test_rows_that_ended_far_ahead_of_the_stream_are_in_the_next_checkpoint(live
     assert executor.state_dict()["done"] == state["done"]
     executor.prepare_batch(data, Echo())
     assert 500 in executor.state_dict()["done"]
-
-
-def test_a_checkpoint_of_an_earlier_release_is_read(live, tmp_path):
-    executor, data = live(), [[{"x": i} for i in range(4)]]
-    executor.prepare_batch(data, Echo())
-    state = executor.state_dict()
-    old = {key: state[key] for key in ("version", "counts", "stream_start", "position", "done")}
-    executor = live(old)
-    executor.set_version(1)
-    executor.engine.version = 1
-    executor.prepare_batch(data, Echo())
-    executor.stop()
-    assert read_counts(tmp_path / "run.sqlite")["trained"] == 8

@@ -15,8 +15,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors.torch import load as load_tensors
 
@@ -25,6 +26,9 @@ from arealite.api.io_struct import Batch
 from arealite.core.episode import EpisodeId, to_bytes
 
 logger = logging.getLogger("arealite.ledger")
+T = TypeVar("T")
+# One transaction for the writer thread. The future is done once it is on disk, or the writer has failed.
+_Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
 _SCHEMA_VERSION = 2
 _SCHEMA = f"""
@@ -85,13 +89,6 @@ class RolloutRow(NamedTuple):
     prompt: str
     completion: str
     source: str = "stream"
-
-
-class _Job(NamedTuple):
-    """One transaction for the writer thread. `done` is set once it is on disk, or the writer has failed."""
-
-    work: Callable[[sqlite3.Connection], None]
-    done: threading.Event
 
 
 class Ledger:
@@ -160,11 +157,10 @@ class Ledger:
 
         Other episodes that had not ended by then, according to `has_ended`, are deleted: they run again.
         """
-        buffered: list[tuple[EpisodeId, Batch]] = []
 
-        def job(db: sqlite3.Connection) -> None:
+        def job(db: sqlite3.Connection) -> list[tuple[EpisodeId, Batch]]:
             found = db.execute("SELECT source, id, tensors FROM buffer WHERE step = ? ORDER BY source, id", (step,))
-            buffered.extend((EpisodeId(source, number), load_tensors(blob)) for source, number, blob in found)
+            buffered = [(EpisodeId(source, number), load_tensors(blob)) for source, number, blob in found]
             kept = {episode_id for episode_id, _ in buffered}
             ids = [EpisodeId(*row) for row in db.execute("SELECT source, id FROM episodes")]
             undone = [i for i in ids if i not in kept and not has_ended(i)]
@@ -174,9 +170,9 @@ class Ledger:
                 db.executemany(f"DELETE FROM {table} WHERE source = ? AND {key} = ?", undone)
             text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"
             db.execute("INSERT INTO events VALUES (?,?,?)", (time.time(), "recover", text))
+            return buffered
 
-        self._run_now(job)
-        return buffered
+        return self._run_now(job)
 
     def clear(self, sources: Iterable[str]) -> None:
         """Delete what an earlier run of the same name left of episodes from these sources."""
@@ -192,10 +188,8 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Admitted episodes by state, on disk, after everything recorded so far."""
-        found: dict[str, int] = {}
         self.commit()
-        self._run_now(lambda db: found.update(db.execute(_COUNT_ADMITTED).fetchall()))
-        return found
+        return self._run_now(lambda db: dict(db.execute(_COUNT_ADMITTED).fetchall()))
 
     def close(self) -> None:
         """Write what is recorded and end the thread; idempotent. Logs errors, so that shutdown completes."""
@@ -224,17 +218,21 @@ class Ledger:
                 )
             return []
 
-    def _run_now(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        if not self._submit(work).wait(_WRITE_TIMEOUT_S):
-            raise self._timeout_error(_WRITE_TIMEOUT_S)
+    def _run_now(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the result of `work` once its transaction is on disk."""
+        future = self._submit(work)
+        wait([future], _WRITE_TIMEOUT_S)
         if self._error is not None:
             self._raise_if_dead()
+        if not future.done():
+            raise self._timeout_error(_WRITE_TIMEOUT_S)
+        return future.result()
 
-    def _submit(self, work: Callable[[sqlite3.Connection], None]) -> threading.Event:
+    def _submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
         self._raise_if_dead()
-        job = _Job(work, threading.Event())
-        self._put(job)
-        return job.done
+        future: Future[T] = Future()
+        self._put((work, future))
+        return future
 
     def _put(self, job: _Job | None) -> None:
         try:
@@ -259,7 +257,7 @@ class Ledger:
 
     def _write(self) -> None:
         """Writer thread: runs jobs, one transaction each, until None arrives; the first error ends it."""
-        job: _Job | None = None
+        job = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=30)
@@ -268,9 +266,10 @@ class Ledger:
                 _check_schema(db, self.path)
                 db.executescript(_SCHEMA)
                 while (job := self._jobs.get()) is not None:
+                    work, future = job
                     with db:
-                        job.work(db)
-                    job.done.set()
+                        result = work(db)
+                    future.set_result(result)
             finally:
                 db.close()
         # Callers that wait for a job get this error; without it they would wait for the timeout.
@@ -279,7 +278,7 @@ class Ledger:
             with contextlib.suppress(queue.Empty):
                 while True:
                     if job is not None:
-                        job.done.set()
+                        job[1].set_exception(error)
                     job = self._jobs.get_nowait()
 
 
