@@ -67,14 +67,23 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             while not self._workers:
                 await self._wait_for_worker()
             worker = min(self._workers, key=lambda w: (w.is_silent, len(w.waiting)))
+            number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+            worker.waiting[number] = future
             try:
-                return await worker.run_episode(next(self._numbers), workflow, data)
+                worker.send_workflow(workflow)
+                worker.send("run", number, (id(workflow), data))
+                kind, payload = await future
             except asyncio.CancelledError:
                 # The episode ran out of time: find out whether it blocks its worker.
+                worker.send("cancel", number)
                 self._watch(worker, worker.ping(), MAX_SILENCE_S)
                 raise
-            except WorkerLost:
-                self._replace(worker)
+            finally:
+                del worker.waiting[number]
+            if kind == "error":
+                raise WorkerError("{}\n{}".format(*payload))
+            if kind == "result":
+                return None if payload is None else load_tensors(payload)
         raise ServerError(f"{MAX_ATTEMPTS} workers in a row died or blocked while they ran the same episode")
 
     def send_server_state(self) -> None:
@@ -91,6 +100,25 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
 
     def _on_ready(self, worker: RolloutWorker) -> None:
         worker.send("servers", 0, self._server_state())
+        worker.reader = asyncio.create_task(self._read(worker), name=f"worker {worker.process.pid}")
+
+    async def _read(self, worker: RolloutWorker) -> None:
+        """Receive the results of a worker until it ends, then replace it; its episodes go on elsewhere."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, number, payload = await worker.channel.receive()
+                future = worker.waiting.get(number)
+                if kind == "pong":
+                    worker.last_pong = number
+                elif future is not None and not future.done():
+                    future.set_result((kind, payload))
+        for future in worker.waiting.values():
+            if not future.done():
+                future.set_result(("lost", None))
+        if worker in self._workers:
+            self._remove(worker)
+            self.num_replaced += 1
+            self._launch_missing()
 
     def _on_start_failed(self, error: BaseException) -> None:
         message = "%d of %d rollout workers are left, the next start is within %g s: %s"
@@ -102,14 +130,6 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             for _ in range(self.count - len(self._workers) - len(self._starting)):
                 self._launch(RolloutWorker(*self._engine_args))
 
-    def _replace(self, worker: RolloutWorker) -> None:
-        """Start another worker instead of this one; its episodes go on elsewhere at once."""
-        if worker in self._workers:
-            self._remove(worker)
-            worker.fail_waiting()
-            self.num_replaced += 1
-            self._launch_missing()
-
     def _watch(self, worker: RolloutWorker, ping: int, left_s: int) -> None:
         """Replace a worker that does not answer `ping`."""
         # Count seconds of this loop: it may itself have been blocked.
@@ -119,7 +139,7 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             asyncio.get_running_loop().call_later(1.0, self._watch, worker, ping, left_s - 1)
         elif worker in self._workers:
             logger.warning("rollout worker %d is blocked and is replaced", worker.process.pid)
-            self._replace(worker)
+            worker.kill()
 
     async def _wait_for_worker(self) -> None:
         """Return once a worker is ready; raises if all that were starting have failed."""
@@ -143,32 +163,8 @@ class RolloutWorker(WorkerProcess):
         super().__init__(_serve, args, engine_class.__module__, "arealite-rollout", is_daemon=False)
         self.waiting: dict[int, asyncio.Future[tuple[str, Any]]] = {}
         self.last_ping = self.last_pong = 0
+        self.reader: asyncio.Task[None] | None = None
         self._known_workflows: set[int] = set()
-        self._reader: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        await super().start()
-        self._reader = asyncio.create_task(self._read(), name=f"worker {self.process.pid}")
-
-    async def run_episode(self, number: int, workflow: RolloutWorkflow, data: dict[str, Any]) -> Batch | None:
-        self._send_workflow(workflow)
-        future = asyncio.get_running_loop().create_future()
-        self.waiting[number] = future
-        try:
-            self.channel.send(("run", number, (id(workflow), data)))
-            kind, payload = await future
-        except OSError:
-            raise WorkerLost(self.describe_exit()) from None
-        except asyncio.CancelledError:
-            self.send("cancel", number, None)
-            raise
-        finally:
-            self.waiting.pop(number, None)
-        if kind == "lost":
-            raise WorkerLost
-        if kind == "error":
-            raise WorkerError("{}\n{}".format(*payload))
-        return None if payload is None else load_tensors(payload)
 
     @property
     def is_silent(self) -> bool:
@@ -177,21 +173,14 @@ class RolloutWorker(WorkerProcess):
     def ping(self) -> int:
         """Ask for a sign of life; the worker has answered once `last_pong` reaches the returned number."""
         self.last_ping += 1
-        self.send("ping", self.last_ping, None)
+        self.send("ping", self.last_ping)
         return self.last_ping
 
-    def fail_waiting(self) -> None:
-        """End the wait of all episodes: their worker is lost."""
-        for future in self.waiting.values():
-            if not future.done():
-                future.set_result(("lost", None))
+    def send(self, kind: str, number: int, payload: Any = None) -> None:
+        self.channel.send((kind, number, payload))
 
-    def send(self, kind: str, number: int, payload: Any) -> None:
-        """Send a message that needs no answer; a lost worker is noticed by its reader."""
-        with contextlib.suppress(OSError):
-            self.channel.send((kind, number, payload))
-
-    def _send_workflow(self, workflow: RolloutWorkflow) -> None:
+    def send_workflow(self, workflow: RolloutWorkflow) -> None:
+        """Send a workflow unless the worker has it; raises `ConfigError` if it cannot be pickled."""
         if id(workflow) in self._known_workflows:
             return
         try:
@@ -202,17 +191,6 @@ class RolloutWorker(WorkerProcess):
                 "at the top level of a module, or set rollout.num_workers=0"
             ) from error
         self._known_workflows.add(id(workflow))
-
-    async def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                kind, number, payload = await self.channel.receive()
-                future = self.waiting.get(number)
-                if kind == "pong":
-                    self.last_pong = number
-                elif future is not None and not future.done():
-                    future.set_result((kind, payload))
-        self.fail_waiting()
 
 
 def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:

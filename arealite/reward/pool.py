@@ -121,10 +121,7 @@ class RewardPool(ProcessPool[WorkerProcess]):
         return payload
 
     async def _ask(self, worker: WorkerProcess, job: bytes) -> tuple[str, Any]:
-        try:
-            worker.channel.send(job)
-        except OSError:
-            raise WorkerLost(worker.describe_exit()) from None
+        worker.channel.send(job)
         values: list[Any] = []
         # Each message restarts the deadline: it is that of one row, not of the group.
         while True:

@@ -92,11 +92,11 @@ class Channel:
         self._socket.close()
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting; raises OSError if the other side is gone."""
+        """Send a message without waiting. If the other side is gone, `receive` raises."""
         message_bytes = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         data = memoryview(_HEADER.pack(len(message_bytes)) + message_bytes)
         if not self._outbox:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):
                 data = data[self._socket.send(data) :]
         if data:
             # The socket is full: a task sends the rest.
@@ -105,7 +105,6 @@ class Channel:
                 self._sender = asyncio.create_task(self._send_outbox(), name="worker messages")
 
     async def _send_outbox(self) -> None:
-        # If the other side is gone, `receive` raises.
         with contextlib.suppress(OSError):
             while self._outbox:
                 await asyncio.get_running_loop().sock_sendall(self._socket, self._outbox[0])
