@@ -7,6 +7,7 @@ run directory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sqlite3
 from typing import Any
 
@@ -14,8 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arealite.api.errors import ConfigError
-from arealite.core.ledger import open_for_reading
+from arealite.api.errors import CheckpointError, ConfigError
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
 from arealite.utils.console import COLUMNS, Column, clock
@@ -42,9 +42,14 @@ def main(argv: list[str]) -> None:
     else:
         console.print("no step is finished yet; see logs/", markup=False)
     if run_dir.db_path.exists():
-        with open_for_reading(run_dir.db_path) as database:
-            console.print(episodes_table(database))
-            _print_rollouts(console, database, options.rollouts)
+        try:
+            with contextlib.closing(sqlite3.connect(f"file:{run_dir.db_path}?mode=ro", uri=True)) as database:
+                console.print(episodes_table(database))
+                _print_rollouts(console, database, options.rollouts)
+        except sqlite3.Error as error:
+            raise CheckpointError(
+                f"cannot read the ledger {run_dir.db_path}: {error}. Another version of arealite wrote it, or it is damaged"
+            ) from error
 
 
 def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:

@@ -1,5 +1,5 @@
 """The ledger of a run: one row per episode in `run.sqlite`, with what became of it."""
 
-from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow, open_for_reading, read_counts
+from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow, read_counts
 
-__all__ = ["EpisodeRow", "Ledger", "RolloutRow", "open_for_reading", "read_counts"]
+__all__ = ["EpisodeRow", "Ledger", "RolloutRow", "read_counts"]

@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -262,9 +262,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=30)
             try:
-                db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
-                _check_schema(db, self.path)
-                db.executescript(_SCHEMA)
+                _create_tables(db, self.path)
                 while (job := self._jobs.get()) is not None:
                     work, future = job
                     with db:
@@ -282,12 +280,14 @@ class Ledger:
                     job = self._jobs.get_nowait()
 
 
-def _check_schema(db: sqlite3.Connection, path: str | Path) -> None:
+def _create_tables(db: sqlite3.Connection, path: Path) -> None:
+    db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version != _SCHEMA_VERSION and db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         raise CheckpointError(
             f"{path} was written by another version of arealite (its schema is {version}, this one's {_SCHEMA_VERSION})"
         )
+    db.executescript(_SCHEMA)
 
 
 def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
@@ -307,18 +307,7 @@ def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
     )
 
 
-@contextlib.contextmanager
-def open_for_reading(path: str | Path) -> Iterator[sqlite3.Connection]:
-    """Open the ledger of a run, which may still be going on; raises `CheckpointError` if it cannot be read."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-            _check_schema(db, path)
-            yield db
-    except sqlite3.Error as error:
-        raise CheckpointError(f"the ledger {path} cannot be read: {error}") from error
-
-
 def read_counts(path: str | Path) -> dict[str, int]:
     """Admitted episodes by state, of a run that may still be going on."""
-    with open_for_reading(path) as db:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         return dict(db.execute(_COUNT_ADMITTED).fetchall())
