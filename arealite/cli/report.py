@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
                 _print_rollouts(console, database, options.rollouts)
         except sqlite3.Error as error:
             raise CheckpointError(
-                f"cannot read the ledger {run_dir.db_path}: {error}. Another version of arealite wrote it, or it is damaged"
+                f"cannot read the ledger {run_dir.db_path}: {error}. It is damaged or of another arealite version"
             ) from error
 
 
