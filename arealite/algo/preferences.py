@@ -55,10 +55,8 @@ def kto_loss(delta: Tensor, is_chosen: Tensor, baseline: Tensor | float, beta: f
 def orpo_loss(chosen: Tensor, rejected: Tensor, nll: Tensor, beta: float) -> Tensor:
     """ORPO (arXiv 2403.07691): NLL of the chosen answer and an odds ratio, no reference.
 
-    `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`.
-
-    `chosen`, `rejected` are mean log-probs per token `[P]`, `odds = p / (1 − p)`; `nll [P]` is the chosen one's mean
-    NLL.
+    `Σ nll_chosen − β·log σ(log odds_chosen − log odds_rejected)`, `odds = p / (1 − p)`. `chosen` and `rejected` are
+    mean log-probs per token `[P]`, `nll [P]` is the chosen one's mean NLL.
     """
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return (nll - beta * logsigmoid(log_odds)).sum()

@@ -33,7 +33,6 @@ from arealite.engine.fsdp.micro_batches import MicroBatch, make_micro_batches, m
 from arealite.engine.fsdp.optimizer import grad_norm, learning_rate, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
-from arealite.engine.fsdp.vision import check_vision_layout
 from arealite.utils import distributed
 from arealite.utils.data import unpack
 from arealite.utils.process import check_not_driver
@@ -63,7 +62,6 @@ class FSDPEngine(TrainEngine):
         self.hf_config = hf_model.load_config(self.folder, self.scalar_head)
         self.parallel = fold_pipeline(parallel or ParallelStrategy(data=distributed.world_size()))
         check_layout(self.parallel, self.hf_config, distributed.world_size())
-        check_vision_layout(self.hf_config, self.parallel)
         config.check_tensor_parallel(self.parallel.tensor)
         self.device = config.device
         if self.device == "auto":
@@ -177,11 +175,11 @@ class FSDPEngine(TrainEngine):
 
     def gather_rows(self, value: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of all data-parallel ranks, and the index at which this rank's begin."""
-        return distributed.all_gather_rows(value, self.dp_group) if self.dp_size > 1 else (value, 0)
+        return distributed.all_gather_rows(value, self.dp_group)
 
     def reduce_stats(self, stats: dict[str, Stat]) -> Stats:
         """Reduce statistics over all data-parallel ranks."""
-        return distributed.all_reduce_stats(stats, self.dp_group if self.dp_size > 1 else None)
+        return distributed.all_reduce_stats(stats, self.dp_group)
 
     def sum_over_ranks(self, *totals: torch.Tensor) -> list[float]:
         """Sum each number over all data-parallel ranks."""

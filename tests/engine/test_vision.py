@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlavaCon
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.api.io_struct import SaveLoadMeta
-from arealite.engine.fsdp.vision import check_vision_layout
+from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import concat_padded, select_rows
@@ -152,7 +152,7 @@ def test_a_frozen_vision_tower_gets_no_adapters(vlm_dirs, kind, targets, tmp_pat
 def test_context_parallel_is_rejected_for_images(vlm_dirs):
     engine = FSDPEngine(engine_config(vlm_dirs["qwen"]))
     with pytest.raises(AllocationError, match="set c1"):
-        check_vision_layout(engine.hf_config, ParallelStrategy(context=2))
+        check_layout(ParallelStrategy(context=2), engine.hf_config, world_size=2)
 
 
 def _tensor_parallel_losses(rank, path, layout):

@@ -79,13 +79,10 @@ def _split_rows(batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | Non
     tokens = seq_lengths(batch).tolist()
     lengths = [sum(tokens[row] for row in unit) for unit in units]
     groups = split_micro_batches(lengths, max_tokens)
-    count = len(groups)
     if dp_group is not None:
-        most = torch.tensor([count])
+        most = torch.tensor([len(groups)])
         dist.all_reduce(most, dist.ReduceOp.MAX, dp_group)
-        count = int(most)
-    if count > len(groups):
-        groups = split_micro_batches(lengths, max_tokens, min_count=count)
+        groups = split_micro_batches(lengths, max_tokens, min_count=int(most))
     return [sorted(row for unit in group for row in units[unit]) for group in groups]
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
+from arealite.engine.fsdp.vision import has_vision
 from arealite.utils.decoders import tensor_plan
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
@@ -40,6 +41,11 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     if strategy.world_size != world_size:
         raise AllocationError(
             f"the training side is {strategy} ({strategy.world_size} ranks), but {world_size} ranks were started"
+        )
+    if has_vision(config) and strategy.context > 1:
+        raise AllocationError(
+            f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and "
+            "give those ranks to d or t"
         )
     tensor, text = strategy.tensor, config.get_text_config()
     if tensor == 1:

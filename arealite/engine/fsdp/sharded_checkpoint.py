@@ -49,7 +49,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     state = _model_state(engine)
     if with_optim:
         assert engine.optimizer is not None
-        # Create the state that is loaded into: a step on zero gradients with learning rate 0.
+        # Create the state that is loaded into, by a step on zero gradients. It needs an engine without gradients.
+        engine.optimizer.zero_grad(set_to_none=True)
         _init_optim_state(engine.optimizer)
         state |= _training_state(engine)
     # Parameters without a step so far (all rewards were equal) have no optimizer state in the checkpoint.

@@ -14,22 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from arealite.api.alloc_mode import ParallelStrategy
-from arealite.api.errors import AllocationError
 from arealite.api.io_struct import Batch
 from arealite.utils.data import VISION_KEYS
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
-
-
-def check_vision_layout(config: PreTrainedConfig, strategy: ParallelStrategy) -> None:
-    if has_vision(config) and strategy.context > 1:
-        raise AllocationError(
-            f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and "
-            "give those ranks to d or t"
-        )
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:

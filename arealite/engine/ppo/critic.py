@@ -56,13 +56,14 @@ class FSDPPPOCritic(FSDPEngine):
                 f"the critic needs {missing} in the batch: batch['values'] = critic.compute_values(batch), then "
                 "actor.compute_advantages(batch)"
             )
-        mask = batch["loss_mask"].bool()
-        batch = dict(batch)
+        mask, batch = batch["loss_mask"].bool(), dict(batch)
         # Old values on the scale that `compute_values` used: the network has not learned the new one yet.
         mean, std = self._scale()
         batch["values"] = (batch["values"] - mean) / std
         if self.config.value_norm:
-            self._add_returns(batch["returns"][mask])
+            returns = batch["returns"][mask].double()
+            sums = self.sum_over_ranks(torch.tensor(len(returns)), returns.sum(), returns.square().sum())
+            self._moments = _DECAY * self._moments + torch.tensor(sums, dtype=torch.float64)
         mean, std = self._scale()
         batch["returns"] = (batch["returns"] - mean) / std
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
@@ -80,13 +81,6 @@ class FSDPPPOCritic(FSDPEngine):
             "value/mean": Stat(torch.where(mask, values, 0.0).detach().sum(), mask.sum()),
             "return/mean": Stat(torch.where(mask, mb["returns"], 0.0).sum(), mask.sum()),
         }
-
-    def _add_returns(self, returns: torch.Tensor) -> None:
-        """Add the returns of all ranks to the running statistics."""
-        returns = returns.double()
-        counts = (torch.tensor(len(returns)), returns.sum(), returns.square().sum())
-        new = torch.tensor(self.sum_over_ranks(*counts), dtype=torch.float64)
-        self._moments = _DECAY * self._moments + new
 
     def _scale(self) -> tuple[float, float]:
         count, total, square = self._moments.tolist()

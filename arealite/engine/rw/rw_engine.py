@@ -1,9 +1,7 @@
 """`FSDPRWEngine`: trains a reward model on chosen and rejected answers (Bradley–Terry).
 
-The score of an answer is that of its last token.
-
-The two answers of a pair are separate rows of a batch, with the same `pair_ids [B]` and different `is_chosen [B]`.
-Both are in the same micro-batch.
+The score of an answer is that of its last token. The two answers of a pair are separate rows of a batch, with the same
+`pair_ids [B]` and different `is_chosen [B]`. Both are in the same micro-batch.
 """
 
 from __future__ import annotations
