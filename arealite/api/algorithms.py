@@ -9,7 +9,7 @@ set a key without effect. `algorithm=custom` fixes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -25,8 +25,8 @@ class Algorithm:
     """Definition of one algorithm. Of several allowed values the first is the default."""
 
     summary: str
-    # Normalisation of rewards into advantages (actor.reward_norm).
-    norm: NormConfig
+    # Normalisation of rewards into advantages (actor.reward_norm): by default with mean and std of the group.
+    norm: NormConfig = field(default_factory=NormConfig)
     # Name in `algo.policy_losses.LOSSES` (actor.loss).
     loss: tuple[str, ...] = ("clip",)
     # How token losses are averaged (actor.loss_mean; see `algo.policy_losses.aggregation_weights`).
@@ -42,9 +42,7 @@ class Algorithm:
 
 
 ALGORITHMS = {
-    "grpo": Algorithm(
-        "arXiv 2402.03300: clipped ratios, rewards normalised within each group", NormConfig("group", "group")
-    ),
+    "grpo": Algorithm("arXiv 2402.03300: clipped ratios, rewards normalised within each group"),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783: GRPO without the division by std and length, which favour easy prompts and long answers",
         NormConfig("group", "none"),
@@ -52,7 +50,6 @@ ALGORITHMS = {
     ),
     "dapo": Algorithm(
         "arXiv 2503.14476: GRPO with a higher upper clip, a token mean and a penalty for overlong answers",
-        NormConfig("group", "group"),
         mean=("token",),
         eps_clip_higher=0.28,
         needs_overlong=True,
@@ -77,26 +74,18 @@ ALGORITHMS = {
         "arXiv 2508.08221: group mean, batch std, token mean", NormConfig("group", "batch"), mean=("token",)
     ),
     "gspo": Algorithm(
-        "arXiv 2507.18071: one ratio per sequence, exp of its mean log-ratio",
-        NormConfig("group", "group"),
-        loss=("gspo",),
-        mean=("sequence",),
+        "arXiv 2507.18071: one ratio per sequence, exp of its mean log-ratio", loss=("gspo",), mean=("sequence",)
     ),
     "cispo": Algorithm(
         "arXiv 2506.13585: REINFORCE weighted by the clipped ratio, so that clipped tokens keep their gradient",
-        NormConfig("group", "group"),
         loss=("cispo",),
         mean=("token",),
     ),
     "sapo": Algorithm(
-        "arXiv 2511.20347: a smooth gate on the ratio instead of a clip",
-        NormConfig("group", "group"),
-        loss=("sapo",),
-        mean=("sequence", "token"),
+        "arXiv 2511.20347: a smooth gate on the ratio instead of a clip", loss=("sapo",), mean=("sequence", "token")
     ),
     "m2po": Algorithm(
         "arXiv 2510.01161: GRPO without the tokens that are farthest off-policy, for very old data",
-        NormConfig("group", "group"),
         mean=("token",),
         m2_mask=True,
     ),
@@ -106,9 +95,7 @@ ALGORITHMS = {
         norm_advantages=(True, False),
         needs_critic=True,
     ),
-    "custom": Algorithm(
-        "any combination", NormConfig("group", "group"), loss=_LOSSES, mean=_MEANS, norm_advantages=(False, True)
-    ),
+    "custom": Algorithm("any combination", loss=_LOSSES, mean=_MEANS, norm_advantages=(False, True)),
 }
 
 

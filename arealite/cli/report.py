@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sqlite3
+from functools import partial
 from typing import Any
 
+from rich import table as rich_table
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,10 +20,11 @@ from rich.table import Table
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
-from arealite.utils.console import COLUMNS, Column, clock
+from arealite.utils.console import COLUMNS, Column, clock, step_table
 from arealite.utils.rundir import RunDir
 
 _MAX_TEXT = 400
+_right = partial(rich_table.Column, justify="right")
 
 
 def main(argv: list[str]) -> None:
@@ -54,16 +57,13 @@ def main(argv: list[str]) -> None:
 
 def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
     """Tabulate at most `num_rows` evenly spaced steps, with the first and the last."""
-    table = Table(title=f"{len(steps)} steps")
     evaluations = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
     columns = [*COLUMNS, *(Column(key, key) for key in evaluations)]
     shown = [column for column in columns if any(column.key in step for step in steps)]
-    for title in ("step", *(column.title for column in shown)):
-        table.add_column(title, justify="right")
     count = max(2, min(num_rows, len(steps)))
-    for index in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)}):
-        table.add_row(str(steps[index]["step"] + 1), *(c.cell(steps[index]) for c in shown))
-    return table
+    sample = [steps[i] for i in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})]
+    rows = [(step["step"] + 1, [column.cell(step) for column in shown]) for step in sample]
+    return step_table(shown, rows, f"{len(steps)} steps")
 
 
 def time_table(steps: list[dict[str, Any]]) -> Table:
@@ -71,10 +71,7 @@ def time_table(steps: list[dict[str, Any]]) -> Table:
     total_s = sum(step.get("time/step") or 0.0 for step in steps)
     names = sorted({k for step in steps for k in step if k.startswith("time/")} - {"time/step"})
     seconds = {name: sum(step.get(name) or 0.0 for step in steps) for name in names}
-    table = Table(title=f"time per phase ({clock(total_s)} in all)")
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    table = Table("phase", _right("seconds"), _right("share"), title=f"time per phase ({clock(total_s)} in all)")
     seconds["other"] = max(0.0, total_s - sum(seconds.values()))
     for name, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
         share = spent_s / total_s if total_s else 0.0
@@ -84,10 +81,7 @@ def time_table(steps: list[dict[str, Any]]) -> Table:
 
 def episodes_table(database: sqlite3.Connection) -> Table:
     """Tabulate the outcomes of the episodes, from the ledger."""
-    table = Table(title="episodes")
-    table.add_column("outcome")
-    table.add_column("reason")
-    table.add_column("count", justify="right")
+    table = Table("outcome", "reason", _right("count"), title="episodes")
     query = "SELECT state, COALESCE(reason, ''), COUNT(*) FROM episodes GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
     for state, reason, count in database.execute(query):
         table.add_row(state, escape(reason[:_MAX_TEXT]), str(count))

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     if engine.model.device.type == "cuda":
         # Calls into torch release the interpreter to the HTTP side; the engine must get it back quickly.
         sys.setswitchinterval(5e-5)
+    # uvloop leaves more of the interpreter's time to the engine.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(engine, config, sock))
     if engine.failure is not None:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,16 @@ COLUMNS = (
     Column("trainer idle", "idle/trainer", "{:.0%}"),
     Column("server idle", "idle/server", "{:.0%}"),
 )
+
+
+def step_table(columns: Sequence[Column], rows: Iterable[tuple[int, Sequence[str]]], title: str = "") -> Table:
+    """Return a table of steps: the number of each and its cells."""
+    table = Table(title=title or None)
+    for heading in ("step", *(column.title for column in columns)):
+        table.add_column(heading, justify="right")
+    for step, cells in rows:
+        table.add_row(str(step), *cells)
+    return table
 
 
 class ProgressTable:
@@ -123,16 +133,11 @@ class ProgressTable:
         return per_step_s * (self.total_steps - done)
 
     def _render(self, done: int) -> Group:
-        table = Table()
-        for title in ("step", *(column.title for column in self.columns)):
-            table.add_column(title, justify="right")
-        for step, cells in self._rows:
-            table.add_row(str(step), *cells)
         elapsed = clock(time.monotonic() - self._started)
         bar = Progress(MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         text = f"{elapsed} gone, {clock(self._left_s(done))} left"
         bar.add_task(text, total=self.total_steps, completed=done)
-        return Group(table, bar)
+        return Group(step_table(self.columns, self._rows), bar)
 
 
 class _Screen:

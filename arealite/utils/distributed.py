@@ -30,11 +30,7 @@ _replica_size = 1
 
 
 def set_replica_size(size: int) -> None:
-    """Set how many ranks hold one replica of the trained model; they get the same data.
-
-    It is the product of tensor and context parallelism. The training engine sets it once. It belongs to the process
-    group, like the number of ranks.
-    """
+    """Set how many ranks (tensor times context) hold one replica of the model and get the same data."""
     global _replica_size
     _replica_size = size
 

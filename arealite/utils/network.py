@@ -38,7 +38,8 @@ def release_port(port: int) -> None:
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on this port now."""
-    with contextlib.closing(socket.socket(_family(host), socket.SOCK_STREAM)) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         # Like servers, count a port in TIME_WAIT as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -68,7 +69,3 @@ def _reserve(port: int) -> bool:
         return False
     _reservations[port] = claim
     return True
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -73,7 +73,7 @@ class ProcessInfo:
 
 
 def process_table() -> dict[int, ProcessInfo]:
-    """Read all visible processes from /proc. psutil takes five times as long, and each child's end needs a table."""
+    """Read all visible processes from /proc. psutil takes five times as long."""
     infos = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {info.pid: info for info in infos if info is not None}
 
