@@ -1,12 +1,12 @@
-"""Sends very many small requests to a server and checks that memory, speed and answers stay the same.
+"""Sends many small requests to a server and checks that memory, throughput and answers stay the same.
 
-Some requests are aborted, abandoned or refused, and weights are updated meanwhile.
+Some requests are aborted, cancelled or invalid, and weights are updated meanwhile.
 
     python benchmark/endurance.py requests=100000
 
 Random weights of the smallest shape on the CPU; prompts differ, so that the prefix cache fills and evicts. Fails unless
-every request gets its own answer, once, and no block is missing at the end. Prints the server's resident memory after
-each tenth and one JSON line; the first tenth fills caches and is not counted.
+every request gets its answer and no KV cache block is lost. Prints the server's resident memory after each tenth of the
+requests, then one JSON line. The first tenth fills caches and does not count.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 @dataclass
 class Endurance:
-    """How much is asked."""
+    """Options of the benchmark."""
 
-    requests: int = field(default=100_000, metadata={"help": "Requests in all."})
+    requests: int = field(default=100_000, metadata={"help": "Number of requests."})
     concurrency: int = field(default=128, metadata={"help": "Requests at once."})
-    seed: int = field(default=0, metadata={"help": "Of what is asked, and when."})
+    seed: int = field(default=0, metadata={"help": "Seed of the requests."})
 
 
 class Client:
-    """Asks in many ways and counts what came of it."""
+    """Sends requests of several kinds and counts how they end."""
 
     def __init__(self, session: aiohttp.ClientSession, options: Endurance, folder: str):
         self.session, self.folder = session, folder
@@ -65,35 +65,35 @@ class Client:
 
     async def ask(self, rid: str) -> None:
         rng = self.rng
-        way = rng.choices(("wait", "abort", "leave", "bad"), (90, 4, 4, 2))[0]
-        length = 1000 if way in ("abort", "leave") else rng.randint(1, 6)
+        kind = rng.choices(("wait", "abort", "cancel", "invalid"), (90, 4, 4, 2))[0]
+        length = 1000 if kind in ("abort", "cancel") else rng.randint(1, 6)
         params = {"max_new_tokens": length, "ignore_eos": True, "n": rng.choice((1, 1, 1, 4))}
         prompt = [rng.randrange(32) for _ in range(rng.randint(1, 60))]
-        if way == "bad":
+        if kind == "invalid":
             prompt.append(32)
         body = {"rid": rid, "input_ids": prompt, "sampling_params": params, "return_logprob": True}
         asking = asyncio.ensure_future(self.post("/generate", body))
-        if way in ("abort", "leave"):
+        if kind in ("abort", "cancel"):
             await asyncio.wait([asking], timeout=0.05 * rng.random())
-        if way == "leave" and not asking.done():
+        if kind == "cancel" and not asking.done():
             asking.cancel()
-            self.ends["left"] += 1
+            self.ends["cancelled"] += 1
             return
-        if way == "abort":
+        if kind == "abort":
             await self.post("/abort_request", {"rid": rid})
         status, answer = await asking
-        self.ends[self.check(rid, way, params["n"], status, answer)] += 1
+        self.ends[self.check(rid, kind, params["n"], status, answer)] += 1
 
-    def check(self, rid: str, way: str, n: int, status: int, answer: dict | list) -> str:
-        """How the request ended; it must be in a way that it may."""
-        if way == "bad":
+    def check(self, rid: str, kind: str, n: int, status: int, answer: dict | list) -> str:
+        """Check an answer; returns how the request ended."""
+        if kind == "invalid":
             assert status == 400 and "outside the vocabulary" in str(answer), (status, answer)
-            return "refused"
+            return "rejected"
         samples = answer if isinstance(answer, list) else [answer]
         assert status == 200 and len(samples) == n, (status, answer)
         assert all(sample["meta_info"]["id"].startswith(rid) for sample in samples), answer
         kinds = {sample["meta_info"]["finish_reason"]["type"] for sample in samples}
-        assert kinds <= ({"length", "abort"} if way == "abort" else {"length"}), kinds
+        assert kinds <= ({"length", "abort"} if kind == "abort" else {"length"}), kinds
         return "aborted" if "abort" in kinds else "complete"
 
     async def update(self) -> None:
@@ -107,7 +107,7 @@ class Client:
             return answer.status, await answer.json()
 
     async def settled(self) -> dict:
-        """The server's counters, once what was left behind has been noticed."""
+        """Return the server's counters once all cancelled requests have ended."""
         deadline = time.monotonic() + 30
         while True:
             async with self.session.get("/server_info") as answer:
@@ -138,7 +138,7 @@ def main() -> None:
     line |= {"bytes_per_request": growth, "ends": ends, "lost_blocks": lost}
     print(json.dumps(line | {"preemptions": info["preemptions"]}))
     if lost or info["running"] or info["waiting"]:
-        sys.exit(f"the server has not come to rest: {info}")
+        sys.exit(f"requests or blocks are left on the server: {info}")
 
 
 async def run(options: Endurance, url: str, pid: int, folder: str) -> tuple[list[tuple[int, int]], Counter[str], dict]:

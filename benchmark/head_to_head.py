@@ -2,14 +2,15 @@
 
 All get the same weights, prompts, lengths and client, and return log-probs.
 
-    python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" vllm="env PYTHONPATH=/opt/vsite
-    python3" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu
-    cases=135m/mixed \\
-        groups=8 median=32 max_output=64 concurrency=32 input_len=32 vllm=$(scripts/servers/install-vllm-cpu)/bin/python
+    python benchmark/head_to_head.py sglang="env PYTHONPATH=/opt/sgsite python3" \\
+        vllm="env PYTHONPATH=/opt/vsite python3"
+    VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmark/head_to_head.py device=cpu \\
+        cases=135m/mixed groups=8 median=32 max_output=64 concurrency=32 input_len=32 \\
+        vllm=$(scripts/servers/install-vllm-cpu)/bin/python
 
-All servers are started side by side (starting takes minutes), and those not being measured are stopped by signal; each
-is ended when its cases are done. Prints a line per measurement, then a table and one JSON line. A server that fails
-costs its own figures and nothing else.
+All servers start in parallel, which takes minutes. SIGSTOP pauses those that are not being measured, and each is
+terminated after its last case. Prints a line per measurement, then a table and one JSON line. If a server fails, only
+its own results are missing.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ OURS, IN_PROCESS = "arealite", "arealite in process"
 
 
 @dataclass
-class Duel:
-    """What is compared."""
+class Comparison:
+    """Options of the benchmark."""
 
     cases: str = field(
         default="0.5b/256,0.5b/1024,0.5b/mixed,7b/256,1.5b/256",
         metadata={"help": "shape/concurrency, or shape/mixed (256 at once, groups of 8)."},
     )
-    sglang: str = field(default="", metadata={"help": "Python that has SGLang; empty: left out."})
-    vllm: str = field(default="", metadata={"help": "Python that has vLLM; empty: left out."})
+    sglang: str = field(default="", metadata={"help": "Python with SGLang; empty: not measured."})
+    vllm: str = field(default="", metadata={"help": "Python with vLLM; empty: not measured."})
     device: str = field(default="cuda", metadata={"help": "cuda or cpu."})
     input_len: int = field(default=128, metadata={"help": "Prompt tokens."})
     output_len: int = field(default=512, metadata={"help": "Sampled tokens of the fixed cases."})
@@ -60,17 +61,17 @@ class Duel:
     groups: int = field(default=250, metadata={"help": "Prompts of mixed cases, 8 samples each."})
     concurrency: int = field(default=256, metadata={"help": "Requests at once in mixed cases."})
     repeats: int = field(default=2, metadata={"help": "Runs of each case; the best counts."})
-    folder: str = field(default="/dev/shm/duel", metadata={"help": "Where weights and logs go."})
+    folder: str = field(default="/dev/shm/head-to-head", metadata={"help": "Where weights and logs go."})
     tokenizer: str = field(default="", metadata={"help": "Folder of a tokenizer, for vLLM."})
-    skip: str = field(default="", metadata={"help": "What to leave out: system:shape/case,…"})
-    in_process: bool = field(default=True, metadata={"help": "Also the engine without HTTP."})
-    start_s: float = field(default=240.0, metadata={"help": "Longest start of a server."})
-    run_s: float = field(default=120.0, metadata={"help": "Longest run of one measurement."})
+    skip: str = field(default="", metadata={"help": "Measurements to skip: system:shape/case,…"})
+    in_process: bool = field(default=True, metadata={"help": "Also measure the engine without HTTP."})
+    start_s: float = field(default=240.0, metadata={"help": "Seconds that a server may take to start."})
+    run_s: float = field(default=120.0, metadata={"help": "Seconds that one measurement may take."})
 
 
 @dataclass
 class Case:
-    """One column of the table."""
+    """One workload: a row of the table."""
 
     name: str
     shape: str
@@ -79,9 +80,9 @@ class Case:
 
 
 class Server:
-    """A server process in a session of its own; frozen while others are measured.
+    """A server process in its own session; paused while others are measured.
 
-    `commands` are ways to start it, best first: when one ends early, the next is tried.
+    `commands`: alternative command lines, best first. If one exits early, the next is tried.
     """
 
     def __init__(self, system: str, shape: str, commands: list[list[str]], port: int, folder: Path):
@@ -108,7 +109,7 @@ class Server:
     def wait_until_ready(self, deadline: float) -> None:
         while not self._answers():
             if self.process.poll() is not None and self.commands:
-                print(f"{self.system} {self.shape}: trying another way to start it", flush=True)
+                print(f"{self.system} {self.shape}: trying the next command line", flush=True)
                 self.signal(signal.SIGKILL)
                 self._start()
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -124,14 +125,14 @@ class Server:
             return False
 
     def signal(self, number: int) -> None:
-        """To every process of the session, whoever started it."""
+        """Send a signal to every process of the session."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 session = int(stat.read_text().rsplit(")", 1)[1].split()[3])
                 if session == self.process.pid:
                     os.kill(int(stat.parent.name), number)
             except (OSError, IndexError):
-                continue  # it has ended meanwhile
+                continue  # the process has ended
 
     def end(self) -> None:
         self.signal(signal.SIGCONT)
@@ -143,37 +144,37 @@ class Server:
 
 
 def main() -> None:
-    duel = load_config(sys.argv[1:], Duel)
-    folder = Path(duel.folder)
+    config = load_config(sys.argv[1:], Comparison)
+    folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    cases = [make_case(duel, name) for name in duel.cases.split(",")]
+    cases = [make_case(config, name) for name in config.cases.split(",")]
     shapes = list(dict.fromkeys(case.shape for case in cases))
     results: dict[str, dict[str, float]] = {case.name: {} for case in cases}
-    rivals = [name for name in ("sglang", "vllm") if getattr(duel, name)]
-    left_out = set(duel.skip.split(","))
+    others = [name for name in ("sglang", "vllm") if getattr(config, name)]
+    skipped = set(config.skip.split(","))
     begin = time.monotonic()
     servers: list[Server] = []
     for shape in shapes:
-        save_model(duel, shape, folder)
+        save_model(config, shape, folder)
         mine = [case.name for case in cases if case.shape == shape]
-        # The largest of ours would not fit beside all others: it starts when its rivals have ended.
-        present = [name for name in rivals if not left_out >= {f"{name}:{case}" for case in mine}]
+        # Our 7B server does not fit beside the others: it starts after they have ended.
+        present = [name for name in others if not skipped >= {f"{name}:{case}" for case in mine}]
         for system in [*([] if shape == "7b" else [OURS]), *present]:
-            servers.append(start(duel, system, shape, cases, folder))
+            servers.append(start(config, system, shape, cases, folder))
     try:
-        servers = [s for s in servers if is_ready(duel, s, begin + duel.start_s)]
+        servers = [s for s in servers if is_ready(config, s, begin + config.start_s)]
         for shape in shapes:
             mine = [case for case in cases if case.shape == shape]
             for server in [s for s in servers if s.shape == shape]:
-                compete(duel, server, mine, results)
+                measure(config, server, mine, results)
             if not any(s.shape == shape and s.system == OURS for s in servers):
-                servers.append(start(duel, OURS, shape, cases, folder))
-                if is_ready(duel, servers[-1], time.monotonic() + duel.start_s):
-                    compete(duel, servers[-1], mine, results)
-        for case in cases if duel.in_process else []:
-            run_in_process(duel, case, results[case.name])
+                servers.append(start(config, OURS, shape, cases, folder))
+                if is_ready(config, servers[-1], time.monotonic() + config.start_s):
+                    measure(config, servers[-1], mine, results)
+        for case in cases if config.in_process else []:
+            run_in_process(config, case, results[case.name])
     finally:
-        report(duel, results)  # also of a run that was cut short
+        report(config, results)  # also if the run was interrupted
         for server in servers:
             server.end()
         for shape in shapes:
@@ -183,38 +184,38 @@ def main() -> None:
 # ---------------------------------------------------------------------------------------------- preparation
 
 
-def options(duel: Duel, shape: str, workload: str, concurrency: int) -> Options:
+def options(config: Comparison, shape: str, workload: str, concurrency: int) -> Options:
     names = ("input_len", "output_len", "median", "max_output", "waves", "groups", "device")
-    common = {name: getattr(duel, name) for name in names}
+    common = {name: getattr(config, name) for name in names}
     return Options(shape=shape, workload=workload, concurrency=concurrency, **common)
 
 
-def make_case(duel: Duel, name: str) -> Case:
+def make_case(config: Comparison, name: str) -> Case:
     shape, kind = name.split("/")
     mixed = kind == "mixed"
-    concurrency = duel.concurrency if mixed else int(kind)
-    made = make_jobs(options(duel, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5])
-    # Samples of a group are requests of their own, as most clients send them.
+    concurrency = config.concurrency if mixed else int(kind)
+    made = make_jobs(options(config, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5])
+    # Each sample of a group is one request, as most clients send them.
     jobs = [(job.prompt, job.max_new_tokens) for job in made for _ in range(job.n)]
     return Case(name, shape, concurrency, jobs)
 
 
-def save_model(duel: Duel, shape: str, folder: Path) -> None:
+def save_model(config: Comparison, shape: str, folder: Path) -> None:
     target = folder / shape
     if not (target / "config.json").exists():
-        model = make_model(options(duel, shape, "fixed", 1), duel.device)
-        # Without an end token some servers refuse to start; `ignore_eos` keeps it from mattering.
+        model = make_model(options(config, shape, "fixed", 1), config.device)
+        # Some servers do not start without an EOS token; requests ignore it (`ignore_eos`).
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
         model.save_pretrained(target)
         del model
-        if duel.device == "cuda":
+        if config.device == "cuda":
             torch.cuda.empty_cache()
-    if duel.tokenizer:
-        for file in Path(duel.tokenizer).glob("*token*"):
+    if config.tokenizer:
+        for file in Path(config.tokenizer).glob("*token*"):
             shutil.copy(file, target)
 
 
-def start(duel: Duel, system: str, shape: str, cases: list[Case], folder: Path) -> Server:
+def start(config: Comparison, system: str, shape: str, cases: list[Case], folder: Path) -> Server:
     mine = [case for case in cases if case.shape == shape]
     most = max(case.concurrency for case in mine)
     longest = max(len(prompt) + length for case in mine for prompt, length in case.jobs)
@@ -223,42 +224,42 @@ def start(duel: Duel, system: str, shape: str, cases: list[Case], folder: Path) 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    made = COMMANDS[system](duel, folder / shape, shape, port, most, longest + 16, tokens)
+    made = COMMANDS[system](config, folder / shape, shape, port, most, longest + 16, tokens)
     commands = [made]
-    if system == "vllm" and duel.device == "cuda":  # its answers are made by processes of their own
+    if system == "vllm" and config.device == "cuda":  # separate processes encode its answers
         commands.insert(0, [*made, "--api-server-count", "4"])
     return Server(system, shape, commands, port, folder)
 
 
-def our_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+def our_command(config, path, shape, port, most, longest, tokens) -> list[str]:
     return [
         sys.executable, "-m", "arealite.cli.serve", f"model_path={path}", f"port={port}",
-        f"max_running_requests={most}", f"max_total_tokens={tokens}", f"device={duel.device}",
+        f"max_running_requests={most}", f"max_total_tokens={tokens}", f"device={config.device}",
         f"context_length={longest}",
     ]  # fmt: skip
 
 
-def sglang_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+def sglang_command(config, path, shape, port, most, longest, tokens) -> list[str]:
     command = [
-        *shlex.split(duel.sglang), "-m", "sglang.launch_server", "--model-path", path,
+        *shlex.split(config.sglang), "-m", "sglang.launch_server", "--model-path", path,
         "--host", "127.0.0.1", "--port", port, "--skip-tokenizer-init", "--context-length", longest,
         "--max-running-requests", most, "--max-total-tokens", tokens, "--log-level", "warning",
         "--watchdog-timeout", "900",
     ]  # fmt: skip
-    if duel.device == "cuda":
+    if config.device == "cuda":
         command += ["--attention-backend", "fa3", "--sampling-backend", "pytorch"]
         command += ["--cuda-graph-max-bs-decode", most, "--mem-fraction-static", "0.9"]
         command += ["--chunked-prefill-size", "8192"]
     return [str(part) for part in command]
 
 
-def vllm_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
+def vllm_command(config, path, shape, port, most, longest, tokens) -> list[str]:
     command = [
-        *shlex.split(duel.vllm), "-m", "vllm.entrypoints.cli.main", "serve", path,
+        *shlex.split(config.vllm), "-m", "vllm.entrypoints.cli.main", "serve", path,
         "--host", "127.0.0.1", "--port", port, "--served-model-name", "model",
         "--max-model-len", longest, "--max-num-seqs", most, "--disable-log-stats",
     ]  # fmt: skip
-    if duel.device == "cuda":
+    if config.device == "cuda":
         hidden, _, layers, heads, kv_heads, *_ = SHAPES[shape]
         size = 2 * layers * kv_heads * (hidden // heads) * 2
         command += ["--kv-cache-memory-bytes", tokens * size, "--gpu-memory-utilization", "0.15"]
@@ -271,10 +272,10 @@ def vllm_command(duel, path, shape, port, most, longest, tokens) -> list[str]:
 COMMANDS = {OURS: our_command, "sglang": sglang_command, "vllm": vllm_command}
 
 
-def is_ready(duel: Duel, server: Server, deadline: float) -> bool:
+def is_ready(config: Comparison, server: Server, deadline: float) -> bool:
     try:
         server.wait_until_ready(deadline)
-        choose_dialect(duel, server)
+        choose_dialect(config, server)
     except RuntimeError as error:
         print(error, flush=True)
         server.end()
@@ -285,11 +286,11 @@ def is_ready(duel: Duel, server: Server, deadline: float) -> bool:
     return True
 
 
-def choose_dialect(duel: Duel, server: Server) -> None:
-    """vLLM can be asked in two ways: take the faster one that it has."""
+def choose_dialect(config: Comparison, server: Server) -> None:
+    """Choose the faster one of vLLM's two protocols."""
     if server.system != "vllm":
         return
-    count, length = (128, 32) if duel.device == "cuda" else (16, 8)
+    count, length = (128, 32) if config.device == "cuda" else (16, 8)
     jobs, rates = [([i + 1] * 16, length) for i in range(count)], {}
     for dialect in ("vllm", "completions", "vllm", "completions"):
         try:
@@ -297,7 +298,7 @@ def choose_dialect(duel: Duel, server: Server) -> None:
         except RuntimeError as error:
             print(f"vllm {server.shape} through {dialect}: {error}", flush=True)
     if not rates:
-        raise RuntimeError(f"vllm {server.shape} answers nothing")
+        raise RuntimeError(f"vllm {server.shape} answers neither protocol")
     server.dialect = max(rates, key=rates.__getitem__)
     print(f"vllm {server.shape}: {rates}", flush=True)
 
@@ -305,56 +306,56 @@ def choose_dialect(duel: Duel, server: Server) -> None:
 # --------------------------------------------------------------------------------------------- measurement
 
 
-def compete(duel: Duel, server: Server, cases: list[Case], results: dict) -> None:
+def measure(config: Comparison, server: Server, cases: list[Case], results: dict) -> None:
     server.signal(signal.SIGCONT)
     for case in cases:
-        if f"{server.system}:{case.name}" in duel.skip.split(","):
+        if f"{server.system}:{case.name}" in config.skip.split(","):
             continue
         warm = [(prompt, 16) for prompt, _ in case.jobs[: case.concurrency]]
         try:
-            load.measure(server.url, server.dialect, warm, case.concurrency, duel.run_s)
-            for _ in range(duel.repeats):
+            load.measure(server.url, server.dialect, warm, case.concurrency, config.run_s)
+            for _ in range(config.repeats):
                 begin = time.monotonic()
-                rate = load.measure(server.url, server.dialect, case.jobs, case.concurrency, duel.run_s)
-                note(server.system, case, rate, results[case.name])
-                if time.monotonic() - begin > 20:  # long enough to be steady
+                rate = load.measure(server.url, server.dialect, case.jobs, case.concurrency, config.run_s)
+                record(server.system, case, rate, results[case.name])
+                if time.monotonic() - begin > 20:  # long enough for a stable result
                     break
         except RuntimeError as error:
             print(f"{server.system} {case.name}: {error}", flush=True)
     server.end()
 
 
-def run_in_process(duel: Duel, case: Case, row: dict[str, float]) -> None:
+def run_in_process(config: Comparison, case: Case, row: dict[str, float]) -> None:
     workload = "mixed" if case.name.endswith("mixed") else "fixed"
-    chosen = options(duel, case.shape, workload, case.concurrency)
+    chosen = options(config, case.shape, workload, case.concurrency)
     arguments = [f"{k}={v}" for k, v in vars(chosen).items() if v != getattr(Options(), k)]
     command = [sys.executable, "benchmark/inference.py", *arguments, "http=false", "update=false"]
-    command.append(f"repeats={duel.repeats}")
+    command.append(f"repeats={config.repeats}")
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=duel.run_s, check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=config.run_s, check=True)
     except subprocess.CalledProcessError as error:
         print(f"in process {case.name}: {error.stderr[-1500:]}", flush=True)
     except subprocess.TimeoutExpired:
-        print(f"in process {case.name}: no result within {duel.run_s} s", flush=True)
+        print(f"in process {case.name}: no result within {config.run_s} s", flush=True)
     else:
         print(done.stdout.splitlines()[-1], flush=True)
-        note(IN_PROCESS, case, json.loads(done.stdout.splitlines()[-1])["in_process"], row)
+        record(IN_PROCESS, case, json.loads(done.stdout.splitlines()[-1])["in_process"], row)
 
 
-def note(system: str, case: Case, rate: float, row: dict[str, float]) -> None:
+def record(system: str, case: Case, rate: float, row: dict[str, float]) -> None:
     row[system] = max(rate, row.get(system, 0.0))
     print(f"{system:20} {case.name:12} {rate:12,.0f} tokens/s", flush=True)
 
 
-def report(duel: Duel, results: dict[str, dict[str, float]]) -> None:
+def report(config: Comparison, results: dict[str, dict[str, float]]) -> None:
     systems = list(dict.fromkeys(name for row in results.values() for name in row))
     rows: list[list[str]] = []
     for name, row in results.items():
         best = max((rate for system, rate in row.items() if "arealite" not in system), default=0)
         ratio = f"{row[OURS] / best:.2f}" if best and OURS in row else "-"
         rows.append([name, *(f"{row[s]:,.0f}" if s in row else "-" for s in systems), ratio])
-    print_table(["tokens/s", *systems, "HTTP / best rival"], rows)
-    line: dict[str, Any] = {"benchmark": "head_to_head", **describe_machine(), **vars(duel)}
+    print_table(["tokens/s", *systems, "HTTP / best other server"], rows)
+    line: dict[str, Any] = {"benchmark": "head_to_head", **describe_machine(), **vars(config)}
     for name in ("folder", "sglang", "vllm", "tokenizer"):
         line.pop(name)
     print(json.dumps(line | {"results": results}))

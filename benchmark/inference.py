@@ -1,9 +1,9 @@
-"""How fast does the embedded engine generate, and are its log-probs right?
+"""Measures throughput of the embedded engine and the error of its log-probs.
 
-    python benchmark/inference.py                                    on a GPU: 0.5B shape, 256 at once, 128 in, 512 out
+    python benchmark/inference.py                                    GPU: 0.5B, 256 sequences, 128 tokens in, 512 out
     python benchmark/inference.py shape=1.5b concurrency=256 http=true
     python benchmark/inference.py workload=mixed groups=125          log-normal lengths 32-2048, groups of 8
-    python benchmark/inference.py device=cpu                         against Hugging Face `generate` on mixed lengths
+    python benchmark/inference.py device=cpu                         also Hugging Face `generate`, for comparison
 
 Random weights of a known shape, random prompts, temperature 1, log-probs returned. Prints a table and one JSON line.
 """
@@ -53,7 +53,7 @@ SHAPES = {
 
 @dataclass
 class Options:
-    """What is measured."""
+    """Options of the benchmark."""
 
     model: str = field(default="", metadata={"help": "Folder of real weights (and text prompts); empty: random ones."})
     shape: str = field(
@@ -69,11 +69,11 @@ class Options:
     median: int = field(default=256, metadata={"help": "Median output of the mixed workload."})
     max_output: int = field(default=2048, metadata={"help": "Longest output of the mixed workload."})
     sweep: list[int] = field(
-        default_factory=list, metadata={"help": "Also tokens/s with so many requests of output_len at once: [1,4,16]."}
+        default_factory=list, metadata={"help": "Also measure these numbers of concurrent requests: [1,4,16]."}
     )
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
     update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
-    profile: bool = field(default=False, metadata={"help": "Also print where a decode step spends its time."})
+    profile: bool = field(default=False, metadata={"help": "Also print a profile of decode steps."})
     repeats: int = field(default=2, metadata={"help": "Runs of each measurement; the best counts."})
 
 
@@ -140,7 +140,6 @@ def make_model(options: Options, device: str) -> PreTrainedModel:
 
 def make_jobs(options: Options, vocab: int) -> list[Job]:
     generator = torch.Generator().manual_seed(1)
-
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
 
     def prompt() -> list[int]:
@@ -154,7 +153,7 @@ def make_jobs(options: Options, vocab: int) -> list[Job]:
 
     if options.workload == "fixed":
         return [Job(prompt(), options.output_len, 1) for _ in range(options.waves * options.concurrency)]
-    # One in six beyond 2.7 times the median: the shape of reasoning traces.
+    # Log-normal, as lengths of reasoning traces: one in six is longer than 2.7 times the median.
     lengths = torch.randn(options.groups, generator=generator).exp_() * options.median
     lengths = lengths.clamp_(32, options.max_output).int().tolist()
     return [Job(prompt(), length, 8) for length in lengths]
@@ -205,7 +204,7 @@ def run_in_process(options: Options, model: PreTrainedModel, jobs: list[Job], cu
 
 
 def measure_update(engine: Engine, jobs: list[Job]) -> dict[str, float]:
-    """How long generation stands still while new weights come through shared memory."""
+    """Measure how long a weight update through shared memory interrupts generation."""
     weights = {name: tensor.detach().cpu() for name, tensor in engine.model.named_parameters()}
     path = Path("/dev/shm") / f"arealite-bench-{os.getpid()}"
     shared = SharedWeights.create(path, weights)
@@ -217,7 +216,7 @@ def measure_update(engine: Engine, jobs: list[Job]) -> dict[str, float]:
         for version in range(1, 4):
             time.sleep(0.1)
             engine.update(WeightSource.published(WeightUpdateMeta("shm", str(path), version))).result(60)
-            pauses.append(engine.last_update_s)
+            pauses.append(engine.stats()["last_update_s"])
         engine.abort().result(60)
         [future.result(60) for future in futures]
     finally:
@@ -237,7 +236,7 @@ def profile(engine: Engine, jobs: list[Job]) -> None:
 
 @torch.inference_mode()
 def compare_logprobs(model: PreTrainedModel, prompts: list[list[int]], outputs: list[SampleOutput]) -> dict[str, float]:
-    """The engine's log-probs against a teacher-forced pass of the same modules, as a trainer makes it."""
+    """Compare the engine's log-probs with a forward pass of the Hugging Face model over prompt and output."""
     deltas = []
     weight = model.get_output_embeddings().weight
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -255,7 +254,7 @@ def _picked(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def run_generate(options: Options, model: PreTrainedModel, jobs: list[Job]) -> float:
-    """Static batches of Hugging Face `generate`: each batch runs as long as its longest member."""
+    """Measure Hugging Face `generate` on static batches, which run as long as their longest sequence."""
     begin, useful = time.perf_counter(), 0
     rows = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
     for start in range(0, len(rows), options.concurrency):
@@ -268,7 +267,7 @@ def run_generate(options: Options, model: PreTrainedModel, jobs: list[Job]) -> f
 
 
 def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict[str, Any]:
-    """Through a server of its own, asked by several processes; samples of a group are requests of their own."""
+    """Measure an HTTP server under load from several processes; each sample of a group is one request."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}"]
     command += [f"max_running_requests={options.concurrency}", f"device={'cuda' if cuda else 'cpu'}"]
@@ -278,8 +277,8 @@ def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict
         threading.Thread(target=process.stdout.read, daemon=True).start()
         load.measure(url, "native", [([1], 1)], 1)
         results = {"start_to_first_token_s": time.perf_counter() - begin}
-        asked = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
-        results["through_http"] = best(options, lambda: load.measure(url, "native", asked, options.concurrency))
+        requests = [(job.prompt, job.max_new_tokens) for job in jobs for _ in range(job.n)]
+        results["through_http"] = best(options, lambda: load.measure(url, "native", requests, options.concurrency))
         return results
     finally:
         process.send_signal(signal.SIGTERM)

@@ -1,9 +1,8 @@
-"""Load on a generation server, from several processes, so that the client is not what is measured.
+"""Load generator for inference servers. Uses several processes, so that the client is not the bottleneck.
 
-Used by the benchmarks of inference: `measure(url, dialect, jobs, ...)`. Run as a script it is one of those processes:
-it takes its share of the requests on standard input, prepares them, says `ready`, starts at `go`, keeps `concurrency`
-of them open, and prints tokens and times. Every answer is read, parsed and counted; log-probs of the sampled tokens are
-always asked for.
+The inference benchmarks call `measure(url, dialect, jobs, ...)`. Run as a script, this file is one of the processes: it
+reads its share of the requests from standard input, prints `ready`, waits for `go`, keeps `concurrency` requests open,
+and prints the number of tokens and the times. It parses every answer and counts its log-probs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _native(prompt: list[int], length: int) -> dict[str, Any]:
 
 def _vllm_tokens(prompt: list[int], length: int) -> dict[str, Any]:
     params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-    # 2: the answer is wanted when it is complete, not after every step
+    # output_kind 2: one answer at the end, none after single steps
     params |= {"detokenize": False, "output_kind": 2}
     return {"token_ids": prompt, "sampling_params": params}
 
@@ -37,7 +36,7 @@ def _completions(prompt: list[int], length: int) -> dict[str, Any]:
     return body | {"logprobs": 0, "model": "model"}
 
 
-# How a server is asked, and where its answer keeps the log-probs.
+# Path, body of a request, and the log-probs in its answer.
 DIALECTS = {
     "native": ("/generate", _native, lambda a: a["meta_info"]["output_token_logprobs"]),
     "vllm": ("/inference/v1/generate", _vllm_tokens, lambda a: a["choices"][0]["logprobs"]["content"]),
@@ -48,7 +47,10 @@ DIALECTS = {
 def measure(
     url: str, dialect: str, jobs: list[Job], concurrency: int, timeout_s: float = 300.0, processes: int = 4
 ) -> float:
-    """Tokens per second from the first request to the last answer; raises when a request fails or time runs out."""
+    """Measure tokens per second from the first request to the last answer.
+
+    Raises `RuntimeError` if a request fails or takes longer than `timeout_s`.
+    """
     processes = min(processes, concurrency, len(jobs))
     command = [sys.executable, __file__]
     children = [

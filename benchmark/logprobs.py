@@ -1,11 +1,11 @@
-"""Do the log-probs that the embedded engine reports agree with those of the trainer?
+"""Compares the log-probs of the embedded engine with those of the trainer.
 
-    python benchmark/logprobs.py model=FOLDER questions=gsm8k/test.jsonl     real weights, asked real questions
+    python benchmark/logprobs.py model=FOLDER questions=gsm8k/test.jsonl     real weights, real questions
     python benchmark/logprobs.py shape=0.5b                                   random weights, random prompts
 
-The engine samples at temperature 1; then the training engine (packed, as in a run), Hugging Face's modules in the same
-type, and the same in float32 (exact arithmetic, as far as this goes) read the same tokens. Prints a table and one JSON
-line.
+The engine samples at temperature 1. The training engine (packed, as in training), the Hugging Face model in the same
+dtype, and the Hugging Face model in float32 (the reference) compute the log-probs of the same tokens. Prints a table
+and one JSON line.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from arealite.utils.data import concat_padded
 
 @dataclass
 class Options:
-    """Which model reads and writes what."""
+    """Options of the benchmark."""
 
     model: str = field(default="", metadata={"help": "Folder of real weights; empty: random ones."})
     shape: str = field(default="0.5b", metadata={"help": "Shape of random weights."})
     questions: str = field(default="", metadata={"help": "Lines of JSON with a `question`; empty: random prompts."})
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
-    samples: int = field(default=64, metadata={"help": "Answers that are compared."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest answer."})
+    samples: int = field(default=64, metadata={"help": "Number of answers."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Maximum tokens of an answer."})
 
 
 @dataclass
 class Answer:
-    """What the engine sampled for one prompt, and the log-probs that it reported."""
+    """Sampled tokens of one prompt, with the engine's log-probs."""
 
     prompt: list[int]
     tokens: list[int]
@@ -63,9 +63,9 @@ def main() -> None:
             make_model(Shape(shape=options.shape), device).save_pretrained(folder)
         answers = sample(folder, make_prompts(options, folder), options, device, dtype)
         engine = torch.cat([torch.tensor(answer.logprobs) for answer in answers])
-        trainer = read_by_trainer(folder, answers, device, dtype)
-        plain = read_by_model(folder, answers, device, dtype)
-        exact = read_by_model(folder, answers, device, "float32")
+        trainer = trainer_logprobs(folder, answers, device, dtype)
+        plain = model_logprobs(folder, answers, device, dtype)
+        exact = model_logprobs(folder, answers, device, "float32")
     results = {
         "engine against the training engine": gap(trainer - engine),
         "engine against float32": gap(exact - engine),
@@ -108,8 +108,8 @@ def sample(folder: str, prompts: list[list[int]], options: Options, device: str,
     return [Answer(prompt, output.token_ids, output.logprobs) for prompt, output in pairs]
 
 
-def read_by_trainer(folder: str, answers: list[Answer], device: str, dtype: str) -> torch.Tensor:
-    """As `compute_logp` of a run reads them: packed, several sequences at once."""
+def trainer_logprobs(folder: str, answers: list[Answer], device: str, dtype: str) -> torch.Tensor:
+    """Compute log-probs with the training engine on packed sequences, as `compute_logp` does."""
     config = TrainEngineConfig(path=folder, device=device, dtype=dtype, optimizer=None)
     engine = FSDPEngine(config)
     engine.initialize(FinetuneSpec(1, 1, 1))
@@ -128,8 +128,8 @@ def read_by_trainer(folder: str, answers: list[Answer], device: str, dtype: str)
 
 
 @torch.inference_mode()
-def read_by_model(folder: str, answers: list[Answer], device: str, dtype: str) -> torch.Tensor:
-    """One sequence at a time through Hugging Face's modules; the head's sums are float32 in every case."""
+def model_logprobs(folder: str, answers: list[Answer], device: str, dtype: str) -> torch.Tensor:
+    """Compute log-probs with the Hugging Face model, one sequence at a time; logits are float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
     weight, found = model.get_output_embeddings().weight, []
     for answer in answers:

@@ -1,4 +1,4 @@
-"""Tiny random models of the families the engine must serve, and engines around them that always end."""
+"""Tiny random models of the supported families, engines that are closed after the test, and references."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL = {
 }
 # SmolLM2 is Llama with three KV heads of nine and tied embeddings.
 SMOL = SMALL | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
-EAGER = SMALL | {"attn_implementation": "eager"}  # the one that knows soft-capping and sinks
+EAGER = SMALL | {"attn_implementation": "eager"}  # the only one with soft-capping and sinks
 FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
@@ -72,7 +72,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """Engines over a copy of a model (whose own attention stays as it is); closed at the end of the test."""
+    """Make engines with a copy of a model, so that the model keeps its own attention function."""
     engines: list[Engine] = []
 
     def make(model: PreTrainedModel, tokenizer=None, **settings) -> Engine:
@@ -96,7 +96,7 @@ def submit(engine: Engine, prompt: list[int], rid: str | None = None, **params):
 
 
 def submit_and_see_start(engine: Engine, prompt: list[int], **params):
-    """Submit, and return once the first token has been sampled."""
+    """Submit a request and wait for its first token."""
     seen = threading.Event()
     request = Request(prompt, SamplingParams(**params), on_progress=lambda *event: seen.set())
     future = engine.submit(request)
@@ -116,7 +116,7 @@ def forward_logprobs(
 
 
 def generate(model: PreTrainedModel, prompt: list[int], count: int, eos: int | None) -> list[int]:
-    """What Hugging Face's own greedy generation gives."""
+    """Return the tokens of greedy generation by Hugging Face."""
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -1,4 +1,4 @@
-"""LoRA adapters on the engine: PEFT's numbers, swaps that leave no trace, and folders that are refused as a whole."""
+"""Tests of LoRA adapters in the engine: log-probs against PEFT, exact swaps, rejected folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft")
 
 
 def make_adapter(folder, model, seed, **settings):
-    """A PEFT folder with adapters that matter, and the model that PEFT makes with it."""
+    """Save a random adapter as a PEFT folder; returns PEFT's model with it."""
     torch.manual_seed(seed)
     given = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
     config = peft.LoraConfig(task_type="CAUSAL_LM", **(given | settings))
@@ -38,7 +38,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("family", ["qwen2", "smollm2"])
-def test_logprobs_are_those_of_pefts_forward(family, settings, make_engine, tmp_path):
+def test_logprobs_equal_pefts_forward_pass(family, settings, make_engine, tmp_path):
     model = make_model(family)
     adapted = make_adapter(tmp_path, model, 1, **settings)
     engine = make_engine(model)
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_pefts_forward(family, settings, make_engine, tmp_
         assert (expected - base).abs().max() > 1e-2
 
 
-def test_swapping_to_and_fro_gives_the_same_bits(make_engine, tmp_path):
+def test_swapping_adapters_restores_the_same_bits(make_engine, tmp_path):
     model = make_model()
     make_adapter(tmp_path / "one", model, 1)
     make_adapter(tmp_path / "two", model, 2, r=2, target_modules=["q_proj", "up_proj"])
@@ -67,7 +67,7 @@ def test_swapping_to_and_fro_gives_the_same_bits(make_engine, tmp_path):
         engine.update(WeightSource.adapter(str(tmp_path / name), version)).result(30)
         seen.append(weights())
     held = engine.fingerprints().result(30)
-    assert sum(".lora_A." in name for name in held) == 21  # those of `one`, which is in use
+    assert sum(".lora_A." in name for name in held) == 21  # the adapter `one` is in use
     engine.update(WeightSource.base()).result(30)
     assert engine.version == 0 and engine.adapter_name == "" and engine.weights.adapter is None
     for now, same in ((seen[3], seen[1]), (seen[5], seen[1]), (seen[4], seen[2])):
@@ -76,7 +76,7 @@ def test_swapping_to_and_fro_gives_the_same_bits(make_engine, tmp_path):
     assert not all(torch.equal(seen[1][n], seen[2][n]) for n in seen[1])
 
 
-def test_an_adapter_after_a_full_update_stands_on_the_new_weights(make_engine, tmp_path):
+def test_adapter_after_a_full_update_uses_the_new_base(make_engine, tmp_path):
     model, other = make_model(seed=0), make_model(seed=9)
     make_adapter(tmp_path / "one", model, 1)
     engine = make_engine(model)
@@ -95,7 +95,7 @@ def test_an_adapter_after_a_full_update_stands_on_the_new_weights(make_engine, t
     assert engine.version == 2
 
 
-def test_a_swap_under_load_marks_the_tokens_after_it(make_engine, tmp_path):
+def test_adapter_update_under_load_marks_later_tokens(make_engine, tmp_path):
     model = make_model()
     make_adapter(tmp_path, model, 1)
     engine = make_engine(model)
@@ -106,7 +106,7 @@ def test_a_swap_under_load_marks_the_tokens_after_it(make_engine, tmp_path):
     assert (first, second, start, end) == (0, 4, 0, 200) and cut == again > 0
 
 
-def tear(folder, change):
+def damage(folder, change):
     settings = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     change(settings, tensors)
@@ -146,22 +146,22 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_fit_is_refused_and_the_old_one_is_still_served(change, message, make_engine, tmp_path):
+def test_bad_adapter_is_rejected_and_the_old_one_stays(change, message, make_engine, tmp_path):
     model = make_model()
     make_adapter(tmp_path / "good", model, 1)
     shutil.copytree(tmp_path / "good", tmp_path / "bad")
-    tear(tmp_path / "bad", change)
+    damage(tmp_path / "bad", change)
     engine = make_engine(model)
     engine.update(WeightSource.adapter(str(tmp_path / "good"), 1)).result(30)
     before = engine.fingerprint().result(30)
     with pytest.raises(WeightUpdateError, match=message):
         engine.update(WeightSource.adapter(str(tmp_path / "bad"), 2))
     assert engine.fingerprint().result(30) == before and engine.version == 1
-    engine.update(WeightSource.adapter(str(tmp_path / "good"), 2)).result(30)  # the next one is not held up
+    engine.update(WeightSource.adapter(str(tmp_path / "good"), 2)).result(30)  # the lock is free again
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null"])
-def test_settings_that_are_no_object_are_refused(content, tmp_path):
+def test_settings_that_are_not_an_object_are_rejected(content, tmp_path):
     make_adapter(tmp_path, make_model(), 1)
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(WeightUpdateError, match="object"):

@@ -1,4 +1,4 @@
-"""The CUDA path against Hugging Face; without a GPU, Triton's interpreter runs the same kernels."""
+"""Tests of the CUDA runner against Hugging Face; without a GPU, Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine, monkeypatch):
+def test_device_samples_the_tokens_of_the_cpu(make_engine, monkeypatch):
     model = make_model()
     device = make_engine(model)
     monkeypatch.setattr(core, "make_runner", CpuRunner)
@@ -99,7 +99,7 @@ def test_sampling_on_the_device_draws_what_the_cpu_draws(make_engine, monkeypatc
         host.close()
 
 
-def test_preemption_prefix_reuse_and_aborts_leave_no_trace(make_engine):
+def test_preemption_and_prefix_reuse_do_not_change_logprobs(make_engine):
     model = make_model()
     tight = make_engine(model, max_total_tokens=96 if GPU else 48)
     asked = prompts(8 if GPU else 2, low=4, high=12)
@@ -119,7 +119,7 @@ def test_preemption_prefix_reuse_and_aborts_leave_no_trace(make_engine):
     assert tight.stats()["free_blocks"] == tight.stats()["total_blocks"]
 
 
-def test_a_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
+def test_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
     model, other = make_model(), make_model(seed=1)
     engine = make_engine(model)
     run(engine, [1, 2, 3], max_new_tokens=4)
@@ -130,12 +130,12 @@ def test_a_weight_update_reaches_the_joined_weights(make_engine, tmp_path):
     assert output.version_spans == [(3, 0, 6)]
 
 
-def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
+def test_deterministic_mode_does_not_depend_on_the_batch(make_engine):
     model = make_model()
     results = []
-    for company in (0, 5 if GPU else 1):
+    for num_others in (0, 5 if GPU else 1):
         engine = make_engine(model, deterministic=True, max_total_tokens=100, max_running_requests=4)
-        others = [submit_request(engine, p, max_new_tokens=9) for p in prompts(company, high=6)]
+        others = [submit_request(engine, p, max_new_tokens=9) for p in prompts(num_others, high=6)]
         (output,) = run(engine, [3, 1, 4], max_new_tokens=8, sampling_seed=1, ignore_eos=True)
         [future.result(100) for future in others]
         results.append((output.token_ids, output.logprobs))
@@ -145,7 +145,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_prompts_that_begin_alike_may_be_computed_in_one_step(deterministic, make_engine):
+def test_prompts_with_a_common_prefix_run_in_one_step(deterministic, make_engine):
     model = make_model()
     engine = make_engine(model, deterministic=deterministic, max_running_requests=4)
     (prompt,) = prompts(1, low=14, high=15)
@@ -159,7 +159,7 @@ def test_prompts_that_begin_alike_may_be_computed_in_one_step(deterministic, mak
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_released_memory_comes_back_and_requests_go_on(make_engine):
+def test_requests_continue_after_release_and_resume_of_memory(make_engine):
     model = make_model()
     engine = make_engine(model)
     before = run(engine, [5, 6, 7], temperature=0.0, max_new_tokens=6, ignore_eos=True)
@@ -171,15 +171,15 @@ def test_released_memory_comes_back_and_requests_go_on(make_engine):
     assert waiting.result(120)[0].token_ids == before[0].token_ids
 
 
-@pytest.mark.skipif(not GPU, reason="bf16 products are a GPU's matter")
+@pytest.mark.skipif(not GPU, reason="needs a GPU: bfloat16 products")
 def test_deterministic_mode_in_bfloat16(make_engine):
     model = make_model("qwen3").bfloat16()
     results = []
-    for company in (0, 3, 12):
+    for num_others in (0, 3, 12):
         engine = make_engine(model, deterministic=True)
         others = [
             submit_request(engine, p, max_new_tokens=20, ignore_eos=True, sampling_seed=50 + i)
-            for i, p in enumerate(prompts(company))
+            for i, p in enumerate(prompts(num_others))
         ]
         asked = [
             submit_request(engine, [3, 1, 4, i], max_new_tokens=40, sampling_seed=i, **extra)

@@ -1,4 +1,4 @@
-"""Rows of decoding sequences: whoever comes, grows and goes, they hold what the blocks hold."""
+"""Tests of the dense cache: its rows equal the paged blocks while sequences start, grow and finish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def paged_cache(seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("max_tokens", [NUM_BLOCKS * BLOCK, 300, 0])
-def test_rows_hold_their_blocks_whatever_came_before(max_tokens):
+def test_rows_equal_paged_blocks(max_tokens):
     keys, values = paged_cache(0), paged_cache(1)
     dense = DenseCache(keys, values, max_tokens)
     slots = SlotTable(24, MAX_LEN, BLOCK)
@@ -50,7 +50,7 @@ def test_rows_hold_their_blocks_whatever_came_before(max_tokens):
 
 
 def check_step(shelf: Shelf, slots: SlotTable, rows: np.ndarray, keys, values) -> None:
-    """Write the newest token as a step does, and compare all of them with the blocks'."""
+    """Write the newest token as a step does, and compare all tokens with the paged blocks."""
     at = slots.length[rows] - 1
     block, offset = slots.block_table[rows, at // BLOCK], at % BLOCK
     write_to = torch.from_numpy(np.arange(len(rows)) * shelf.width + at)
@@ -63,7 +63,7 @@ def check_step(shelf: Shelf, slots: SlotTable, rows: np.ndarray, keys, values) -
                 assert torch.equal(dense[i, : at[i] + 1], expected)
 
 
-def test_without_room_for_rows_the_tokens_are_the_same(make_engine):
+def test_size_of_the_dense_cache_does_not_change_tokens(make_engine):
     model = make_model()
     results = []
     for max_tokens in (4096, 100, 0):

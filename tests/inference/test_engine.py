@@ -1,4 +1,4 @@
-"""The engine against Hugging Face itself, and what happens to requests in flight."""
+"""Tests of the engine: tokens and log-probs against Hugging Face, pauses, aborts, preemption, failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
 from tests.inference.conftest import (
@@ -62,25 +61,19 @@ def test_raw_logprobs_on_request(make_engine):
     torch.testing.assert_close(torch.tensor(output.raw_logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_a_group_computes_its_prompt_once(make_engine):
-    engine = make_engine(make_model())
+def test_group_computes_its_prompt_once(make_engine):
+    model = make_model()
+    engine = make_engine(model)
     prompt = prompts(1, low=22, high=23)[0]
     outputs = run(engine, prompt, n=8, max_new_tokens=6, ignore_eos=True)
     assert len({tuple(output.token_ids) for output in outputs}) > 1
     assert [output.cached_tokens for output in outputs] == [0] + [21] * 7
     for output in outputs:
-        expected = forward_logprobs(engine_free(engine), prompt, output.token_ids)
+        expected = forward_logprobs(model, prompt, output.token_ids)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def engine_free(engine: Engine):
-    """A plain model with the weights the engine holds."""
-    model = make_model()
-    model.load_state_dict(engine.model.state_dict())
-    return model
-
-
-def test_a_next_turn_reuses_the_blocks_of_the_turn_before(make_engine):
+def test_next_turn_reuses_blocks_of_previous_turn(make_engine):
     model = make_model()
     engine = make_engine(model)
     prompt = prompts(1, low=10, high=11)[0]
@@ -91,7 +84,7 @@ def test_a_next_turn_reuses_the_blocks_of_the_turn_before(make_engine):
     assert second.token_ids == generate(model, longer, 5, None)
 
 
-def test_prompts_that_begin_alike_may_be_computed_in_one_step(make_engine):
+def test_prompts_with_a_common_prefix_run_in_one_step(make_engine):
     model = make_model()
     engine = make_engine(model)
     (prompt,) = prompts(1, low=70, high=71)
@@ -106,7 +99,7 @@ def test_prompts_that_begin_alike_may_be_computed_in_one_step(make_engine):
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_preemption_changes_nothing_but_time(make_engine):
+def test_preemption_does_not_change_tokens(make_engine):
     model = make_model()
     asked = prompts(10, low=4, high=12)
     roomy = make_engine(model)
@@ -122,7 +115,7 @@ def test_preemption_changes_nothing_but_time(make_engine):
     assert tight.stats()["free_blocks"] == tight.stats()["total_blocks"]
 
 
-def test_seed_and_position_alone_decide_the_draw(make_engine):
+def test_samples_depend_only_on_seed_and_position(make_engine):
     engine = make_engine(make_model())
     prompt = prompts(1, low=9, high=10)[0]
     alone = run(engine, prompt, max_new_tokens=20, sampling_seed=7, ignore_eos=True)[0].token_ids
@@ -136,12 +129,12 @@ def test_seed_and_position_alone_decide_the_draw(make_engine):
     assert other != alone
 
 
-def test_deterministic_mode_gives_the_same_bits_in_any_company(make_engine):
+def test_deterministic_mode_does_not_depend_on_the_batch(make_engine):
     model = make_model()
     results = []
-    for company in (0, 9):
+    for num_others in (0, 9):
         engine = make_engine(model, deterministic=True, max_total_tokens=160)
-        others = [submit(engine, p, max_new_tokens=25) for p in prompts(company, seed=5)]
+        others = [submit(engine, p, max_new_tokens=25) for p in prompts(num_others, seed=5)]
         (output,) = run(engine, [3, 1, 4, 1, 5], max_new_tokens=25, sampling_seed=1, ignore_eos=True)
         [future.result(60) for future in others]
         results.append((output.token_ids, output.logprobs))
@@ -168,7 +161,7 @@ def test_stop_token_stop_string_length_and_minimum(make_engine, tokenizer):
     assert by_text.text == text[: text.index(word)]
 
 
-def test_an_end_token_outside_the_vocabulary_is_no_token_at_all(make_engine):
+def test_eos_ids_outside_the_vocabulary_are_ignored(make_engine):
     model = make_model()
     model.generation_config.eos_token_id = [96, 500, -1]
     engine = make_engine(model)
@@ -177,7 +170,7 @@ def test_an_end_token_outside_the_vocabulary_is_no_token_at_all(make_engine):
     assert len(output.token_ids) == 6 and 96 not in output.token_ids
 
 
-def test_abort_returns_what_there_is_and_frees_everything(make_engine):
+def test_abort_returns_partial_outputs_and_frees_blocks(make_engine):
     engine = make_engine(make_model(), context_length=250)
     endless = {"max_new_tokens": 200, "ignore_eos": True}
     kept = submit(engine, [1, 2], rid="kept", **endless)
@@ -192,7 +185,7 @@ def test_abort_returns_what_there_is_and_frees_everything(make_engine):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_in_place_is_invisible_in_the_result(mode, make_engine):
+def test_pause_and_resume_do_not_change_tokens(mode, make_engine):
     engine = make_engine(make_model())
     expected = run(engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True)
     future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=240, sampling_seed=3, ignore_eos=True)
@@ -204,7 +197,7 @@ def test_a_pause_in_place_is_invisible_in_the_result(mode, make_engine):
     assert late.result(30)[0].token_ids
 
 
-def test_a_pause_by_abort_answers_running_requests_and_keeps_new_ones_waiting(make_engine):
+def test_pause_by_abort_ends_running_requests_and_queues_new_ones(make_engine):
     engine = make_engine(make_model())
     future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     engine.pause("abort").result(10)
@@ -217,7 +210,7 @@ def test_a_pause_by_abort_answers_running_requests_and_keeps_new_ones_waiting(ma
     assert late.result(10)
 
 
-def test_a_broken_sequence_leaves_what_others_share_as_it_is(make_engine):
+def test_broken_sequence_does_not_affect_shared_blocks(make_engine):
     model = make_model()
     engine = make_engine(model)
     (prompt,) = prompts(1, low=70, high=71)
@@ -238,7 +231,7 @@ def test_a_broken_sequence_leaves_what_others_share_as_it_is(make_engine):
     assert pool.num_free == pool.num_usable and not pool.spoilt
 
 
-def test_blocks_of_broken_weights_are_clean_when_others_get_them(make_engine):
+def test_blocks_with_nan_are_zeroed_before_reuse(make_engine):
     model = make_model()
     engine = make_engine(model, max_total_tokens=160)
     for parameter in engine.model.parameters():
@@ -253,7 +246,7 @@ def test_blocks_of_broken_weights_are_clean_when_others_get_them(make_engine):
         assert future.result(30)[0].token_ids == generate(model, prompt, 12, None)
 
 
-def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
+def test_invalid_requests_are_rejected(make_engine):
     engine = make_engine(make_model())
     bad = [
         ([], {}),
@@ -262,7 +255,7 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
         ([1] * 256, {}),
         ([1], {"temperature": -1.0}),
         ([1], {"temperature": float("nan")}),
-        ([1], {"temperature": 1e-40}),  # logits over it would not be finite
+        ([1], {"temperature": 1e-40}),  # logits divided by it would overflow
         ([1], {"top_p": 0.0}),
         ([1], {"n": 0}),
         ([1], {"n": 10**6}),
@@ -286,7 +279,7 @@ def test_invalid_requests_are_refused_before_they_touch_anything(make_engine):
 
 
 @pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/bash\n" * 9, b"\2" + b"\0" * 7 + b"[]"])
-def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tmp_path):
+def test_file_without_shared_weights_is_rejected(content, make_engine, tmp_path):
     engine = make_engine(make_model())
     (tmp_path / "segment").write_bytes(content)
     with pytest.raises(WeightUpdateError, match="does not hold shared weights"):
@@ -295,7 +288,7 @@ def test_a_file_that_holds_no_shared_weights_is_refused(content, make_engine, tm
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_caller_may_give_up_what_is_about_to_be_refused(make_engine):
+def test_cancelled_request_with_a_used_id_does_not_fail_the_loop(make_engine):
     engine = make_engine(make_model())
     go_on = threading.Event()
     held = engine._call(lambda: go_on.wait(30))
@@ -308,7 +301,7 @@ def test_a_caller_may_give_up_what_is_about_to_be_refused(make_engine):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
+def test_failed_step_fails_all_pending_and_later_requests(make_engine):
     engine = make_engine(make_model())
 
     def explode(plan):
@@ -324,7 +317,7 @@ def test_a_failure_in_the_loop_reaches_every_waiter(make_engine):
         submit(engine, [1])
 
 
-def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engine):
+def test_random_load_loses_no_block_and_answers_every_request(make_engine):
     engine = make_engine(make_model(), max_total_tokens=400, max_running_requests=12)
     random = torch.Generator().manual_seed(1)
     futures = []
@@ -353,7 +346,7 @@ def test_endurance_no_block_is_lost_and_every_request_is_answered_once(make_engi
     assert stats["free_blocks"] == stats["total_blocks"]
 
 
-def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
+def test_requests_continue_after_release_and_resume_of_memory(make_engine):
     engine = make_engine(make_model())
     expected = run(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
     future = submit_and_see_start(engine, [5, 4, 3], max_new_tokens=200, sampling_seed=3, ignore_eos=True)
@@ -365,19 +358,19 @@ def test_memory_is_released_and_requests_go_on_after_it_is_back(make_engine):
 
 
 @pytest.fixture
-def eager_threads():
-    """Threads take turns so often that they meet in the middle of everything."""
+def frequent_switches():
+    """Make Python switch threads very often, to provoke race conditions."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(usual)
 
 
-def test_counters_are_read_while_requests_come_and_go(make_engine, eager_threads):
+def test_stats_can_be_read_while_requests_run(make_engine, frequent_switches):
     engine = make_engine(make_model(), max_running_requests=2)
     engine.pause("in_place").result(10)
     futures = [submit(engine, [1 + i % 90], n=2, max_new_tokens=1) for i in range(300)]
-    engine.set_version(1).result(10)  # all have been taken in
+    engine.set_version(1).result(10)  # the loop has queued all requests
     assert engine.stats()["waiting"] == 600
     assert engine.abort(None).result(10) == 300 and engine.stats()["waiting"] == 0
     engine.resume().result(10)
@@ -389,7 +382,7 @@ def test_counters_are_read_while_requests_come_and_go(make_engine, eager_threads
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_at_once_and_memory_stays_flat(make_engine):
+def test_memory_does_not_grow_over_ten_thousand_requests(make_engine):
     engine = make_engine(make_model(), max_running_requests=64)
 
     def wave() -> int:

@@ -1,4 +1,4 @@
-"""Penalties, bias, least length and raw log-probs on the device against the CPU's sampler, step by step.
+"""Tests of penalties, bias, minimum length and raw log-probs on the device against the CPU sampler.
 
 Where there is no GPU but Triton is installed, its interpreter runs the same kernels.
 """
@@ -38,7 +38,7 @@ CASES = [
         "temperature": 1.3,
     },
     {"frequency_penalty": -0.5, "temperature": 0.0},
-    # one far below all others must not make the cut among those coarse
+    # One very low logit must not make the search for the threshold among the others coarse.
     {"logit_bias": {7: -1e6}, "top_k": 2, "temperature": 0.1},
     {"logit_bias": {7: -1e6}, "top_p": 0.9, "temperature": 2.0},
 ]
@@ -108,7 +108,7 @@ def test_the_device_draws_a_token_of_probability_1e_8(seed, token):
     assert out[0].tolist() == [token]
 
 
-def test_counts_of_a_continued_sequence_are_those_of_an_uninterrupted_one():
+def test_continued_sequence_has_the_counts_of_an_uninterrupted_one():
     pytest.importorskip("arealite.inference.cuda.ops")
     from arealite.inference.cuda.extras import SamplingExtras
 

@@ -1,4 +1,4 @@
-"""What clients are told when a request cannot be answered: by the status, or inside a stream that has begun."""
+"""Tests of HTTP errors: the status, or the last event of a stream that has begun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.inference.conftest import generate, make_model
 
 
 def call(engine: Engine, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """Status and JSON of one request; of a stream, the list of its events."""
+    """Return status and JSON of one request; of a stream, the list of its events."""
 
     async def ask() -> tuple[int, Any]:
         async with TestClient(TestServer(make_app(engine, ServerConfig()))) as client:
@@ -34,7 +34,7 @@ def call(engine: Engine, path: str, body: dict[str, Any] | None = None) -> tuple
 
 
 def strict(text: str) -> Any:
-    """JSON as everybody reads it: without NaN."""
+    """Parse JSON that may not contain NaN or infinity."""
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON: {text}")
@@ -47,7 +47,7 @@ def message(answer: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_and_stop_strings_of_a_model_without_tokenizer_are_refused(stream, make_engine):
+def test_text_and_stop_strings_need_a_tokenizer(stream, make_engine):
     engine = make_engine(make_model())
     body = {"input_ids": [1, 2], "stream": stream}
     for more in ({"sampling_params": {"stop": "x"}}, {"return_text": True}):
@@ -57,7 +57,7 @@ def test_text_and_stop_strings_of_a_model_without_tokenizer_are_refused(stream, 
 
 
 def broken_engine(make_engine, num_good: int) -> Engine:
-    """A model that has no finite logits after `num_good` greedy tokens of the prompt [1, 2, 3]."""
+    """Make an engine whose logits are NaN after `num_good` greedy tokens of the prompt [1, 2, 3]."""
     model = make_model()
     tokens = generate(model, [1, 2, 3], 100, None)
     spoilt = [1, 2, 3, *tokens][num_good + 2]
@@ -73,14 +73,14 @@ COMPLETE = {"prompt": [1, 2, 3], "max_tokens": 99, "temperature": 0, "logprobs":
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE)])
-def test_numbers_that_are_not_finite_are_an_error_everywhere(path, body, stream, make_engine):
+def test_non_finite_logits_are_an_error(path, body, stream, make_engine):
     engine = broken_engine(make_engine, num_good=0)
     status, answer = call(engine, path, body | {"stream": stream})
     assert status == 500 and "weights are broken" in message(answer)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/generate", GENERATE), ("/v1/completions", COMPLETE)])
-def test_a_stream_that_has_begun_tells_its_failure_in_an_event(path, body, make_engine):
+def test_error_in_a_running_stream_is_its_last_event(path, body, make_engine):
     engine = broken_engine(make_engine, num_good=3)
     status, (*chunks, last) = call(engine, path, body | {"stream": True})
     assert status == 200 and len(chunks) == 3
@@ -88,7 +88,7 @@ def test_a_stream_that_has_begun_tells_its_failure_in_an_event(path, body, make_
     assert not any("error" in chunk for chunk in chunks)
 
 
-def test_a_server_with_broken_weights_is_not_healthy(make_engine):
+def test_server_with_broken_weights_is_unhealthy(make_engine):
     model = make_model()
     engine = make_engine(model)
     assert call(engine, "/health_generate") == (200, {"status": "ok"})
@@ -98,7 +98,7 @@ def test_a_server_with_broken_weights_is_not_healthy(make_engine):
     assert status == 500 and "weights are broken" in message(answer)
 
 
-def test_a_bug_is_logged_and_told_as_one(make_engine, monkeypatch, caplog):
+def test_unexpected_exception_is_logged_and_answered_with_500(make_engine, monkeypatch, caplog):
     engine = make_engine(make_model())
     monkeypatch.setattr(engine, "stats", lambda: {}["nothing"])
     status, answer = call(engine, "/server_info")

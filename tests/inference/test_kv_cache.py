@@ -1,4 +1,4 @@
-"""The block pool: sharing, eviction, flushing, and that no block is lost or given out twice."""
+"""Tests of the block pool: sharing, eviction, flushing, and conservation of blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_a_released_prefix_is_found_again_until_its_room_is_needed():
+def test_released_prefix_is_cached_until_evicted():
     pool = BlockPool(num_blocks=4, block_size=2)
     blocks = [pool.allocate(), pool.allocate()]
     pool.register(blocks, tokens(1, 2, 3, 4), start=0, parent=0)
@@ -22,12 +22,12 @@ def test_a_released_prefix_is_found_again_until_its_room_is_needed():
     assert pool.match(tokens(2, 1))[0] == []
     pool.release(blocks)
     pool.release(blocks[:1])
-    taken = [pool.allocate() for _ in range(2)]  # the free one, then the end of the prefix
+    taken = [pool.allocate() for _ in range(2)]  # the free block, then the last one of the prefix
     assert taken[1] == blocks[1]
     assert pool.match(tokens(1, 2, 3, 4))[0] == blocks[:1]
 
 
-def test_equal_blocks_of_different_prefixes_are_different():
+def test_equal_blocks_after_different_prefixes_are_distinct():
     pool = BlockPool(num_blocks=8, block_size=1)
     first, second = [pool.allocate(), pool.allocate()], [pool.allocate(), pool.allocate()]
     pool.register(first, tokens(1, 7), 0, 0)
@@ -35,7 +35,7 @@ def test_equal_blocks_of_different_prefixes_are_different():
     assert pool.match(tokens(2, 7))[0] == second
 
 
-def test_a_flush_forgets_prefixes_but_takes_no_block_from_its_user():
+def test_flush_empties_the_prefix_cache_and_keeps_blocks_in_use():
     pool = BlockPool(num_blocks=4, block_size=1)
     used, idle = pool.allocate(), pool.allocate()
     pool.register([used], tokens(1), 0, 0)
@@ -48,11 +48,11 @@ def test_a_flush_forgets_prefixes_but_takes_no_block_from_its_user():
     assert pool.num_free == 3
 
 
-def test_a_spoilt_block_is_found_no_more_and_cleaned_only_when_its_last_user_goes():
+def test_spoilt_block_is_not_shared_and_zeroed_after_its_last_user():
     pool = BlockPool(num_blocks=4, block_size=1)
     blocks = [pool.allocate(), pool.allocate()]
     pool.register(blocks, tokens(1, 2), 0, 0)
-    pool.share(blocks[:1])  # somebody else reads the first
+    pool.share(blocks[:1])  # another sequence uses the first block
     pool.spoil(blocks)
     pool.release(blocks)
     assert pool.match(tokens(1, 2))[0] == []

@@ -1,4 +1,4 @@
-"""The lean walk through Llama-like layers against the Hugging Face modules it stands in for."""
+"""Tests of the lean forward pass of Llama-like layers against the Hugging Face modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_rope(kind: str) -> LlamaForCausalLM:
 def test_lean_and_plain_forward_give_the_same_logprobs(case, make_engine):
     model = with_rope(case) if case in ROPES else make_model(case)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # which begin as zeros and ones
+        if name.endswith("bias") or "norm" in name:  # initialized as zeros and ones
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     engines = [make_engine(model, max_prefill_tokens=16) for _ in range(2)]
     assert engines[0].core.runner.lean is not None
@@ -45,7 +45,7 @@ def test_lean_and_plain_forward_give_the_same_logprobs(case, make_engine):
         torch.testing.assert_close(torch.tensor(lean.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_what_it_cannot_walk_runs_as_it_is():
+def test_other_architectures_are_not_llama_like():
     assert not is_llama_like(make_model("gemma2-softcap"))
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert not is_llama_like(Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=dynamic)))

@@ -1,4 +1,4 @@
-"""Loading a model for several ranks: each rank reads and holds its own part only."""
+"""Tests of sharded loading: each rank reads and holds only its own part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def group(rank: int):
-    """A rank of two, which computes nothing."""
+    """Make a stand-in for the process group of two ranks."""
     return SimpleNamespace(rank=rank, size=2, sum=lambda value: value)
 
 
@@ -39,7 +39,7 @@ def save(family: str, path, **options):
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen2", {}), ("qwen3", {"max_shard_size": "50KB"}), ("smollm2", {}), ("llama", {})]
 )
-def test_a_rank_gets_its_part_of_each_tensor(family, options, rank, tmp_path):
+def test_rank_loads_its_part_of_each_tensor(family, options, rank, tmp_path):
     save(family, tmp_path, **options)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected_shards = shard_model(whole, group(rank))
@@ -55,7 +55,7 @@ def test_a_rank_gets_its_part_of_each_tensor(family, options, rank, tmp_path):
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (family == "smollm2")
 
 
-def test_a_rank_reads_no_more_than_its_part(tmp_path, monkeypatch):
+def test_rank_reads_only_its_part(tmp_path, monkeypatch):
     save("qwen2", tmp_path)
     read = []
 
@@ -92,10 +92,10 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path, monkeypatch):
     assert sum(read) == sum(p.numel() for p in parameters.values())
     whole = sum(p.numel() for p in make_model("qwen2").parameters())
     cut = sum(p.numel() for name, p in parameters.items() if name in shards.dims)
-    assert sum(read) == whole - cut  # the other rank has as much of what is cut
+    assert sum(read) == whole - cut  # the other rank has the other half of each cut tensor
 
 
-def test_incomplete_weights_are_refused_with_the_name_of_the_first(tmp_path):
+def test_incomplete_weights_are_rejected_with_the_missing_name(tmp_path):
     save("qwen2", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

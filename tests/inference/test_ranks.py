@@ -1,4 +1,4 @@
-"""Tensor parallel with two real ranks: the tokens of one rank, updates on both or none, common end of life."""
+"""Tests of tensor parallelism with two real ranks: same tokens as one rank, atomic updates, failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pair(folders):
-    """Two ranks, and one."""
+    """An engine with two ranks, and one with a single rank."""
     engines = [Engine(ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=n, **SETTINGS)) for n in (2, 1)]
     yield [engine.start() for engine in engines]
     processes = engines[0].ranks.processes
@@ -56,7 +56,7 @@ def model(folders):
     return AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32)
 
 
-def test_each_rank_holds_half_the_heads_and_the_same_tokens_come_out(pair, model):
+def test_two_ranks_with_half_the_heads_give_the_same_tokens(pair, model):
     two, one = pair
     assert two.core.runner.keys[0].shape[2] * 2 == one.core.runner.keys[0].shape[2]
     asked = prompts(12)
@@ -79,7 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("params", CASES, ids=lambda p: ",".join(p))
-def test_sampling_draws_what_one_rank_draws(params, pair):
+def test_two_ranks_sample_the_tokens_of_one(params, pair):
     params = {"sampling_seed": 3, "max_new_tokens": 16} | params
     for prompt in prompts(3, low=2):
         outputs = [run(engine, prompt, **params) for engine in pair]
@@ -88,7 +88,7 @@ def test_sampling_draws_what_one_rank_draws(params, pair):
             torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
 
 
-def test_a_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
+def test_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     text = tokenizer.decode(run(pair[1], [9, 8], **greedy)[0].token_ids)
     for prompt in ([9, 8], [7, 6, 5]):
@@ -96,7 +96,7 @@ def test_a_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
         assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
 
 
-def test_a_rank_with_other_tokens_than_rank_0_ends():
+def test_rank_fails_if_its_tokens_differ_from_rank_0():
     worker = object.__new__(RankWorker)
     worker.core = SimpleNamespace(checksum=17, step=lambda: None)
     worker.step(checksum=17)
@@ -104,7 +104,7 @@ def test_a_rank_with_other_tokens_than_rank_0_ends():
         worker.step(checksum=18)
 
 
-def test_preemption_abort_and_pauses_keep_the_ranks_together(pair, model):
+def test_ranks_stay_in_step_over_preemption_abort_and_pause(pair, model):
     two, _ = pair
     long = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
     asked = prompts(12, low=10, seed=4)
@@ -121,7 +121,7 @@ def test_preemption_abort_and_pauses_keep_the_ranks_together(pair, model):
     assert two.scheduler.pool.num_free == two.scheduler.pool.num_usable
 
 
-def test_blocks_of_a_broken_sequence_are_clean_on_every_rank(pair, model):
+def test_blocks_of_a_broken_sequence_are_zeroed_on_every_rank(pair, model):
     two, _ = pair
     (prompt,) = prompts(1, low=21, high=22)
     bias = dict.fromkeys(range(97), -torch.inf)
@@ -130,14 +130,13 @@ def test_blocks_of_a_broken_sequence_are_clean_on_every_rank(pair, model):
     assert output.cached_tokens == 0 and output.token_ids == generate(model, prompt, 12, None)
 
 
-def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
+def test_weight_update_is_loaded_by_all_ranks_or_none(pair, folders, tmp_path):
     two, one = pair
     other = folders["other"]
     future = submit_and_see_start(two, [1, 2, 3], max_new_tokens=150, ignore_eos=True)
     for version, engine in ((1, two), (1, one)):
-        engine.update(WeightSource.published(WeightUpdateMeta("disk", str(other), version)), flush_cache=False).result(
-            60
-        )
+        source = WeightSource.published(WeightUpdateMeta("disk", str(other), version))
+        engine.update(source, flush_cache=False).result(60)
     assert [span[0] for span in future.result(60)[0].version_spans] == [0, 1]
     assert two.fingerprint().result(60) == one.fingerprint().result(60)
     assert two.fingerprints().result(60) == one.fingerprints().result(60)
@@ -152,7 +151,7 @@ def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
 
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     coarse = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    for version, tensors in ((2, coarse), (3, doubled)):  # of another type than those before
+    for version, tensors in ((2, coarse), (3, doubled)):  # another dtype than the update before
         for engine in pair:
             engine.update(WeightSource.received(tensors, version)).result(60)
     assert two.fingerprints().result(60) == one.fingerprints().result(60)
@@ -160,7 +159,7 @@ def test_updates_reach_every_rank_or_none(pair, folders, tmp_path):
     assert run(two, [4, 5, 6], **same)[0].token_ids == run(one, [4, 5, 6], **same)[0].token_ids
 
 
-def test_adapters_are_cut_too(pair, folders, tmp_path):
+def test_adapters_are_sharded(pair, folders, tmp_path):
     pytest.importorskip("peft")
     base = AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32)
     adapted = make_adapter(tmp_path, base, 1)
@@ -179,7 +178,7 @@ def test_adapters_are_cut_too(pair, folders, tmp_path):
     assert pair[0].fingerprint().result(60) == pair[1].fingerprint().result(60)
 
 
-def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
+def test_rank_answers_with_any_error_while_it_reads_weights():
     class Weights:
         def stage(self, source):
             raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source.meta.type]
@@ -197,8 +196,8 @@ def test_whatever_a_rank_meets_while_it_reads_weights_is_its_answer():
     assert not thread.is_alive()
 
 
-def test_a_rank_reads_new_weights_only_when_the_last_ones_are_in_use():
-    """Else an adapter would be merged with weights that are about to go, and what waits for its turn be overwritten."""
+def test_rank_stages_an_update_after_the_previous_one_is_loaded():
+    """Otherwise an adapter would be merged with old weights, and the staged update would be overwritten."""
     seen = []
     worker = object.__new__(RankWorker)
     worker.weights = SimpleNamespace(stage=lambda source: seen.append(worker.num_loads) or Staged([]))
@@ -227,14 +226,14 @@ def test_memory_is_released_on_every_rank(pair, model):
     assert future.result(60)[0].token_ids == generate(model, [9, 8, 7], 100, None)
 
 
-def test_head_norms_and_another_family(folders):
+def test_another_family_and_death_of_a_rank(folders):
     config = ServerConfig(model_path=str(folders["qwen3"]), tensor_parallel=2, **SETTINGS)
     model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.float32)
     engine = Engine(config).start()
     try:
         output = run(engine, [3, 1, 4], temperature=0.0, max_new_tokens=20, ignore_eos=True)[0]
         assert output.token_ids == generate(model, [3, 1, 4], 20, None)
-        # A rank that dies fails whoever waits, and everyone after, with its name.
+        # The death of a rank fails all pending and later requests.
         future = submit_and_see_start(engine, [1, 2], max_new_tokens=200, ignore_eos=True)
         os.kill(engine.ranks.processes[0].pid, signal.SIGKILL)
         with pytest.raises(ServerError, match="rank 1 of 2"):
@@ -246,14 +245,14 @@ def test_head_norms_and_another_family(folders):
 
 
 @pytest.mark.parametrize(("size", "words"), [(3, "4 / 3 = 1.33"), (4, "key-value heads: 2 / 4")])
-def test_what_cannot_be_cut_is_refused_before_any_process_starts(size, words, folders):
+def test_indivisible_model_is_rejected_before_a_process_starts(size, words, folders):
     config = ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=size, **SETTINGS)
     with pytest.raises(ConfigError, match=words):
         Engine(config)
 
 
-@pytest.mark.slow  # torch is imported twice, one after the other
-def test_a_server_without_one_of_its_ranks_ends_with_one_message(folders):
+@pytest.mark.slow  # starts two processes, one after the other
+def test_server_ends_with_one_message_when_a_rank_dies(folders):
     with server_process(folders["qwen2"], tensor_parallel=2, max_total_tokens=2048) as server:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         assert len(server.post("generate", **body)["output_ids"]) == 4
@@ -262,9 +261,9 @@ def test_a_server_without_one_of_its_ranks_ends_with_one_message(folders):
         assert len(ranks) == 1
         os.kill(ranks[0], signal.SIGKILL)
         assert server.process.wait(30) == 1
-        said = [line for line in server.lines if "rank 1 of 2" in line]
+        messages = [line for line in server.lines if "rank 1 of 2" in line]
         assert not [line for line in server.lines if "Loading weights" in line or "leaked" in line]
-        assert len(said) == 1 and "Traceback" not in "".join(server.lines)
+        assert len(messages) == 1 and "Traceback" not in "".join(server.lines)
     assert not [p for p in ranks if p in process_table() and not process_table()[p].zombie]
 
 

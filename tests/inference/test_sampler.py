@@ -1,4 +1,4 @@
-"""The sampler against plain definitions: distributions, truncation, penalties, independence of the batch."""
+"""Tests of the sampler against plain definitions: distribution, truncation, penalties, batch independence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import SlotTable, split_seed
 
 
-def batch_of(count: int, **given) -> SamplingBatch:
+def batch_of(count: int, **fields) -> SamplingBatch:
     seeds = torch.arange(2 * count).view(count, 2) * 7919 % 2**32
-    return SamplingBatch(seeds, torch.arange(count), **given)
+    return SamplingBatch(seeds, torch.arange(count), **fields)
 
 
 def test_frequencies_follow_the_tempered_softmax():
@@ -30,7 +30,7 @@ def test_frequencies_follow_the_tempered_softmax():
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
-def test_noise_is_standard_gumbel_and_depends_on_its_row_alone():
+def test_noise_is_standard_gumbel_and_independent_of_other_rows():
     noise = gumbel_noise(torch.tensor([[5, 6]]), torch.tensor([3]), 200_000)
     assert abs(noise.mean().item() - 0.5772) < 0.01 and abs(noise.var().item() - 1.6449) < 0.03
     assert torch.isfinite(noise).all()
@@ -40,14 +40,14 @@ def test_noise_is_standard_gumbel_and_depends_on_its_row_alone():
 
 
 @pytest.mark.parametrize(("seed", "token"), [(2782, 1712), (1816, 45267)])
-def test_a_token_of_probability_1e_8_can_be_drawn(seed, token):
+def test_token_of_probability_1e_8_can_be_sampled(seed, token):
     logits = torch.full((1, 1 << 17), math.log(1e-8))
     logits[0, 5] = 0.0
     batch = SamplingBatch(torch.tensor([split_seed(seed)]), torch.tensor([9]))
     assert sample(logits, batch)[0].tolist() == [token]
 
 
-def test_noise_is_fine_where_it_is_large(monkeypatch):
+def test_large_noise_has_a_fine_resolution(monkeypatch):
     """The hash is replaced by its smallest values, which give the largest noise."""
     bits = np.array([[0, 1, 2, 1000, 1 << 16, 1 << 22, 1 << 31, (1 << 32) - 1]], np.uint32)
     monkeypatch.setattr(sampler, "_mix", lambda x: bits if x.ndim == 2 else x)
@@ -58,7 +58,7 @@ def test_noise_is_fine_where_it_is_large(monkeypatch):
     torch.testing.assert_close(noise[3:-1].double(), expected, atol=1e-3, rtol=0)
 
 
-def test_truncation_keeps_what_the_definitions_keep():
+def test_truncation_equals_the_definitions():
     torch.manual_seed(0)
     logits = torch.randn(6, 50) * 2
     top_k = torch.tensor([0, 5, 0, 0, 3, 1])
@@ -130,7 +130,7 @@ COMBINED = [
 ]
 
 
-def defined(logits: list[float], params: SamplingParams) -> tuple[dict[int, float], list[float]]:
+def naive_sampler(logits: list[float], params: SamplingParams) -> tuple[dict[int, float], list[float]]:
     """Return the probability of each token that may be sampled, and the log-probs, by the parameters' definition."""
     logits = list(logits)
     for token in range(len(logits)):
@@ -156,11 +156,11 @@ def defined(logits: list[float], params: SamplingParams) -> tuple[dict[int, floa
     return {t: math.exp(logits[t]) / total for t in kept}, reported
 
 
-@pytest.mark.parametrize("given", COMBINED)
-def test_draws_follow_the_definition_of_all_parameters_together(given):
-    count, params = 6000, SamplingParams(**given)
+@pytest.mark.parametrize("settings", COMBINED)
+def test_samples_follow_the_definition_of_all_parameters_combined(settings):
+    count, params = 6000, SamplingParams(**settings)
     slots = SlotTable(count + 3, 16, 4)
-    for seed in range(count + 3):  # the last rows are others', who want nothing of it
+    for seed in range(count + 3):  # the last three rows have default parameters
         request = Request(PROMPT, params if seed < count else SamplingParams())
         request.sequences[0].seed = seed
         request.sequences[0].saved_tokens = np.array(OUTPUT, np.int32)
@@ -171,7 +171,7 @@ def test_draws_follow_the_definition_of_all_parameters_together(given):
     batch = make_batch(slots, np.flip(rows).copy(), 12, [EOS])
     tokens, logprobs, _ = sample(logits.expand(len(rows), -1), batch)
     mine = [i for i, row in enumerate(np.flip(rows)) if slots.sequence[row].request.params is params]
-    probs, reported = defined(logits.tolist(), params)
+    probs, reported = naive_sampler(logits.tolist(), params)
     drawn = torch.bincount(tokens[mine], minlength=12)
     assert set(drawn.nonzero()[:, 0].tolist()) <= set(probs)
     chi2 = sum((drawn[t].item() - count * p) ** 2 / (count * p) for t, p in probs.items())

@@ -1,4 +1,4 @@
-"""Weights on a GPU: CUDA IPC, adapters under captured graphs, all-reduce in a graph, released memory."""
+"""Tests of weights on a GPU: CUDA IPC, adapters with CUDA graphs, all-reduce in a graph, released memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from arealite.weights.sync import _probe
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
 from tests.server_process import server_process
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SETTINGS = {"max_total_tokens": 2048, "block_size": 16, "max_running_requests": 8, "max_prefill_tokens": 64}
 
 
@@ -44,7 +44,7 @@ def make_engine():
         engine.close()
 
 
-def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
+def test_cuda_ipc_update_of_a_server_on_the_same_gpu(tmp_path):
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(tmp_path / "model")
     config = engine_config(str(tmp_path / "model"))
@@ -70,7 +70,7 @@ def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
             published = {n: p.full_tensor().to(torch.bfloat16) for n, p in actor.model.named_parameters()}
             held = make_transport(meta).open(meta)
             assert all(torch.equal(held[n], p) for n, p in published.items())
-            # A file that names another GPU is refused, and the old weights are still served.
+            # A file that names another GPU is rejected, and the old weights stay in use.
             with open(path) as file:
                 text = file.read()
             with open(path + ".other.cuda", "w") as file:
@@ -84,8 +84,8 @@ def test_weights_reach_a_server_on_the_same_gpu_without_leaving_it(tmp_path):
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_no_warning_about_shared_memory_when_the_trainer_ends_first(tmp_path, is_mapped):
-    """torch warns at exit if it counts users of shared memory, whether or not they exist."""
+def test_trainer_exits_without_a_cuda_ipc_warning(tmp_path, is_mapped):
+    """torch warns at exit about shared CUDA memory that it counts as in use, even if no process uses it."""
     path = tmp_path / "weights.cuda"
     producer = subprocess.Popen(
         [sys.executable, "-c", PRODUCER, str(path)],
@@ -112,7 +112,7 @@ made.unlink()
 """
 
 
-def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):
+def test_adapters_are_swapped_with_captured_graphs(make_engine, tmp_path):
     peft = pytest.importorskip("peft")
     model = make_model()
     engine = make_engine(copy.deepcopy(model))
@@ -135,7 +135,7 @@ def test_adapters_are_swapped_under_captured_graphs(make_engine, tmp_path):
     assert output.token_ids == first.token_ids and output.logprobs == first.logprobs
 
 
-def test_the_sum_over_ranks_is_captured_in_the_graph(make_engine):
+def test_all_reduce_is_captured_in_the_graph(make_engine):
     model = make_model()
     cut = copy.deepcopy(model).cuda()
     group = TensorGroup(0, 1, dist.HashStore(), torch.device("cuda", 0))
@@ -146,7 +146,7 @@ def test_the_sum_over_ranks_is_captured_in_the_graph(make_engine):
         assert output.token_ids == generate(model, prompt, 20, None)
 
 
-def test_memory_is_released_and_the_weights_are_restored(make_engine):
+def test_release_and_resume_restore_the_weights(make_engine):
     model = make_model()
     engine = make_engine(copy.deepcopy(model))
     asked = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
@@ -155,7 +155,7 @@ def test_memory_is_released_and_the_weights_are_restored(make_engine):
     held, cache = torch.cuda.memory_allocated(), engine.core.runner.cache.nbytes
     engine.release_memory().result(60)
     weights = sum(p.nbytes for p in model.parameters())
-    assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its own
+    assert held - torch.cuda.memory_allocated() > 0.9 * (cache + weights)  # cuBLAS keeps its workspace
     with pytest.raises(WeightUpdateError, match="released"):
         engine.update(WeightSource.received({}, 1))
     engine.resume_memory().result(60)
