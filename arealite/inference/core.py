@@ -1,4 +1,4 @@
-"""The state of the engine and everything that changes it: requests, scheduler, KV cache, steps, weights in use.
+"""State of the engine and all operations on it: requests, scheduler, KV cache, steps, weights.
 
 `Engine` calls it from one thread. It is deterministic: with the same calls in the same order it plans the same steps
 and samples the same tokens, so in tensor parallel every rank runs a core of its own on the same calls (`ranks`).
@@ -23,10 +23,9 @@ from arealite.inference.loading import ModelShape, shape_of
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.runner import Runner, Step, StepResult
 from arealite.inference.scheduler import Scheduler
-from arealite.inference.sequence import Request, Sequence
+from arealite.inference.sequence import Request, Sequence, resolve
 from arealite.inference.slots import SlotTable
-from arealite.inference.step_loop import resolve
-from arealite.inference.weights import ServedWeights, Staged
+from arealite.inference.weights import ServedWeights, Staged, WeightSource
 
 
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Runner:
@@ -69,8 +68,6 @@ class EngineCore:
         assert self.runner is not None
         self.runner.attach(self.scheduler.slots)
 
-    # ------------------------------------------------------------------------------------------------ steps
-
     @property
     def can_step(self) -> bool:
         """Whether there is something to compute now."""
@@ -97,7 +94,7 @@ class EngineCore:
             self._collect()
 
     def _collect(self) -> StepResult | None:
-        result = self._in_flight.popleft().collect()
+        result = self._in_flight.popleft()()
         if result is not None:
             for seq in self.post.append(result):
                 self._finish(seq)
@@ -116,8 +113,6 @@ class EngineCore:
             del self.requests[request.rid]
             resolve(request.future, [s.output for s in request.sequences])
 
-    # --------------------------------------------------------------------------------------------- requests
-
     def add(self, request: Request) -> None:
         """Queue a request. Its id must not be in use."""
         seed = request.params.sampling_seed
@@ -130,10 +125,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, rid: str | None, message: str = "aborted") -> int:
-        """End the request `rid`, or all if None, with the tokens it has.
-
-        Returns the number of requests ended.
-        """
+        """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""
         self.settle()
         requests = list(self.requests.values())
         if rid is not None:
@@ -149,13 +141,8 @@ class EngineCore:
                 seq.finish_reason = {"type": "abort", "message": message}
                 self._finish(seq)
 
-    # ---------------------------------------------------------------------------------- pauses and the cache
-
     def pause(self, mode: str) -> int:
-        """Stop generation until `resume`; see `Engine.pause`.
-
-        Returns the number of requests that were running.
-        """
+        """Stop generation until `resume` (see `Engine.pause`); returns the number of running requests."""
         self.settle()
         self.paused = True
         running = [seq for seq in self.scheduler.slots.sequence if seq is not None]
@@ -186,8 +173,6 @@ class EngineCore:
         for seq in sorted(running, key=lambda seq: -slots.ticket[seq.slot]):
             self.scheduler.preempt(seq)
 
-    # --------------------------------------------------------------------------------------- device memory
-
     def release(self) -> None:
         """Free the device memory of KV cache, graphs and weights until `reclaim`."""
         if self.runner is None:
@@ -212,13 +197,20 @@ class EngineCore:
         self.runner = make_runner(self.weights.model, self.shape, config)
         self.runner.attach(self.scheduler.slots)
 
-    # -------------------------------------------------------------------------------------------- weights
-
     def active_runner(self) -> Runner:
-        """The runner; `WeightUpdateError` while memory is released."""
+        """Return the runner; raises `WeightUpdateError` while memory is released."""
         if self.runner is None:
             raise WeightUpdateError("the engine's memory is released: call /resume_memory_occupation first")
         return self.runner
+
+    def stage(self, source: WeightSource) -> Staged:
+        """Read and check new weights and bring them to the device. Any thread may call it while steps run."""
+        runner = self.active_runner()
+        if source.meta is None and not self.adapter_name:
+            raise WeightUpdateError("no adapter is loaded: the base weights are in use")
+        staged = self.weights.stage(source)
+        staged.pairs = runner.stage(staged.pairs)
+        return staged
 
     def swap(self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str) -> int:
         """Use new weights from the next step on. Returns the number of running sequences.

@@ -39,10 +39,7 @@ class IncrementalText:
         self._bytes = _byte_tokens(tokenizer, skip_special_tokens)
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Append a token; returns the next piece of text.
-
-        Sets `matched` and cuts `text` at the first stop string.
-        """
+        """Append a token; returns the next piece of text. A stop string sets `matched` and ends `text`."""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._read])
         after = self._decode(self._ids[self._start :])
@@ -68,10 +65,7 @@ class IncrementalText:
         return self.text[start : self._num_returned]
 
     def _find_stop(self, text: str, seen: int) -> int | None:
-        """Find the first stop string that ends after `seen` characters.
-
-        Sets `matched`; returns where it begins.
-        """
+        """Find the first stop string that ends after `seen` characters; sets `matched`, returns its start."""
         starts = {word: max(0, seen - len(word) + 1) for word in self.stop}
         found = [(at, word) for word, start in starts.items() if (at := text.find(word, start)) >= 0]
         if not found:

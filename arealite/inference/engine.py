@@ -1,15 +1,18 @@
-"""The embedded inference engine: a thread that repeats schedule, run and postprocess, and thread-safe calls to feed it.
+"""The embedded inference engine: a thread that runs steps, and thread-safe calls to it.
 
 The HTTP server uses it and, in process, the embedded rollout engine. All state is in `EngineCore` and changes on the
-engine's thread only, between two steps; calls from other threads are queued there and return futures (`StepLoop`).
+engine's thread only: calls from other threads are queued, run between two steps and return futures. Without work the
+thread sleeps. If a step fails, all pending futures get the error, later calls raise it, and `failure` stays set.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -19,8 +22,7 @@ from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.core import EngineCore
 from arealite.inference.loading import load_model, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
-from arealite.inference.sequence import Request, SampleOutput, SamplingParams
-from arealite.inference.step_loop import StepLoop, resolve
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
 from arealite.weights.fingerprint import Fingerprints
@@ -29,15 +31,20 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 _FINGERPRINT_THREAD = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
 
 
-class Engine(StepLoop):
+class Engine:
     """Generates text. `start` it, `submit` requests, `close` it."""
 
     def __init__(self, config: ServerConfig, model: PreTrainedModel | None = None, tokenizer: Any | None = None):
-        super().__init__()
         config.check()
-        self.config = config
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.ranks: Ranks | None = None
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
+        self.busy_s = 0.0
+        self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="inference-engine", daemon=True)
         self._started_s = time.monotonic()
         # Held from the reading of an update until it is in use.
         self._updating = threading.Lock()
@@ -46,7 +53,7 @@ class Engine(StepLoop):
         except BaseException as error:
             if self.ranks is None:
                 raise
-            cause = self._cause(error)
+            cause = self._lost_rank()
             self.ranks.close()
             if cause is None:
                 raise
@@ -105,11 +112,28 @@ class Engine(StepLoop):
 
     # ------------------------------------------------------------------------------ calls from other threads
 
+    def start(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
     def close(self) -> None:
-        """Stop the loop and the other ranks. Unfinished requests fail."""
-        super().close()
+        """Stop the loop and the other ranks; unfinished requests fail. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            # After a failure the thread may wait for a dead rank forever.
+            self._thread.join(None if self.failure is None else 5.0)
+        self._answer_all(ServerError("it was closed"))
         if self.ranks is not None:
             self.ranks.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all pending futures and refuse later calls."""
+        self.failure = error
+        self._answer_all(error)
+        self.on_failure()
 
     def check(self, request: Request) -> None:
         """Raise `RequestError` for a request that `submit` would refuse."""
@@ -135,10 +159,7 @@ class Engine(StepLoop):
         return request.future
 
     def abort(self, rid: str | None = None) -> Future[int]:
-        """End the request `rid`, or all if None, with the tokens it has.
-
-        Returns the number of requests ended.
-        """
+        """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""
         return self._call(lambda: self.core.abort(rid))
 
     def pause(self, mode: str = "abort") -> Future[int]:
@@ -169,11 +190,7 @@ class Engine(StepLoop):
         """
         self._updating.acquire()
         try:
-            runner = self.core.active_runner()
-            if source.meta is None and not self.adapter_name:
-                raise WeightUpdateError("no adapter is loaded: the base weights are in use")
-            staged = self.weights.stage(source)
-            staged.pairs = runner.stage(staged.pairs)
+            staged = self.core.stage(source)
             future = self._call(lambda: self.core.swap(staged, source.version, flush_cache, source.adapter_name))
         except BaseException:
             self._updating.release()
@@ -182,10 +199,7 @@ class Engine(StepLoop):
         return future
 
     def release_memory(self) -> Future[None]:
-        """Free the device memory of KV cache, graphs and weights until `resume_memory`.
-
-        Running requests wait.
-        """
+        """Free the memory of KV cache, graphs and weights until `resume_memory`. Running requests wait."""
         return self._call(self.core.release)
 
     def resume_memory(self) -> Future[None]:
@@ -201,10 +215,7 @@ class Engine(StepLoop):
         return self._call(self.weights.fingerprint)
 
     def fingerprints(self) -> Future[Fingerprints]:
-        """A cheap fingerprint of each tensor, to be compared after every update.
-
-        Generation goes on meanwhile.
-        """
+        """Compute a cheap fingerprint of each tensor. Generation goes on meanwhile."""
         if self.ranks is not None:  # the other ranks answer between two steps
             return self._call(self.weights.fingerprints)
         return _FINGERPRINT_THREAD.submit(self.weights.fingerprints)
@@ -229,14 +240,66 @@ class Engine(StepLoop):
             "weight_version": str(core.version),
         }
 
+    def _send(self, action: Callable[[], None], future: Future) -> None:
+        """Run `action`, which resolves `future`, between two steps."""
+        with self._wake:
+            if self.failure is not None:
+                raise ServerError(f"the inference engine has failed: {self.failure!r}")
+            if self._closing:
+                raise ServerError("the inference engine is closed")
+            self._inbox.append((action, future))
+            self._wake.notify()
+
+    def _call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` between two steps. The future gets a `WeightUpdateError`; others fail the loop."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # it runs also if the caller gives up
+
+        def act() -> None:
+            try:
+                resolve(future, function())
+            except WeightUpdateError as refusal:
+                resolve(future, refusal)
+
+        self._send(act, future)
+        return future
+
+    def _answer_all(self, error: BaseException) -> None:
+        """Fail all queued calls and all unfinished requests."""
+        with self._wake:
+            futures = [future for _, future in self._inbox]
+            self._inbox.clear()
+        if hasattr(self, "core"):  # a rank may die while the core is made
+            # Copied at once: the loop may be running.
+            futures += [request.future for request in list(self.core.requests.values())]
+            self.core.requests.clear()
+        for future in futures:
+            resolve(future, ServerError(f"the inference engine has failed: {error!r}"))
+
     # -------------------------------------------------------------------------------- on the engine's thread
 
-    @property
-    def _can_step(self) -> bool:
-        return self.core.can_step
+    def _loop(self) -> None:
+        try:
+            while self._wait_for_work():
+                begin = time.perf_counter()
+                if self.core.can_step:
+                    self.core.step()
+                self.busy_s += time.perf_counter() - begin
+        except BaseException as error:
+            cause = self._lost_rank()
+            self.fail(cause or error)
+            if cause is None:
+                raise
 
-    def _step(self) -> None:
-        self.core.step()
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is work, then run the queued calls. False: the loop is closing."""
+        with self._wake:
+            while not (self._inbox or self._closing or self.core.can_step):
+                self._wake.wait()
+        while self._inbox:
+            self._inbox[0][0]()
+            self._inbox.popleft()
+        return not self._closing
 
     def _add(self, request: Request) -> None:
         if request.rid in self.core.requests:
@@ -244,14 +307,7 @@ class Engine(StepLoop):
         else:
             self.core.add(request)
 
-    def _cause(self, error: BaseException) -> BaseException | None:
-        lost = self.ranks.lost(wait_s=2.0) if self.ranks else None
-        return None if lost is None else ServerError(lost)
-
-    def _take_waiting(self) -> list[Future]:
-        if not hasattr(self, "core"):  # a rank has died while the engine was made
-            return []
-        # Copied at once: the loop may be running.
-        requests = list(self.core.requests.values())
-        self.core.requests.clear()
-        return [request.future for request in requests]
+    def _lost_rank(self) -> ServerError | None:
+        """The death of a rank, which may be the cause of an error."""
+        message = self.ranks.lost(wait_s=2.0) if self.ranks else None
+        return None if message is None else ServerError(message)

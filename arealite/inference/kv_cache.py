@@ -68,10 +68,7 @@ class BlockPool:
                     self._dirty.append(block)
 
     def spoil(self, blocks: list[int]) -> None:
-        """Remove blocks that may hold non-finite numbers from the prefix cache.
-
-        Sequences that share them keep them.
-        """
+        """Remove blocks that may hold non-finite numbers from the prefix cache. Their users keep them."""
         for block in blocks:
             if block in self._key_of:
                 self._forget(block)
@@ -83,7 +80,7 @@ class BlockPool:
         return dirty
 
     def match(self, tokens: np.ndarray) -> tuple[list[int], int]:
-        """Share the longest cached prefix of `tokens` with the caller; returns its full blocks and its last node."""
+        """Share the longest cached prefix of `tokens`; returns its full blocks and its last node."""
         blocks, parent = [], 0
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             found = self._node_of.get((parent, tokens[start : start + self.block_size].tobytes()))
@@ -95,10 +92,7 @@ class BlockPool:
         return blocks, parent
 
     def register(self, blocks: list[int], tokens: np.ndarray, start: int, parent: int) -> int:
-        """Add the full `blocks[start:]` to the prefix cache; `tokens` begin at block 0.
-
-        Returns the last node.
-        """
+        """Add full `blocks[start:]` to the prefix cache; returns the last node. `tokens` begin at block 0."""
         size = self.block_size
         for index in range(start, len(blocks)):
             key = (parent, tokens[index * size : (index + 1) * size].tobytes())

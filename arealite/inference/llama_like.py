@@ -28,5 +28,5 @@ def is_llama_like(model: PreTrainedModel) -> bool:
 
 
 def attention_window(attention: Any) -> int | None:
-    """The sliding window: some families have it on the layer, since it differs by layer, others in the config."""
+    """Return the sliding window of a layer. Some families have it on the layer, others in the config."""
     return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face decoder for inference: config, weights, tokenizer, and the sizes the engine needs.
+"""Loads a Hugging Face decoder for inference: config, weights, tokenizer, sizes for the KV cache.
 
 Called once per engine and rank. User errors (no such folder, a model without the attention interface, an unknown
 dtype) are a `ConfigError` before the KV cache is allocated.
@@ -104,10 +104,7 @@ def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[
 def load_shards(
     path: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, group: TensorGroup
 ) -> tuple[PreTrainedModel, Shards]:
-    """Load one rank of a tensor-parallel model.
-
-    Reads only this rank's part of each tensor where the files allow it.
-    """
+    """Load one rank of a tensor-parallel model; reads only its part of each tensor if possible."""
     with model_errors(path), _parameters_without_memory():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
     model.tie_weights()

@@ -70,7 +70,7 @@ class Postprocessor:
         return ended
 
     def _watch(self, seq: Sequence, token: int, logprob: float, count: int, is_stop: bool) -> None:
-        """Update the text of a sequence with its token number `count`, search stop strings, and stream the token."""
+        """Add the token number `count` to the text of a sequence, search stop strings, stream the token."""
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params

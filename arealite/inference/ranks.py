@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel server: each has a part of the model and runs the same engine core on the same inputs.
+"""Ranks of a tensor-parallel server: each runs the same engine core on its part of the model.
 
 Rank 0 is the engine's own process, with HTTP and all requests. It starts the other ranks as processes and sends every
 input of its core (a new request, an abort, a pause, a weight update, a step) to theirs before it applies it itself.
@@ -10,6 +10,7 @@ once that a rank has died.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -79,21 +80,18 @@ class Ranks:
         self.group = TensorGroup(0, size, store, choose_device(config))
         threading.Thread(target=self._watch, args=(on_death,), daemon=True).start()
 
-    def send(self, op: str, **arguments: Any) -> None:
-        """Have every other rank call the method `op`, after all that were sent before."""
-        self._send(self._inputs, {"op": op, **arguments})
+    def send(self, method: str, *args: Any) -> None:
+        """Make every other rank call this method of `RankWorker` or its core, after all earlier calls."""
+        self._send(self._inputs, [method, *args])
 
-    def ask(self, op: str, **arguments: Any) -> list[dict[str, torch.Tensor]]:
+    def ask(self, method: str, *args: Any) -> list[dict[str, torch.Tensor]]:
         """As `send`, for a method that answers with tensors."""
-        self.send(op, **arguments)
+        self.send(method, *args)
         return [load(answer) for answer in self._receive(self._inputs)]
 
     @contextmanager
     def staging(self, source: WeightSource | None) -> Iterator[None]:
-        """Have the other ranks read and check new weights meanwhile; fails if any of them refuses.
-
-        Without a source they only wait until they have copied all updates so far.
-        """
+        """Let the other ranks read and check new weights. Source None: only wait for earlier updates."""
         fields = None if source is None else source.to_json()
         self._send(self._updates, {"source": fields, "after": self.num_loads})
         try:
@@ -145,7 +143,7 @@ class Ranks:
         if self._shared is not None:
             self._shared.unlink()
 
-    def _send(self, pipes: list[Connection], message: dict[str, Any]) -> None:
+    def _send(self, pipes: list[Connection], message: Any) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
         try:
             for pipe in pipes:
@@ -214,7 +212,7 @@ class ParallelWeights(ServedWeights):
         dim = self.shards.dims.get(name)
         if dim is None:
             return part
-        others = [answer["part"] for answer in self.ranks.ask("part", name=name)]
+        others = [answer["part"] for answer in self.ranks.ask("part", name)]
         return torch.cat([part.detach().cpu(), *others], dim)
 
 
@@ -230,6 +228,17 @@ class RankCore(EngineCore):
         return result
 
 
+def _send_first(method: Any) -> Any:
+    """Wrap a method of the core: rank 0 sends the call to the other ranks before it makes it itself."""
+
+    @functools.wraps(method)
+    def call(self: LeaderCore, *args: Any) -> Any:
+        self.ranks.send(method.__name__, *args)
+        return method(self, *args)
+
+    return call
+
+
 class LeaderCore(RankCore):
     """The core of rank 0, which sends every input to the other ranks before it applies it."""
 
@@ -237,56 +246,30 @@ class LeaderCore(RankCore):
         super().__init__(config, weights, tokenizer)
         self.ranks = ranks
         # The other ranks make caches of the same size.
-        ranks.send("start", num_tokens=self.scheduler.pool.num_usable * config.block_size)
+        ranks.send("start", self.scheduler.pool.num_usable * config.block_size)
 
-    def attach(self) -> None:
-        self.ranks.send("attach")
-        super().attach()
+    attach = _send_first(RankCore.attach)
+    abort = _send_first(RankCore.abort)
+    pause = _send_first(RankCore.pause)
+    resume = _send_first(RankCore.resume)
+    set_version = _send_first(RankCore.set_version)
+    flush_cache = _send_first(RankCore.flush_cache)
+    release = _send_first(RankCore.release)
+    reclaim = _send_first(RankCore.reclaim)
 
     def step(self) -> None:
-        self.ranks.send("step", checksum=self.checksum)
+        self.ranks.send("step", self.checksum)
         super().step()
 
     def add(self, request: Request) -> None:
-        self.ranks.send("add", **request.to_json())
+        self.ranks.send("add", request.to_json())
         super().add(request)
-
-    def abort(self, rid: str | None, message: str = "aborted") -> int:
-        self.ranks.send("abort", rid=rid, message=message)
-        return super().abort(rid, message)
-
-    def pause(self, mode: str) -> int:
-        self.ranks.send("pause", mode=mode)
-        return super().pause(mode)
-
-    def resume(self) -> None:
-        self.ranks.send("resume")
-        super().resume()
-
-    def set_version(self, version: int) -> None:
-        self.ranks.send("set_version", version=version)
-        super().set_version(version)
-
-    def flush_cache(self) -> bool:
-        self.ranks.send("flush_cache")
-        return super().flush_cache()
-
-    def release(self) -> None:
-        self.ranks.send("release")
-        super().release()
-
-    def reclaim(self) -> None:
-        self.ranks.send("reclaim")
-        super().reclaim()
 
     def swap(self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str) -> int:
         self.active_runner()  # raises before the other ranks begin
         self.ranks.num_loads += 1
-        self.ranks.send("swap", version=version, flush_cache=flush_cache, adapter_name=adapter_name)
+        self.ranks.send("swap", version, flush_cache, adapter_name)
         return super().swap(staged, version, flush_cache, adapter_name)
-
-
-# ------------------------------------------------------------------------------------------- the other ranks
 
 
 def _run_rank(rank: int, config: ServerConfig, port: int, inputs: Connection, updates: Connection) -> None:
@@ -308,7 +291,7 @@ def _run_rank(rank: int, config: ServerConfig, port: int, inputs: Connection, up
 
 
 class RankWorker:
-    """One of the other ranks: applies the inputs of rank 0 to its own core, and reads weight updates on a thread."""
+    """One of the other ranks: repeats the calls of rank 0, and reads weight updates on a thread."""
 
     def __init__(
         self, config: ServerConfig, model: PreTrainedModel, shards: Shards, inputs: Connection, updates: Connection
@@ -320,12 +303,11 @@ class RankWorker:
         self.num_loads, self.loaded = 0, threading.Condition()
 
     def run(self) -> None:
-        """Apply inputs until rank 0 closes the pipe. A method of this class goes before the core's."""
+        """Make the calls of rank 0 until it closes the pipe, to methods of this class or else of the core."""
         threading.Thread(target=self._stage_updates, daemon=True).start()
         while True:
-            message = json.loads(self.inputs.recv_bytes())
-            op = message.pop("op")
-            getattr(self if hasattr(self, op) else self.core, op)(**message)
+            method, *args = json.loads(self.inputs.recv_bytes())
+            getattr(self if hasattr(self, method) else self.core, method)(*args)
 
     def start(self, num_tokens: int) -> None:
         """Make the core, with a KV cache as large as that of rank 0."""
@@ -339,7 +321,7 @@ class RankWorker:
             raise ServerError("its tokens differ from those of rank 0: the ranks have drifted apart")
         self.core.step()
 
-    def add(self, **fields: Any) -> None:
+    def add(self, fields: dict[str, Any]) -> None:
         """Queue a request."""
         self.core.add(Request.from_json(fields))
 
@@ -383,9 +365,7 @@ class RankWorker:
         if source is None:
             return None
         try:
-            staged = self.weights.stage(WeightSource.from_json(source))
-            staged.pairs = self.core.active_runner().stage(staged.pairs)
-            self.staged = staged
+            self.staged = self.core.stage(WeightSource.from_json(source))
         except WeightUpdateError as refusal:
             return str(refusal)
         except Exception as error:  # also a bug: rank 0 waits for an answer and reports it

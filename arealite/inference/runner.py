@@ -1,4 +1,4 @@
-"""What the engine asks of a model runner, on any device: launch planned steps, load weights, clear cache blocks.
+"""Interface of model runners on any device: launch planned steps, load weights, clear cache blocks.
 
 `cpu.runner.CpuRunner` and `cuda.runner.CudaRunner` implement it.
 """
@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,12 +33,8 @@ class StepResult:
     raw_logprobs: np.ndarray | None
 
 
-class Step(Protocol):
-    """A launched step."""
-
-    def collect(self) -> StepResult | None:
-        """Wait for the step's tokens; None if it sampled none."""
-        ...
+# A launched step: call it to wait for its tokens; None if it samples none.
+Step = Callable[[], StepResult | None]
 
 
 class Runner(abc.ABC):

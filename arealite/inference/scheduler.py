@@ -1,4 +1,4 @@
-"""Plans the next step: admits and preempts sequences, and picks the prompt chunks to prefill and the slots to decode.
+"""Plans steps: admits and preempts sequences, picks prompt chunks to prefill and slots to decode.
 
 A prefill computes the KV of all tokens but the last; the last one is the input of the first decode step, which
 samples. So prefilling never samples, a prompt shared by a group is computed once, and a preempted or continued
@@ -132,10 +132,7 @@ class Scheduler:
         return budget
 
     def _prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
-        """Plan a chunk of the sequence within the budget; it decodes once all is computed.
-
-        Returns the chunk's size.
-        """
+        """Plan a chunk within the budget; returns its size. The sequence decodes once all is computed."""
         slot = seq.slot
         target = int(self.slots.length[slot]) - 1
         end = min(target, seq.num_computed + budget)
@@ -268,7 +265,7 @@ class Scheduler:
             self.preempted = deque(seq for seq in self.preempted if seq.request is not request)
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
-        """Add the sequence's full blocks to the prefix cache, unless the weights have changed or a block is spoilt."""
+        """Add full blocks to the prefix cache, unless the weights have changed or a block is spoilt."""
         if seq.pool_epoch != self.pool.epoch or not self.pool.spoilt.isdisjoint(seq.blocks):
             return
         num_full = num_computed // self.pool.block_size

@@ -6,12 +6,13 @@ only the engine's thread changes requests and sequences.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -31,10 +32,7 @@ _NO_LOGPROBS = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters, named as in SGLang.
-
-    `temperature=0` is greedy; `top_k` 0 or -1 keeps all tokens.
-    """
+    """Parameters with SGLang's names. `temperature=0` is greedy; `top_k` 0 or -1 keeps all tokens."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -166,6 +164,15 @@ class SampleOutput:
     text: str | None = None
 
 
+def resolve(future: Future, value: Any) -> None:
+    """Set the result or exception of a future that may have been cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+
 class Request:
     """One prompt and its `n` sequences. `future` gets the list of outputs when the last one finishes."""
 
@@ -213,46 +220,27 @@ class Request:
         return self.on_progress is not None or bool(self.params.stop)
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One continuation. `slot` is its row in the slot table while it runs, -1 otherwise."""
 
-    __slots__ = (
-        "blocks",
-        "cache_parent",
-        "cached_tokens",
-        "detokenizer",
-        "finish_reason",
-        "index",
-        "num_computed",
-        "num_registered",
-        "output",
-        "pool_epoch",
-        "request",
-        "saved_logprobs",
-        "saved_raw",
-        "saved_tokens",
-        "seed",
-        "slot",
-        "version_starts",
-    )
-
-    def __init__(self, request: Request, index: int):
-        self.request = request
-        self.index = index
-        self.seed = 0
-        self.slot = -1
-        self.blocks: list[int] = []
-        self.num_computed = 0  # leading tokens whose KV is in `blocks`
-        self.cached_tokens = 0
-        self.num_registered = 0  # leading blocks in the prefix cache
-        self.cache_parent = 0
-        self.pool_epoch = -1
-        self.saved_tokens: np.ndarray | None = None  # of a preempted sequence
-        self.saved_logprobs = self.saved_raw = _NO_LOGPROBS
-        self.version_starts: list[tuple[int, int]] = []  # (first sampled token, version)
-        self.finish_reason: dict[str, Any] = {}
-        self.output: SampleOutput | None = None
-        self.detokenizer: Any = None
+    request: Request
+    index: int
+    seed: int = 0
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0  # leading tokens whose KV is in `blocks`
+    cached_tokens: int = 0
+    num_registered: int = 0  # leading blocks in the prefix cache
+    cache_parent: int = 0
+    pool_epoch: int = -1
+    saved_tokens: np.ndarray | None = None  # of a preempted sequence
+    saved_logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
+    saved_raw: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)  # (first sampled token, version)
+    finish_reason: dict[str, Any] = field(default_factory=dict)
+    output: SampleOutput | None = None
+    detokenizer: Any = None
 
     def mark_version(self, version: int, num_sampled: int) -> None:
         """Tokens from `num_sampled` on are sampled under `version`."""

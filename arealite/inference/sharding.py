@@ -1,4 +1,4 @@
-"""Tensor parallelism of the embedded engine: how parameters are cut over the ranks, and the sum over ranks.
+"""Tensor parallelism of the embedded engine: cutting parameters over ranks, and the sum over ranks.
 
 Used when a model is loaded and by `weights.ServedWeights`, on every rank. Linear layers are cut by the model's own
 plan in transformers: columns (queries, keys, values, gate, up), so that a rank has whole heads; rows (output, down),
@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=10)  # for a rank that hangs; one that dies closes 
 
 @dataclass(frozen=True)
 class Shards:
-    """The cut of each parameter: `dims` has the dimension; a parameter that is not in it is whole on every rank."""
+    """The dimension along which each parameter is cut; one that is not in `dims` is whole on every rank."""
 
     rank: int = 0
     size: int = 1

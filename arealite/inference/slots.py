@@ -29,35 +29,23 @@ class SlotTable:
     """Arrays over slots. Pages of `np.zeros` use memory only once they are written, so M may be large."""
 
     def __init__(self, num_slots: int, max_len: int, block_size: int):
-        self.num_slots = num_slots
-        self.max_len = max_len
+        self.num_slots, self.max_len = num_slots, max_len
         self.tokens = np.zeros((num_slots, max_len), np.int32)  # [S, M]
-        self.logprobs = np.zeros((num_slots, max_len), np.float32)
-        self.raw_logprobs = np.zeros((num_slots, max_len), np.float32)
+        self.logprobs, self.raw_logprobs = np.zeros((2, num_slots, max_len), np.float32)
         self.length = np.zeros(num_slots, np.int64)  # tokens, including those being sampled
         self.limit = np.zeros(num_slots, np.int64)  # the sequence finishes at this length
         self.min_len = np.zeros(num_slots, np.int64)  # no stop token before this length
         self.block_table = np.zeros((num_slots, -(-max_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.ticket = np.zeros(num_slots, np.int64)  # number of the sequence in the slot; 0: free
-        self.decoding = np.zeros(num_slots, bool)
-        self.temperature = np.ones(num_slots, np.float32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.frequency = np.zeros(num_slots, np.float32)
-        self.presence = np.zeros(num_slots, np.float32)
-        self.repetition = np.ones(num_slots, np.float32)
-        self.prompt_len = np.zeros(num_slots, np.int64)
+        self.temperature, self.top_p, self.repetition = np.ones((3, num_slots), np.float32)
+        self.min_p, self.frequency, self.presence = np.zeros((3, num_slots), np.float32)
+        self.top_k, self.prompt_len = np.zeros((2, num_slots), np.int64)
         self.seed = np.zeros((num_slots, 2), np.int64)  # two 32-bit halves
-        self.ignore_eos = np.zeros(num_slots, bool)
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)  # [S, K]
         self.num_stop_ids = np.zeros(num_slots, np.int64)
-        self.truncates = np.zeros(num_slots, bool)
-        self.penalizes = np.zeros(num_slots, bool)
-        self.biased = np.zeros(num_slots, bool)
-        self.wants_raw = np.zeros(num_slots, bool)
-        self.watched = np.zeros(num_slots, bool)
+        self.decoding, self.ignore_eos, self.truncates, self.penalizes = np.zeros((4, num_slots), bool)
+        self.biased, self.wants_raw, self.watched = np.zeros((3, num_slots), bool)
         self.sequence: list[Any] = [None] * num_slots  # a Sequence, or None
         self.journal: Journal | None = None  # set by runners with tables of their own
         self._free = list(range(num_slots - 1, -1, -1))

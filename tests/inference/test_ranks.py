@@ -179,13 +179,13 @@ def test_adapters_are_sharded(pair, folders, tmp_path):
 
 
 def test_rank_answers_with_any_error_while_it_reads_weights():
-    class Weights:
+    class Core:
         def stage(self, source):
             raise {"disk": MemoryError("no room"), "shm": WeightUpdateError("torn")}[source.meta.type]
 
     ours, theirs = multiprocessing.Pipe()
     worker = object.__new__(RankWorker)
-    worker.weights, worker.updates = Weights(), theirs
+    worker.core, worker.updates = Core(), theirs
     thread = threading.Thread(target=worker._stage_updates)
     thread.start()
     for way, words in [("disk", "MemoryError('no room')"), ("shm", "torn")] * 2:
@@ -200,9 +200,9 @@ def test_rank_stages_an_update_after_the_previous_one_is_loaded():
     """Otherwise an adapter would be merged with old weights, and the staged update would be overwritten."""
     seen = []
     worker = object.__new__(RankWorker)
-    worker.weights = SimpleNamespace(stage=lambda source: seen.append(worker.num_loads) or Staged([]))
-    runner = SimpleNamespace(stage=lambda pairs: pairs)
-    worker.core = SimpleNamespace(active_runner=lambda: runner, swap=lambda staged, *_: seen.append(staged))
+    worker.core = SimpleNamespace(
+        stage=lambda source: seen.append(worker.num_loads) or Staged([]), swap=lambda staged, *_: seen.append(staged)
+    )
     worker.num_loads, worker.loaded = 0, threading.Condition()
     source = WeightSource.published(WeightUpdateMeta("disk", "one")).to_json()
     assert worker._stage(source) is None

@@ -1,4 +1,4 @@
-"""A second, contiguous copy of the keys and values of decoding sequences, which a step reads without gathering blocks.
+"""A contiguous copy of the keys and values of decoding sequences, so that no step gathers blocks.
 
 Owned by the CPU runner; the paged cache stays authoritative. Rows of the same width form a shelf, and a step attends
 once per shelf. A row is filled from its blocks when its sequence starts to decode and when it outgrows its shelf.
@@ -56,10 +56,7 @@ class DenseCache:
         self._parts: list[tuple[np.ndarray, Shelf | None]] = []
 
     def arrange(self, slots: SlotTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Shelf | None]]:
-        """Group the slots `rows` by shelf, in the order of the shelf's rows.
-
-        Shelf None: read the paged blocks.
-        """
+        """Group the slots `rows` by shelf, in the order of its rows. Shelf None: read the paged blocks."""
         tickets = slots.ticket[rows]
         same = len(tickets) == len(self._tickets) and (tickets == self._tickets).all()
         if not (same and (slots.num_blocks[rows] <= self._width).all()):
@@ -87,7 +84,7 @@ class DenseCache:
             self._parts.append((members[self._place(shelf, slots, rows[members])], shelf))
 
     def _place(self, shelf: Shelf, slots: SlotTable, rows: np.ndarray) -> np.ndarray:
-        """Put exactly the sequences in `rows` into the shelf's first rows; returns the index of each row's sequence."""
+        """Move the sequences in `rows` to the shelf's first rows; returns the index of each row's sequence."""
         index_of = {ticket: i for i, ticket in enumerate(slots.ticket[rows].tolist())}
         order = [index_of.pop(ticket, -1) for ticket in shelf.tickets[: len(rows)]]
         order += [-1] * (len(rows) - len(order))

@@ -1,4 +1,4 @@
-"""The forward pass of Llama-like decoders with few calls: in small models module overhead costs more than the products.
+"""The forward pass of Llama-like decoders without modules, whose overhead dominates in small models.
 
 Used by the CPU runner. It reads the parameters of the Hugging Face modules, so weight updates in place reach it, and
 equals their forward pass up to the order of sums (tests/inference/test_lean_model.py).
@@ -44,10 +44,7 @@ class LeanDecoder:
 
 
 class _Layer:
-    """The parameters of one decoder layer.
-
-    `out` and `down` are modules, which sum over ranks in tensor parallel.
-    """
+    """The parameters of one layer. `out` and `down` are modules, which sum over ranks."""
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp

@@ -21,7 +21,7 @@ from arealite.inference.cpu.lean_model import LeanDecoder
 from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.runner import Pairs, Runner, StepResult, count_blocks
+from arealite.inference.runner import Pairs, Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import copy_weights
@@ -29,32 +29,19 @@ from arealite.inference.weights import copy_weights
 _CPU_CACHE_BYTES = 2 << 30  # a trainer usually shares the memory
 
 
-class FinishedStep:
-    """A step whose results are already here."""
-
-    def __init__(self, result: StepResult | None):
-        self._result = result
-
-    def collect(self) -> StepResult | None:
-        return self._result
-
-
 class CpuRunner(Runner):
     """The model and its paged KV cache on the CPU."""
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, config: ServerConfig):
-        self.model = model
-        self.shape = shape
-        self.config = config
-        self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
-        self.block_size = config.block_size
+        self.model, self.shape, self.config = model, shape, config
+        weight = next(model.parameters())
+        self.device, self.dtype, self.block_size = weight.device, weight.dtype, config.block_size
         blocks = count_blocks(config, shape, self.dtype, self._free_bytes())
         self.num_blocks = blocks + 1  # block 0 takes the padding
         size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
         # Zeros: NaN in masked keys would survive the mask.
-        self.keys = [self._zeros(size) for _ in range(shape.num_layers)]
-        self.values = [self._zeros(size) for _ in range(shape.num_layers)]
+        caches = [torch.zeros(2, *size, dtype=self.dtype) for _ in range(shape.num_layers)]
+        self.keys, self.values = ([cache[i] for cache in caches] for i in range(2))
         self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
         self.slots: SlotTable  # set by `attach`
         self.lean: LeanDecoder | None = None
@@ -67,17 +54,16 @@ class CpuRunner(Runner):
         zero = np.zeros((1, 1), np.int64)
         self._forward(zero, [self._blocks_tile(0, zero, zero)], zero)
 
-    # --------------------------------------------------------------------------------------------- one step
-
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> Step:
         if plan.chunks:
             self._prefill(plan.chunks)
         if plan.copies:
             source, target = torch.tensor(plan.copies).unbind(1)
             for cache in (*self.keys, *self.values):
                 cache[target] = cache[source]
-        return FinishedStep(self._decode(plan.slots) if len(plan.slots) else None)
+        result = self._decode(plan.slots) if len(plan.slots) else None
+        return lambda: result
 
     def stage(self, pairs: Pairs) -> Pairs:
         """Nothing to prepare on the CPU."""
@@ -111,7 +97,7 @@ class CpuRunner(Runner):
         self._run_chunks(group)
 
     def _prefill_order(self, chunks: list[Chunk]) -> Callable[[Chunk], tuple[int, int]]:
-        """Sort key: by size, but a chunk goes after the chunk that computes the blocks before it in the same step."""
+        """Sort key: by size, but after the chunk that computes the preceding blocks in the same step."""
         table, size = self.slots.block_table, self.block_size
         new = {b for c in chunks for b in table[c.slot, c.start // size : c.end // size].tolist()}
 
@@ -170,8 +156,6 @@ class CpuRunner(Runner):
         logits = self._forward(ids, tiles, self._cache_index(rows, at))
         return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
 
-    # ------------------------------------------------------------------------------------------- plumbing
-
     def _forward(self, ids: np.ndarray, tiles: list[Tile], write: np.ndarray, logits: bool = True) -> torch.Tensor:
         """Logits of the step's tokens; with `logits=False` only their last hidden states."""
         positions = torch.cat([tile.positions.reshape(-1) for tile in tiles])
@@ -201,9 +185,6 @@ class CpuRunner(Runner):
         """Flat token positions in the cache of `positions` of the sequences in `rows`."""
         block, offset = np.divmod(positions, self.block_size)
         return self.slots.block_table[rows, block].astype(np.int64) * self.block_size + offset
-
-    def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -119,10 +119,7 @@ def penalize(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Apply top-k, then top-p, then min-p: excluded logits become -inf.
-
-    The most likely token always stays.
-    """
+    """Set the logits that top-k, then top-p, then min-p exclude to -inf, never that of the best token."""
     ordered = logits.sort(-1, descending=True).values
     ranks = torch.arange(ordered.shape[1], device=logits.device)
     limit = torch.where(top_k > 0, top_k, ordered.shape[1])[:, None]

@@ -1,4 +1,4 @@
-"""Sampling features on the device that few requests use: penalties, logit bias, minimum length, raw log-probs.
+"""Rare sampling features on the device: penalties, logit bias, minimum length, raw log-probs.
 
 Owned by the CUDA runner, which makes it for the first such request. Token counts live on the device, so that no step
 waits for the host. The distribution is that of `cpu.sampler.sample`.

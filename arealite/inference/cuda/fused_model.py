@@ -1,4 +1,4 @@
-"""Forward passes on the device: fused kernels for Llama-like decoders, the Hugging Face forward for all others.
+"""Forward passes on CUDA: fused kernels for Llama-like decoders, the Hugging Face forward for others.
 
 The fused pass joins query/key/value and gate/up weights once; the modules' parameters become views of the joined
 tensors, so that weight updates in place reach both. It equals the Hugging Face forward up to the order of sums

@@ -1,4 +1,4 @@
-"""CUDA graphs by name: each function runs once to compile its kernels, then is captured, then replayed.
+"""CUDA graphs by name: a function runs once to compile its kernels, then is captured and replayed.
 
 All graphs share one memory pool: they never run at the same time, and none reads what another left there. Without a
 stream (Triton's interpreter on the CPU) the functions are called directly.

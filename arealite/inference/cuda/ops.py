@@ -57,21 +57,14 @@ def tokens_per_tile(group: int) -> int:
 
 
 def add_norm(delta: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += delta, in place and in its own type; returns RMSNorm(residual) * weight in the weight's type."""
+    """Add delta to residual in place; returns RMSNorm(residual) * weight in the weight's type."""
     n, size = residual.shape
     out = torch.empty_like(residual, dtype=weight.dtype)
     block = triton.next_power_of_2(size)
     kernels.add_norm_kernel[(n,)](
-        residual if delta is None else delta,
-        residual,
-        weight,
-        out,
-        size,
-        eps,
-        HAS_DELTA=delta is not None,
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
-    )
+        residual if delta is None else delta, residual, weight, out, size, eps,
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+    )  # fmt: skip
     return out
 
 
@@ -98,26 +91,10 @@ def rope_and_write(
     block_size, num_kv, dim = keys.shape[1:]
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     kernels.rope_write_kernel[(qkv.shape[0],)](
-        qkv,
-        batch.rows,
-        batch.positions,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        keys,
-        values,
-        batch.table,
-        batch.table.stride(0),
-        eps,
-        H=num_heads,
-        HKV=num_kv,
-        D=dim,
-        HALF=triton.next_power_of_2(dim // 2),
-        HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
-        BS=block_size,
-        NORM=norms is not None,
-    )
+        qkv, batch.rows, batch.positions, cos, sin, q_norm, k_norm, keys, values, batch.table, batch.table.stride(0),
+        eps, H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None,
+        HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
+    )  # fmt: skip
     return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
 
 
@@ -127,20 +104,10 @@ def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, laye
         source = source if source.stride(-1) == 1 else source.contiguous()
         block_size, num_kv, dim = cache.shape[1:]
         kernels.write_cache_kernel[(source.shape[1],)](
-            source,
-            cache,
-            batch.rows,
-            batch.positions,
-            batch.table,
-            batch.table.stride(0),
-            source.stride(0),
-            source.stride(1),
-            HKV=num_kv,
-            D=dim,
-            HEADS=triton.next_power_of_2(num_kv),
-            WIDTH=triton.next_power_of_2(dim),
-            BS=block_size,
-        )
+            source, cache, batch.rows, batch.positions, batch.table, batch.table.stride(0),
+            source.stride(0), source.stride(1), HKV=num_kv, D=dim, BS=block_size,
+            HEADS=triton.next_power_of_2(num_kv), WIDTH=triton.next_power_of_2(dim),
+        )  # fmt: skip
 
 
 def attend(
@@ -205,18 +172,9 @@ def find_thresholds(
     """Write the smallest tempered logit that may be sampled, for each row of logits, to `thresholds` [B]."""
     b, vocab = logits.shape
     sample_kernels.threshold_kernel[(b,)](
-        logits,
-        rows,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        thresholds,
-        vocab,
-        BLOCK=min(4096, triton.next_power_of_2(vocab)),
-        HALVINGS=26,
-        num_warps=16,
-    )
+        logits, rows, temperature, top_k, top_p, min_p, thresholds, vocab,
+        BLOCK=min(4096, triton.next_power_of_2(vocab)), HALVINGS=26, num_warps=16,
+    )  # fmt: skip
 
 
 def sample(
@@ -236,22 +194,9 @@ def sample(
     block = min(2048, triton.next_power_of_2(vocab))
     part_size = triton.cdiv(triton.cdiv(vocab, _PARTS), block) * block
     sample_kernels.sample_parts_kernel[(b, _PARTS)](
-        logits,
-        rows,
-        positions,
-        temperature,
-        seeds,
-        thresholds,
-        best,
-        token,
-        peak,
-        total,
-        vocab,
-        part_size,
-        PARTS=_PARTS,
-        BLOCK=block,
-        num_warps=8,
-    )
+        logits, rows, positions, temperature, seeds, thresholds, best, token, peak, total, vocab, part_size,
+        PARTS=_PARTS, BLOCK=block, num_warps=8,
+    )  # fmt: skip
     sample_kernels.finish_sample_kernel[(b,)](
         logits, rows, temperature, best, token, peak, total, tokens, logprobs, vocab, PARTS=_PARTS, num_warps=1
     )

@@ -10,6 +10,8 @@ Legend: S slots (row S is padding), B rows of a step, N tokens of a prefill, V v
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -23,35 +25,11 @@ from arealite.inference.cuda.graphs import GraphSet
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.runner import Pairs, Runner, StepResult, count_blocks
+from arealite.inference.runner import Pairs, Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
-
-
-class DeviceStep:
-    """A step in flight; `collect` waits for it."""
-
-    def __init__(
-        self,
-        slots: np.ndarray,
-        tickets: np.ndarray,
-        positions: np.ndarray,
-        out: torch.Tensor,
-        event: torch.cuda.Event | None,
-    ):
-        self._places, self._out, self._event = (slots, tickets, positions), out, event
-
-    def collect(self) -> StepResult | None:
-        """Wait for the step and copy its tokens and log-probs."""
-        count = len(self._places[0])
-        if count == 0:
-            return None
-        if self._event is not None:
-            self._event.synchronize()
-        tokens, logprobs, raw = self._out.numpy()[:, :count]
-        return StepResult(*self._places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy())
 
 
 class CudaRunner(Runner):
@@ -145,21 +123,15 @@ class CudaRunner(Runner):
         rows = self.rows[:b]
         positions = self.position.index_select(0, rows)
         cuda_ops.sample(
-            self.logits[:b],
-            rows,
-            positions,
-            self.temperature,
-            self.seeds,
-            self.thresholds[:b],
-            self.out[0],
-            self.out_logprobs,
-        )
+            self.logits[:b], rows, positions, self.temperature, self.seeds, self.thresholds[:b],
+            self.out[0], self.out_logprobs,
+        )  # fmt: skip
         cuda_ops.advance(rows, self.out[0], self.last_token, self.position)
 
     # ------------------------------------------------------------------------------------------ one step
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> DeviceStep:
+    def launch(self, plan: StepPlan) -> Step:
         with torch.cuda.stream(self.stream):
             self._send_changes()
             for first in range(0, len(plan.chunks), _MAX_CHUNKS):
@@ -169,10 +141,10 @@ class CudaRunner(Runner):
                 self.cache[:, :, pairs[1]] = self.cache[:, :, pairs[0]]
             return self._decode(plan.slots)
 
-    def _decode(self, slots: np.ndarray) -> DeviceStep:
-        places = slots, self.slots.ticket[slots], self.slots.length[slots]
+    def _decode(self, slots: np.ndarray) -> Step:
         if len(slots) == 0:
-            return DeviceStep(*places, self.out, None)
+            return lambda: None
+        places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
         self.graphs.run(("layers", b))
         extras = self._extras_for(slots)
@@ -190,12 +162,12 @@ class CudaRunner(Runner):
         if extras is not None:
             extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
         if not self.on_gpu:
-            return DeviceStep(*places, self.out.clone(), None)
+            return partial(_read_result, places, self.out.clone(), None)
         out = torch.empty(self.out.shape, dtype=torch.int32, pin_memory=True)
         out.copy_(self.out, non_blocking=True)
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
-        return DeviceStep(*places, out, event)
+        return partial(_read_result, places, out, event)
 
     def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
         """The extras, if one of these sequences needs them in this step."""
@@ -356,6 +328,16 @@ class CudaRunner(Runner):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free * self.config.mem_fraction)
+
+
+def _read_result(
+    places: tuple[np.ndarray, np.ndarray, np.ndarray], out: torch.Tensor, event: torch.cuda.Event | None
+) -> StepResult:
+    """Wait for a step; copies its tokens and log-probs `out` [3, S] at (slots, tickets, positions)."""
+    if event is not None:
+        event.synchronize()
+    tokens, logprobs, raw = out.numpy()[:, : len(places[0])]
+    return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy())
 
 
 def _decode_sizes(most: int) -> list[int]:

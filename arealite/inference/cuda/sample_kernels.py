@@ -250,7 +250,7 @@ def ban_kernel(
     logits_ptr, row_ptr, pos_ptr, temperature_ptr, min_len_ptr, num_banned_ptr, banned_ptr, held_ptr, vocab_size,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    """Ban stop tokens in sequences below their minimum length; `held` keeps their log-sum-exp for the log-prob."""
+    """Ban stop tokens below the minimum length; `held` keeps their log-sum-exp for the log-prob."""
     line = tl.program_id(0)
     row = tl.load(row_ptr + line).to(tl.int64)
     held = float("-inf")

@@ -1,4 +1,4 @@
-"""Shared by all HTTP endpoints of the server: JSON bodies, errors, the bearer token, waiting for the engine.
+"""Shared by all HTTP endpoints: JSON bodies, errors, the bearer token, waiting for the engine.
 
 A bad request gets a status and a message that says what is wrong, never a traceback, and never ends the server. An
 error in a stream that has begun is sent as its last event.
@@ -100,18 +100,13 @@ def flag(body: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def token_ids(value: Any, name: str) -> list[int]:
+def check_token_ids(value: Any, name: str) -> list[int]:
     """Check that `value` is a list of token ids."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise RequestError(f"{name} must be a list of token ids")
     if value and not -(2**31) <= min(value) <= max(value) < 2**31:
         raise RequestError(f"{name} holds a token id that no vocabulary has")
     return value
-
-
-async def answer(future: Future[Any]) -> Any:
-    """Wait for the engine without blocking the event loop."""
-    return await asyncio.wrap_future(future)
 
 
 class Mailbox:
@@ -163,7 +158,7 @@ async def finish(app: web.Application, request: Request) -> list[SampleOutput]:
 
 
 async def progress(engine: Engine, request: Request) -> AsyncIterator[tuple[int, int, float, str] | list[SampleOutput]]:
-    """Submit a request and yield (sample, token, log-prob, text) for each token, then the list of outputs."""
+    """Submit a request; yields (sample, token, log-prob, text) for each token, then the outputs."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -193,10 +188,7 @@ def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:
 
 
 async def event_stream(request: web.Request, chunks: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Send JSON chunks as server-sent events, then `[DONE]`.
-
-    An error before the first chunk sets the status.
-    """
+    """Send JSON chunks as events, then `[DONE]`. An error before the first chunk sets the status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)

@@ -1,4 +1,4 @@
-"""`POST /generate`, SGLang's native endpoint: token ids or text in; token ids, log-probs and weight versions out.
+"""`POST /generate`, SGLang's native endpoint: returns token ids, log-probs and weight versions.
 
 Differences from SGLang: log-probs are always returned. `text` is made only if the prompt is text, or if `stop`,
 `stream` or `return_text` ask for it, because decoding costs more than sampling on small models. `return_raw_logprob`
@@ -16,43 +16,26 @@ from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.http.common import (
-    ENGINE,
-    event_stream,
-    finish,
-    flag,
-    json_response,
-    progress,
-    read_object,
-    token_ids,
-)
+from arealite.inference.http import common
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
 _KNOWN = {
-    "text",
-    "input_ids",
-    "sampling_params",
-    "rid",
-    "stream",
-    "return_text",
-    "return_raw_logprob",
-    "return_logprob",
-    "logprob_start_len",
-    "priority",
-}
+    "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
+    "logprob_start_len", "priority",
+}  # fmt: skip
 _UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_experts")
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
     """Handle `/generate`."""
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     request = parse(engine, body)
-    if flag(body, "stream"):
+    if common.flag(body, "stream"):
         request.want_text |= engine.tokenizer is not None
-        return await event_stream(http_request, _stream(engine, request))
-    outputs = await finish(http_request.app, request)
+        return await common.event_stream(http_request, _stream(engine, request))
+    outputs = await common.finish(http_request.app, request)
     answers = [describe(engine, request, i, output) for i, output in enumerate(outputs)]
-    return json_response(answers if request.params.n > 1 else answers[0])
+    return common.json_response(answers if request.params.n > 1 else answers[0])
 
 
 def parse(engine: Engine, body: dict[str, Any]) -> Request:
@@ -73,11 +56,11 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
         raise RequestError(f"rid must be a string, got {rid!r}")
     check_text(rid or "")
     return Request(
-        token_ids(ids, "input_ids"),
+        common.check_token_ids(ids, "input_ids"),
         SamplingParams.from_json({} if params is None else params),
         rid,
-        want_text=text is not None or flag(body, "return_text"),
-        want_raw_logprobs=flag(body, "return_raw_logprob"),
+        want_text=text is not None or common.flag(body, "return_text"),
+        want_raw_logprobs=common.flag(body, "return_raw_logprob"),
     )
 
 
@@ -125,7 +108,7 @@ async def _stream(engine: Engine, request: Request) -> AsyncGenerator[bytes, Non
     texts = [""] * request.params.n
     tokens: list[list[int]] = [[] for _ in texts]
     logprobs: list[list[float]] = [[] for _ in texts]
-    async for event in progress(engine, request):
+    async for event in common.progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
                 yield dumps(describe(engine, request, i, output))

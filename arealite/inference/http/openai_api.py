@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools that use that protocol.
+"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools.
 
 Only the sampled token's log-prob is known, so `top_logprobs` is refused. Fields beyond OpenAI's: `top_k`, `min_p`,
 `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds the token ids of
@@ -20,54 +20,24 @@ from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
-from arealite.inference.http.common import (
-    ENGINE,
-    event_stream,
-    finish,
-    flag,
-    json_response,
-    progress,
-    read_object,
-    token_ids,
-)
+from arealite.inference.http import common
 from arealite.inference.http.generate_api import check_text, encode
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
-_SAMPLING = {
-    "n": "n",
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens",
+)  # fmt: skip
+# OpenAI's names of sampling parameters, and ours.
+_SAMPLING = {name: name for name in _SAME_NAME} | {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
-    **{
-        name: name
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "skip_special_tokens",
-        )
-    },
 }
 _OTHER = {
-    "model",
-    "prompt",
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "stream",
-    "user",
-    "metadata",
-    "stream_options",
-}
+    "model", "prompt", "messages", "tools", "chat_template_kwargs", "stream", "user", "metadata", "stream_options",
+}  # fmt: skip
 # Fields that are accepted with these values only; most of them change nothing.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "logprobs": (True, False, 0, 1),  # /v1/completions counts alternatives here
@@ -85,48 +55,48 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 async def models(http_request: web.Request) -> web.Response:
     """Handle `/v1/models`: the one model, in a list or by its name."""
-    engine, name = http_request.app[ENGINE], http_request.match_info.get("name")
+    engine, name = http_request.app[common.ENGINE], http_request.match_info.get("name")
     own = engine.config.model_path
     entry = {"id": own, "object": "model", "created": int(time.time()), "owned_by": "arealite"}
     entry["max_model_len"] = engine.max_len
     if name is None:
-        return json_response({"object": "list", "data": [entry]})
+        return common.json_response({"object": "list", "data": [entry]})
     if name != own:
         raise web.HTTPNotFound(reason=f"model {name!r} is not served here, {own!r} is")
-    return json_response(entry)
+    return common.json_response(entry)
 
 
 async def completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     params = _sampling(body, default_max_tokens=16)
     prompts = _prompts(engine, body.get("prompt"))
     requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
-    if flag(body, "stream"):
+    if common.flag(body, "stream"):
         if len(requests) > 1:
             raise RequestError("stream takes one prompt")
-        return await event_stream(http_request, _stream(engine, requests[0], body, chat=False))
+        return await common.event_stream(http_request, _stream(engine, requests[0], body, chat=False))
     for request in requests:
         engine.check(request)  # before any of them is submitted
-    tasks = [asyncio.create_task(finish(http_request.app, request)) for request in requests]
+    tasks = [asyncio.create_task(common.finish(http_request.app, request)) for request in requests]
     try:
         groups = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()  # if one has failed, abort the others
-    return json_response(_result(engine, requests, groups, body, chat=False))
+    return common.json_response(_result(engine, requests, groups, body, chat=False))
 
 
 async def chat_completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/chat/completions`."""
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     ids = _chat_prompt(engine, body)
     params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
     request = Request(ids, params, want_text=True)
-    if flag(body, "stream"):
-        return await event_stream(http_request, _stream(engine, request, body, chat=True))
-    outputs = await finish(http_request.app, request)
-    return json_response(_result(engine, [request], [outputs], body, chat=True))
+    if common.flag(body, "stream"):
+        return await common.event_stream(http_request, _stream(engine, request, body, chat=True))
+    outputs = await common.finish(http_request.app, request)
+    return common.json_response(_result(engine, [request], [outputs], body, chat=True))
 
 
 def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
@@ -150,8 +120,10 @@ def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt must be a text, a list of token ids, or a list of those")
     if all(type(token) is int for token in prompt):
-        return [token_ids(prompt, "prompt")]
-    return [encode(engine, part) if isinstance(part, str) else token_ids(part, "prompt") for part in prompt]
+        return [common.check_token_ids(prompt, "prompt")]
+    return [
+        encode(engine, part) if isinstance(part, str) else common.check_token_ids(part, "prompt") for part in prompt
+    ]
 
 
 def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
@@ -233,10 +205,7 @@ def _content(engine: Engine, output: SampleOutput, body: dict[str, Any], chat: b
 
 
 def _wants_logprobs(body: dict[str, Any]) -> bool:
-    """Whether log-probs are wanted.
-
-    In `/v1/completions` 0 means: of the sampled token, without alternatives.
-    """
+    """Whether log-probs are wanted: in `/v1/completions` 0 means the sampled token's only."""
     return body.get("logprobs") is not None and body["logprobs"] is not False
 
 
@@ -274,7 +243,7 @@ async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: 
     if not isinstance(options, dict):
         raise RequestError(f"stream_options must be an object, got {options!r}")
     num_sent = [0] * request.params.n  # characters
-    async for event in progress(engine, request):
+    async for event in common.progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
                 rest = (output.text or "")[num_sent[i] :]

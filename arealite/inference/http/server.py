@@ -10,7 +10,9 @@ import asyncio
 import errno
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal
 
 from aiohttp import web
@@ -19,19 +21,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
-from arealite.inference.http.common import (
-    API_KEY,
-    ENGINE,
-    MAILBOX,
-    Mailbox,
-    answer,
-    errors_as_json,
-    finish,
-    flag,
-    json_response,
-    logger,
-    read_object,
-)
+from arealite.inference.http import common
 from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
@@ -46,10 +36,10 @@ _MAX_BODY_BYTES = 256 << 20
 
 def make_app(engine: Engine, config: ServerConfig) -> web.Application:
     """Make the web application with all routes."""
-    app = web.Application(middlewares=[errors_as_json], client_max_size=_MAX_BODY_BYTES)
-    app[ENGINE] = engine
-    app[API_KEY] = config.api_key or ""
-    app[MAILBOX] = Mailbox()
+    app = web.Application(middlewares=[common.errors_as_json], client_max_size=_MAX_BODY_BYTES)
+    app[common.ENGINE] = engine
+    app[common.API_KEY] = config.api_key or ""
+    app[common.MAILBOX] = common.Mailbox()
     app[RECEIVER] = WeightReceiver()
     app.add_routes(
         [
@@ -62,17 +52,17 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/generate", generate),
             web.post("/abort_request", abort_request),
             web.post("/pause_generation", pause_generation),
-            web.post("/continue_generation", continue_generation),
+            web.post("/continue_generation", _command(Engine.resume)),
             web.post("/flush_cache", flush_cache),
-            web.post("/update_weights_from_disk", update_weights_from_disk),
-            web.post("/update_weights_from_shm", update_weights_from_shm),
+            web.post("/update_weights_from_disk", partial(update_published, "disk", "model_path")),
+            web.post("/update_weights_from_shm", partial(update_published, "shm", "path")),
             web.post("/load_lora_adapter", load_lora_adapter),
             web.post("/unload_lora_adapter", unload_lora_adapter),
             web.post("/init_weights_update_group", init_weights_update_group),
             web.post("/update_weights_from_distributed", update_weights_from_distributed),
             web.post("/update_weight_version", update_weight_version),
-            web.post("/release_memory_occupation", release_memory_occupation),
-            web.post("/resume_memory_occupation", resume_memory_occupation),
+            web.post("/release_memory_occupation", _command(Engine.release_memory)),
+            web.post("/resume_memory_occupation", _command(Engine.resume_memory)),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
             web.get("/v1/models", models),
@@ -83,10 +73,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Bind the port before the model is loaded, so that a port in use is known at once.
-
-    Does not listen yet.
-    """
+    """Bind the port, without listening: a port in use is an error before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,7 +102,7 @@ async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop:
         await stop.wait()
         # Running requests return the tokens they have, so that clients can continue on other servers.
         if engine.failure is None:
-            await answer(engine.pause("abort"))
+            await asyncio.wrap_future(engine.pause("abort"))
     finally:
         engine.close()
         await runner.cleanup()
@@ -137,7 +124,7 @@ class AcceptErrors:
         elif not self._has_logged:
             self._has_logged = True
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            logger.warning(
+            common.logger.warning(
                 "cannot accept connections: %s. New ones wait until others close. The limit on open files is %d: "
                 "raise the hard limit (ulimit -Hn)",
                 error.strerror,
@@ -145,29 +132,26 @@ class AcceptErrors:
             )
 
 
-# ------------------------------------------------------------------------------------------------ handlers
-
-
 async def health(http_request: web.Request) -> web.Response:
-    failure = http_request.app[ENGINE].failure
+    failure = http_request.app[common.ENGINE].failure
     if failure is not None:
         raise ServerError(f"the inference engine has failed: {failure!r}")
-    return json_response({"status": "ok"})
+    return common.json_response({"status": "ok"})
 
 
 async def health_generate(http_request: web.Request) -> web.Response:
     """Generate one token; fails if that takes more than 30 s, as in a paused engine."""
     request = Request([0], SamplingParams(max_new_tokens=1, temperature=0.0))
     try:
-        await asyncio.wait_for(finish(http_request.app, request), timeout=30)
+        await asyncio.wait_for(common.finish(http_request.app, request), timeout=30)
     except TimeoutError as error:
         raise ServerError("no token within 30 s: the engine is paused or overloaded") from error
-    return json_response({"status": "ok"})
+    return common.json_response({"status": "ok"})
 
 
 async def model_info(http_request: web.Request) -> web.Response:
-    engine = http_request.app[ENGINE]
-    return json_response(
+    engine = http_request.app[common.ENGINE]
+    return common.json_response(
         {
             "engine": "arealite",
             "model_path": engine.config.model_path,
@@ -181,63 +165,57 @@ async def model_info(http_request: web.Request) -> web.Response:
 
 async def server_info(http_request: web.Request) -> web.Response:
     """Counters; with `?probe=PATH`, also what this server reads in a trainer's segment of GPU memory."""
-    info, probe = http_request.app[ENGINE].stats(), http_request.query.get("probe")
+    info, probe = http_request.app[common.ENGINE].stats(), http_request.query.get("probe")
     if probe:
         loop = asyncio.get_running_loop()
         info["probe"] = await loop.run_in_executor(None, read_probe, probe)
-    return json_response(info)
+    return common.json_response(info)
 
 
 async def weights_checker(http_request: web.Request) -> web.Response:
-    """A hash of all weights; with `?tensors=1` a fast fingerprint of each tensor, `{name: [dtype, digest]}`.
+    """Answer with a hash of all weights; with `?tensors=1` with `{name: [dtype, digest]}`.
 
     With an adapter in use, the answer also has the adapter's tensors under PEFT's names
     (`base_model.model.….lora_A.weight`); the layers it changes are those in use, merged. The trainer compares the
     adapter's tensors, from which the merged ones follow.
     """
-    engine = http_request.app[ENGINE]
+    engine = http_request.app[common.ENGINE]
     if http_request.query.get("tensors"):
-        tensors = await answer(engine.fingerprints())
-        return json_response({"tensors": tensors, "weight_version": str(engine.version)})
-    digest = await answer(engine.fingerprint())
-    return json_response({"fingerprint": digest, "weight_version": str(engine.version)})
+        tensors = await asyncio.wrap_future(engine.fingerprints())
+        return common.json_response({"tensors": tensors, "weight_version": str(engine.version)})
+    digest = await asyncio.wrap_future(engine.fingerprint())
+    return common.json_response({"fingerprint": digest, "weight_version": str(engine.version)})
 
 
 async def abort_request(http_request: web.Request) -> web.Response:
-    body = await read_object(http_request)
-    abort_all = flag(body, "abort_all")
+    body = await common.read_object(http_request)
+    abort_all = common.flag(body, "abort_all")
     if not abort_all and not body.get("rid"):
         raise RequestError("give rid, or abort_all: true")
     rid = None if abort_all else body["rid"]
     if not isinstance(rid, str | None):
         raise RequestError(f"rid must be a string, got {rid!r}")
-    count = await answer(http_request.app[ENGINE].abort(rid))
-    return json_response({"success": True, "num_aborted": count})
+    count = await asyncio.wrap_future(http_request.app[common.ENGINE].abort(rid))
+    return common.json_response({"success": True, "num_aborted": count})
 
 
 async def pause_generation(http_request: web.Request) -> web.Response:
-    body = await read_object(http_request)
-    count = await answer(http_request.app[ENGINE].pause(body.get("mode") or "abort"))
-    return json_response({"success": True, "num_paused_requests": count})
-
-
-async def continue_generation(http_request: web.Request) -> web.Response:
-    await answer(http_request.app[ENGINE].resume())
-    return json_response({"success": True})
+    body = await common.read_object(http_request)
+    count = await asyncio.wrap_future(http_request.app[common.ENGINE].pause(body.get("mode") or "abort"))
+    return common.json_response({"success": True, "num_paused_requests": count})
 
 
 async def flush_cache(http_request: web.Request) -> web.Response:
-    if not await answer(http_request.app[ENGINE].flush_cache()):
+    if not await asyncio.wrap_future(http_request.app[common.ENGINE].flush_cache()):
         raise RequestError("the cache cannot be flushed while requests are running or waiting")
-    return json_response({"success": True})
+    return common.json_response({"success": True})
 
 
-async def update_weights_from_disk(http_request: web.Request) -> web.Response:
-    return await _update_published(http_request, "disk", "model_path")
-
-
-async def update_weights_from_shm(http_request: web.Request) -> web.Response:
-    return await _update_published(http_request, "shm", "path")
+async def update_published(way: Literal["disk", "shm"], key: str, http_request: web.Request) -> web.Response:
+    """Load the weights that a trainer has published at the path `body[key]`."""
+    body = await common.read_object(http_request)
+    meta = WeightUpdateMeta(way, _path(body, key), _version(http_request.app[common.ENGINE], body))
+    return await _update(http_request, body, lambda: WeightSource.published(meta))
 
 
 async def load_lora_adapter(http_request: web.Request) -> web.Response:
@@ -245,19 +223,19 @@ async def load_lora_adapter(http_request: web.Request) -> web.Response:
 
     The weight version becomes `weight_version`, else N where `lora_name` is `vN`, else the next one.
     """
-    body = await read_object(http_request)
+    body = await common.read_object(http_request)
     name = body.get("lora_name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"lora_name must name the adapter, got {name!r}")
     if name[0] == "v" and name[1:].isdigit():
         body.setdefault("weight_version", name[1:])
-    path, version = _path(body, "lora_path"), _version(http_request.app[ENGINE], body)
+    path, version = _path(body, "lora_path"), _version(http_request.app[common.ENGINE], body)
     return await _update(http_request, body, lambda: WeightSource.adapter(path, version, name))
 
 
 async def unload_lora_adapter(http_request: web.Request) -> web.Response:
     """Go back to the base weights and their version."""
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     name = body.get("lora_name")
     if not name or name != engine.adapter_name:
         raise RequestError(f"adapter {name!r} is not loaded; {engine.adapter_name or 'none'} is")
@@ -265,57 +243,47 @@ async def unload_lora_adapter(http_request: web.Request) -> web.Response:
 
 
 async def init_weights_update_group(http_request: web.Request) -> web.Response:
-    body = await read_object(http_request)
+    body = await common.read_object(http_request)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, http_request.app[RECEIVER].join, body)
-    return json_response({"success": True, "message": "joined"})
+    return common.json_response({"success": True, "message": "joined"})
 
 
 async def update_weights_from_distributed(http_request: web.Request) -> web.Response:
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     version, receiver = _version(engine, body), http_request.app[RECEIVER]
     return await _update(http_request, body, lambda: WeightSource.received(receiver.receive(body), version))
 
 
 async def update_weight_version(http_request: web.Request) -> web.Response:
-    engine, body = http_request.app[ENGINE], await read_object(http_request)
-    await answer(engine.set_version(_version(engine, body)))
-    return json_response({"success": True, "weight_version": str(engine.version)})
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
+    await asyncio.wrap_future(engine.set_version(_version(engine, body)))
+    return common.json_response({"success": True, "weight_version": str(engine.version)})
 
 
-async def release_memory_occupation(http_request: web.Request) -> web.Response:
-    await answer(http_request.app[ENGINE].release_memory())
-    return json_response({"success": True})
+def _command(call: Callable[[Engine], Future[None]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Make the handler of a call to the engine without arguments and result."""
 
+    async def handle(http_request: web.Request) -> web.Response:
+        await asyncio.wrap_future(call(http_request.app[common.ENGINE]))
+        return common.json_response({"success": True})
 
-async def resume_memory_occupation(http_request: web.Request) -> web.Response:
-    await answer(http_request.app[ENGINE].resume_memory())
-    return json_response({"success": True})
-
-
-async def _update_published(http_request: web.Request, way: Literal["disk", "shm"], key: str) -> web.Response:
-    """Load the weights that a trainer has published at the path `body[key]`."""
-    body = await read_object(http_request)
-    meta = WeightUpdateMeta(way, _path(body, key), _version(http_request.app[ENGINE], body))
-    return await _update(http_request, body, lambda: WeightSource.published(meta))
+    return handle
 
 
 async def _update(
     http_request: web.Request, body: dict[str, Any], get_source: Callable[[], WeightSource]
 ) -> web.Response:
-    """Update the engine's weights.
-
-    A thread reads and checks them: neither server nor engine waits for the disk.
-    """
-    engine = http_request.app[ENGINE]
-    flush = body.get("flush_cache") is None or flag(body, "flush_cache")
-    if flag(body, "abort_all_requests"):
-        await answer(engine.abort())
+    """Update the engine's weights. A thread reads and checks them, so that generation goes on."""
+    engine = http_request.app[common.ENGINE]
+    flush = body.get("flush_cache") is None or common.flag(body, "flush_cache")
+    if common.flag(body, "abort_all_requests"):
+        await asyncio.wrap_future(engine.abort())
     loop = asyncio.get_running_loop()
     future = await loop.run_in_executor(None, lambda: engine.update(get_source(), flush))
-    count = await answer(future)
+    count = await asyncio.wrap_future(future)
     message = f"weights of version {engine.version} are in use"
-    return json_response({"success": True, "message": message, "num_paused_requests": count})
+    return common.json_response({"success": True, "message": message, "num_paused_requests": count})
 
 
 def _path(body: dict[str, Any], key: str) -> str:
