@@ -111,13 +111,13 @@ def load_shards(
     shards = shard_model(model, group)
     with model_errors(path):
         is_read = _read_shards(model, shards, path, device)
-    if not is_read:  # other names than the model's, or no safetensors: transformers converts them
+    if is_read:
+        model.tie_weights()
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    else:  # other names than the model's, or no safetensors: transformers converts them
         model = load_decoder(AutoModelForCausalLM, path, config=model_config, dtype=dtype)
         shards = shard_model(model, group)
-        return prepare_model(_move(model, device)), shards
-    model.tie_weights()
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(path)
     return prepare_model(_move(model, device)), shards
 
 

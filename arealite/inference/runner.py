@@ -17,8 +17,7 @@ from arealite.api.errors import ConfigError
 from arealite.inference.loading import ModelShape
 from arealite.inference.scheduler import StepPlan
 from arealite.inference.slots import SlotTable
-
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+from arealite.inference.weights import Pairs
 
 
 @dataclass
@@ -52,13 +51,15 @@ class Runner(abc.ABC):
     def launch(self, plan: StepPlan) -> Step:
         """Start a step."""
 
-    @abc.abstractmethod
     def stage(self, pairs: Pairs) -> Pairs:
         """Bring new weights to the device. Any thread may call it while steps run."""
+        return pairs
 
-    @abc.abstractmethod
+    @torch.no_grad()
     def load(self, pairs: Pairs) -> None:
         """Copy staged weights into the parameters, between two steps."""
+        for target, value in pairs:
+            target.copy_(value)
 
     @abc.abstractmethod
     def clear_blocks(self, blocks: list[int]) -> None:

@@ -82,14 +82,14 @@ class Scheduler:
         """Plan the next step; an empty plan if there is nothing to compute."""
         plan = StepPlan()
         self._grow_decoding()
-        budget = self._continue_prefills(plan, self.max_prefill_tokens)
+        budget = self.max_prefill_tokens
+        for seq in list(self.prefilling):
+            budget -= self._prefill(plan, seq, budget)
         self._admit(plan, budget)
         slots = self.slots
         # The last token of a sequence at its limit is in flight.
         plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
         return plan
-
-    # ------------------------------------------------------------------------------------- blocks for decoding
 
     def _grow_decoding(self) -> None:
         """Allocate the blocks that decoding sequences need next; preempt the youngest if none is free."""
@@ -123,13 +123,6 @@ class Scheduler:
         self.release(seq)
         self.preempted.appendleft(seq)
         self.num_preemptions += 1
-
-    # ------------------------------------------------------------------------------------- prefill and admission
-
-    def _continue_prefills(self, plan: StepPlan, budget: int) -> int:
-        for seq in list(self.prefilling):
-            budget -= self._prefill(plan, seq, budget)
-        return budget
 
     def _prefill(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         """Plan a chunk within the budget; returns its size. The sequence decodes once all is computed."""
@@ -178,10 +171,9 @@ class Scheduler:
 
     def _fork_source(self, request: Request) -> Sequence | None:
         """A running sample of the request whose prompt is computed; None without one."""
-        for seq in request.sequences:
-            if seq.slot >= 0 and self.slots.decoding[seq.slot] and seq.pool_epoch == self.pool.epoch:
-                return seq
-        return None
+        slots, epoch = self.slots, self.pool.epoch
+        running = (seq for seq in request.sequences if seq.slot >= 0)
+        return next((s for s in running if slots.decoding[s.slot] and s.pool_epoch == epoch), None)
 
     def _start(self, plan: StepPlan, seq: Sequence, budget: int) -> int | None:
         """Admit a sequence; returns the prefilled tokens, None if budget or blocks do not suffice now."""
@@ -240,8 +232,6 @@ class Scheduler:
     def _count_prompt(self, seq: Sequence) -> None:
         self.prompt_tokens += len(seq.request.prompt)
         self.cached_tokens += seq.cached_tokens
-
-    # ------------------------------------------------------------------------------------------- leaving
 
     def release(self, seq: Sequence) -> None:
         """Free slot and blocks of a sequence; its full blocks stay in the prefix cache."""

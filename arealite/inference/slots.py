@@ -84,12 +84,9 @@ class SlotTable:
         self.biased[slot] = bool(params.logit_bias)
         self.wants_raw[slot] = seq.request.want_raw_logprobs
         self.watched[slot] = seq.request.watched
-        if params.truncates:
-            self.top_p[slot] = params.top_p
-            self.top_k[slot] = max(params.top_k, 0)
-            self.min_p[slot] = params.min_p
-        else:
-            self.top_p[slot], self.top_k[slot], self.min_p[slot] = 1.0, 0, 0.0
+        self.top_p[slot] = params.top_p
+        self.top_k[slot] = max(params.top_k, 0)
+        self.min_p[slot] = params.min_p
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.repetition[slot] = params.repetition_penalty

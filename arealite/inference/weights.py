@@ -125,15 +125,10 @@ class ServedWeights:
             loading: Any = type(self.model).from_pretrained(path, config=config, dtype=torch.float32, **settings)
             loaded, info = loading
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise WeightUpdateError(
-                f"cannot read the weights in {path}: {error}. The old weights are still served"
-            ) from error
+            raise _refusal(path, f"cannot read the weights: {error}") from error
         for kind, names in info.items():
             if names:
-                raise WeightUpdateError(
-                    f"{path} does not fit this model: {kind} {sorted(map(str, names))[:3]}. The old weights are "
-                    "still served"
-                )
+                raise _refusal(path, f"it does not fit this model: {kind} {sorted(map(str, names))[:3]}")
         return dict(loaded.named_parameters())
 
     def _match(self, weights: Weights, source: str) -> Staged:
@@ -145,10 +140,8 @@ class ServedWeights:
         extra = sorted(set(weights) - set(targets) - aliases)
         if missing or extra:
             kind, names = ("lacks", missing) if missing else ("has unknown", extra)
-            raise WeightUpdateError(
-                f"{source} {kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model. "
-                "The old weights are still served"
-            )
+            problem = f"{kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model"
+            raise _refusal(source, problem)
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
@@ -164,10 +157,7 @@ class ServedWeights:
             if alias in targets or alias not in weights or owner is None:
                 continue
             if not torch.equal(weights[alias].to(weights[owner]), weights[owner]):
-                raise WeightUpdateError(
-                    f"{source}: {alias} differs from {owner}, to which it is tied in this model. The old weights are "
-                    "still served"
-                )
+                raise _refusal(source, f"{alias} differs from {owner}, to which it is tied in this model")
 
     def accept(self, staged: Staged) -> None:
         """Record that the staged pairs were copied."""
@@ -200,10 +190,8 @@ class ServedWeights:
         targets = dict(self.model.named_parameters())
         for name, (down, up, _) in adapter.layers.items():
             if name not in targets or targets[name].dim() != 2:
-                raise WeightUpdateError(
-                    f"{source} adapts {name!r}, which is not a separate linear layer of this model: the adapter "
-                    "belongs to another model. The old weights are still served"
-                )
+                problem = f"{name!r} is not a separate linear layer of this model: the adapter belongs to another model"
+                raise _refusal(source, problem)
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
             for factor in (down, up):
                 _check_type(name, factor, source)
@@ -229,17 +217,16 @@ class ServedWeights:
     def _check_shape(self, name: str, target: torch.Tensor, given: list[int], source: str) -> None:
         expected = list(self.shards.whole_shape(name, target.shape))
         if given != expected:
-            raise WeightUpdateError(
-                f"{source}: {name} has shape {given}, the model's is {expected}. The old weights are still served"
-            )
+            raise _refusal(source, f"{name} has shape {given}, the model's is {expected}")
+
+
+def _refusal(source: str, problem: str) -> WeightUpdateError:
+    return WeightUpdateError(f"{source}: {problem}. The old weights are still served")
 
 
 def _check_type(name: str, value: torch.Tensor, source: str) -> None:
     if not value.is_floating_point():
-        raise WeightUpdateError(
-            f"{source}: {name} holds {value.dtype}, weights are floating-point numbers. The old weights are still "
-            "served"
-        )
+        raise _refusal(source, f"{name} holds {value.dtype}, weights are floating-point numbers")
 
 
 def _check_ranges(weights: list[tuple[str, torch.Tensor, torch.dtype]], source: str) -> None:
@@ -250,13 +237,5 @@ def _check_ranges(weights: list[tuple[str, torch.Tensor, torch.dtype]], source: 
     for (name, _, dtype), peak in zip(weights, peaks.tolist(), strict=True):
         # NaN fails this comparison too.
         if not peak <= torch.finfo(dtype).max:
-            raise WeightUpdateError(
-                f"{source}: {name} holds NaN, infinity or more than {dtype} can hold: the training has diverged. "
-                "The old weights are still served"
-            )
-
-
-@torch.no_grad()
-def copy_weights(pairs: Pairs) -> None:
-    for target, value in pairs:
-        target.copy_(value)
+            problem = f"{name} holds NaN, infinity or more than {dtype} can hold: the training has diverged"
+            raise _refusal(source, problem)

@@ -21,10 +21,9 @@ from arealite.inference.cpu.lean_model import LeanDecoder
 from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.runner import Pairs, Runner, Step, StepResult, count_blocks
+from arealite.inference.runner import Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
-from arealite.inference.weights import copy_weights
 
 _CPU_CACHE_BYTES = 2 << 30  # a trainer usually shares the memory
 
@@ -64,13 +63,6 @@ class CpuRunner(Runner):
                 cache[target] = cache[source]
         result = self._decode(plan.slots) if len(plan.slots) else None
         return lambda: result
-
-    def stage(self, pairs: Pairs) -> Pairs:
-        """Nothing to prepare on the CPU."""
-        return pairs
-
-    def load(self, pairs: Pairs) -> None:
-        copy_weights(pairs)
 
     def clear_blocks(self, blocks: list[int]) -> None:
         """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""

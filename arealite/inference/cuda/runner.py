@@ -25,9 +25,10 @@ from arealite.inference.cuda.graphs import GraphSet
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.runner import Pairs, Runner, Step, StepResult, count_blocks
+from arealite.inference.runner import Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
+from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
 
@@ -295,12 +296,10 @@ class CudaRunner(Runner):
         self.stage_stream.synchronize()
         return staged
 
-    @torch.no_grad()
     def load(self, pairs: Pairs) -> None:
         """Copy staged weights into the parameters; the graphs keep their addresses."""
         with torch.cuda.stream(self.stream):
-            for target, value in pairs:
-                target.copy_(value)
+            super().load(pairs)
         if self.stream is not None:
             self.stream.synchronize()
 

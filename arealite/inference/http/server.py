@@ -167,8 +167,7 @@ async def server_info(http_request: web.Request) -> web.Response:
     """Counters; with `?probe=PATH`, also what this server reads in a trainer's segment of GPU memory."""
     info, probe = http_request.app[common.ENGINE].stats(), http_request.query.get("probe")
     if probe:
-        loop = asyncio.get_running_loop()
-        info["probe"] = await loop.run_in_executor(None, read_probe, probe)
+        info["probe"] = await asyncio.to_thread(read_probe, probe)
     return common.json_response(info)
 
 
@@ -244,8 +243,7 @@ async def unload_lora_adapter(http_request: web.Request) -> web.Response:
 
 async def init_weights_update_group(http_request: web.Request) -> web.Response:
     body = await common.read_object(http_request)
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, http_request.app[RECEIVER].join, body)
+    await asyncio.to_thread(http_request.app[RECEIVER].join, body)
     return common.json_response({"success": True, "message": "joined"})
 
 
@@ -279,9 +277,7 @@ async def _update(
     flush = body.get("flush_cache") is None or common.flag(body, "flush_cache")
     if common.flag(body, "abort_all_requests"):
         await asyncio.wrap_future(engine.abort())
-    loop = asyncio.get_running_loop()
-    future = await loop.run_in_executor(None, lambda: engine.update(get_source(), flush))
-    count = await asyncio.wrap_future(future)
+    count = await asyncio.wrap_future(await asyncio.to_thread(lambda: engine.update(get_source(), flush)))
     message = f"weights of version {engine.version} are in use"
     return common.json_response({"success": True, "message": message, "num_paused_requests": count})
 
