@@ -196,6 +196,10 @@ class InferenceEngine(abc.ABC):
         """Return what each server says about itself (rank 0); empty if servers cannot be asked."""
         return []
 
+    def has_other_weights(self) -> bool:
+        """Whether a server holds another version than this run is at, as one of another run does (rank 0)."""
+        return False
+
     def read_probe(self, path: str) -> list[str]:
         """Return what each server reads in shared memory at `path` (rank 0); empty if none can be asked."""
         return []

@@ -23,7 +23,7 @@ from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
 from arealite.controller.messages import Placeholder, Request
 from arealite.controller.runtime import Call, Runtime
 from arealite.utils.data import select_rows
-from arealite.weights.select import transport_class
+from arealite.weights.sync import transport_class
 
 # Arguments of other types are sent once and kept by the ranks: they may have a state.
 _BY_VALUE = (str, int, float, bool, list, tuple, dict, type, types.FunctionType, partial)
@@ -75,8 +75,6 @@ class Controller:
         remove_placement_group(self.group)
         self.ranks.clear()
 
-    # ------------------------------------------------------------------------------------------------ calls
-
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all ranks and return what its mark says."""
         result = result_of(self.cls, method)
@@ -106,7 +104,12 @@ class Controller:
         layers = layers or []
         request.layers = [layer.selection() for layer in layers]
         num_shares = len(layers[0].call.refs) if layers else self.runtime.num_shares
-        each = self._shares_each(num_shares) if layers else num_shares
+        each, left = divmod(num_shares, self.strategy.data if layers else 1)
+        if left:
+            raise AllocationError(
+                f"a batch has {num_shares} shares, which {self.name} ({self.strategy}) cannot split evenly: the "
+                "data-parallel sizes of engines must divide each other"
+            )
         request.num_parts = each if leaves_columns else 0
         payload = self.runtime.dumps(request)
         call = Call(self.runtime, self.name, request.method, [], self.replica)
@@ -125,14 +128,6 @@ class Controller:
         self.runtime.add(call)
         return call
 
-    def _shares_each(self, num_shares: int) -> int:
-        if num_shares % self.strategy.data:
-            raise AllocationError(
-                f"a batch has {num_shares} shares, which {self.name} ({self.strategy}) cannot split evenly: the "
-                "data-parallel sizes of engines must divide each other"
-            )
-        return num_shares // self.strategy.data
-
     def _track(self, method: str, reports: list[Any]) -> None:
         self.runtime.add(Call(self.runtime, self.name, method, reports, self.replica))
 
@@ -142,8 +137,6 @@ class Controller:
             return self.runtime.ray.get(self.ranks[0].get.remote(name))
         except self.runtime.ray.exceptions.RayTaskError as error:
             raise error.cause from error
-
-    # -------------------------------------------------------------------------------------------- arguments
 
     def _argument(self, value: Any) -> Any:
         """Return what stands for an argument in a request."""
@@ -190,20 +183,12 @@ class Controller:
 class RolloutController(Controller):
     """An inference engine in one actor, with the job's workflow executor."""
 
-    def prepare_batch(self, dataloader: Any, workflow: RolloutWorkflow) -> LazyBatch:
-        return self._collect("prepare_batch", dataloader, workflow)
-
-    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> LazyBatch:
-        return self._collect("rollout_batch", data, workflow)
-
-    def wait(self, count: int, timeout_s: float | None = None) -> LazyBatch:
-        return self._collect("wait", count, timeout_s)
-
-    def _collect(self, method: str, *args: Any) -> LazyBatch:
-        """Wait for the batch without fetching it, so that the script's `rollout` phase measures it."""
-        batch = self._call(method, *args)
-        batch.layers[0].columns()
-        return batch
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Wait for a batch without fetching it, so that the script's `rollout` phase measures it."""
+        result = super()._call(method, *args, **kwargs)
+        if isinstance(result, LazyBatch):
+            result.layers[0].columns()
+        return result
 
     def begin_update(self, meta: WeightUpdateMeta) -> None:
         """Do nothing: the engine's process gets the weights only when all of them are published."""

@@ -85,11 +85,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up on the class, without __getattr__.
-_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "abs")
-_LOGICAL = ("invert", "and", "or")
-_COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
-_OTHER = ("getitem", "len", "iter", "bool", "float", "int", "repr")
-for _name in (*_ARITHMETIC, *_LOGICAL, *_COMPARISON, *_OTHER):
+_OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow neg abs invert and or eq ne lt le gt ge"
+_OPERATORS += " getitem len iter bool float int repr"
+for _name in _OPERATORS.split():
     setattr(LazyTensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -107,10 +105,7 @@ class LazyBatch(MutableMapping[str, Any]):
             self._predicted.append(layer)
 
     def observed(self) -> list[Layer]:
-        """Return the layers that are no model outputs.
-
-        A model's forward pass gets only these, so that it does not wait for that of another model.
-        """
+        """Return the layers that are no model outputs: forward passes need not wait for each other."""
         return [layer for layer in self.layers if layer not in self._predicted]
 
     def __getitem__(self, key: str) -> LazyTensor:

@@ -35,7 +35,7 @@ from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
 from arealite.utils.process import CONTROLLER_ENV, raise_file_limit
-from arealite.weights.outbox import fill_outbox, get_outbox
+from arealite.weights.process_group import fill_outbox, get_outbox
 
 
 class RankActor:

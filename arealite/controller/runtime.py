@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,14 +16,8 @@ from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.controller.messages import Report, cut, load, store
 
-
-class Span(NamedTuple):
-    """One call on one rank, for the trace. `began` is `time.time()`."""
-
-    name: str
-    began: float
-    took_s: float
-    track: str
+# One call on one rank, for the trace: its name, when it began (`time.time()`), its seconds, its track.
+Span = tuple[str, float, float, str]
 
 
 class Runtime:
@@ -71,7 +65,7 @@ class Runtime:
             return
         call.ended[rank] = report
         name, took_s = f"{call.engine}.{call.method}", report.ended - report.began
-        self._spans.append(Span(name, report.began, took_s, f"{call.engine} rank {rank}"))
+        self._spans.append((name, report.began, took_s, f"{call.engine} rank {rank}"))
         if rank == 0 and call.has_batch:
             self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + took_s
 

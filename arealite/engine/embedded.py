@@ -8,22 +8,21 @@ between two decode steps; requests in flight keep their tokens, and their KV cac
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError
-from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.api.errors import ConfigError, ServerError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.collecting import CollectingEngine
-from arealite.engine.remote.progress import Piece, Progress, new_samples
+from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.sglang_remote import sampling_params
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.inference.weights import WeightSource
 from arealite.utils import distributed
-from arealite.weights.select import make_transport, read_probe
+from arealite.weights.sync import make_transport, read_probe
 
 
 class EmbeddedEngine(CollectingEngine):
@@ -59,28 +58,7 @@ class EmbeddedEngine(CollectingEngine):
             self._engine.close()
             self._engine = None
 
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._complete(Progress(request, request.seed), time.monotonic())
-
-    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        began, samples = time.monotonic(), new_samples(request)
-        for sample, piece in zip(samples, await self._ask(samples[0], len(samples)), strict=True):
-            sample.num_asked = samples[0].num_asked
-            sample.add(piece)
-        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
-
-    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
-        while progress.stop_reason == "abort":
-            try:
-                progress.add((await self._ask(progress, 1))[0])
-            except RequestError:
-                if not progress.tokens:
-                    raise
-                # Interrupted when the context was full.
-                progress.stop_reason = "length"
-        return progress.response(began)
-
-    async def _ask(self, progress: Progress, count: int) -> list[Piece]:
+    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
         asked = progress.next_segment(progress.num_left)
         params = SamplingParams.from_json(sampling_params(progress, count, asked))
         prompt = progress.request.input_ids + progress.tokens
@@ -116,7 +94,5 @@ class EmbeddedEngine(CollectingEngine):
 def _piece(output: SampleOutput) -> Piece:
     if output.finish_reason.get("status_code"):
         raise ServerError(f"the engine gave up on a request: {output.finish_reason['message']}")
-    versions: list[int] = []
-    for version, start, end in output.version_spans:
-        versions += [version] * (end - start)
+    versions = [version for version, start, end in output.version_spans for _ in range(start, end)]
     return Piece(output.token_ids, output.logprobs, versions, output.finish_reason["type"])

@@ -36,7 +36,7 @@ from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.utils import distributed
 from arealite.utils.data import unpack
 from arealite.utils.process import check_not_driver
-from arealite.weights.select import make_transport
+from arealite.weights.sync import make_transport
 from arealite.weights.transport import Transport
 
 logger = logging.getLogger("arealite.engine")

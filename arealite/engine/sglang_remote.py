@@ -7,9 +7,14 @@ Only the wire format is here (`SGLangClient`). Choice of server, retries, interr
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import torch
+import torch.multiprocessing
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
@@ -18,20 +23,17 @@ from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
-from arealite.engine.remote.shared_tensors import share
 from arealite.utils.json_client import HttpError
 from arealite.weights.fingerprint import SHA256, Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S, PORTION_BYTES
-from arealite.weights.select import make_transport
+from arealite.weights.sync import make_transport
 
 _NEEDED = ("/generate", "/pause_generation", "/continue_generation", "/update_weights_from_disk")
 
 
 class SGLangClient(ServerClient):
     """Speaks SGLang's native endpoints."""
-
-    # -------------------------------------------------------------------------------------------- generation
 
     async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         held = server.version
@@ -69,18 +71,16 @@ class SGLangClient(ServerClient):
     async def resume_memory(self, server: Server) -> None:
         await self.control(server, "resume_memory_occupation", {"tags": ["kv_cache"]})
 
-    # ------------------------------------------------------------------------------------ weight updates
-
     def can_swap(self, server: Server) -> bool:
         return server.is_arealite
 
     async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
-        server.set_adapter("")
+        server.adapter = ""
         body = {"model_path": meta.path, "weight_version": str(meta.version)}
         await self._load(server, "update_weights_from_disk", body | self._flush())
 
     async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
-        server.set_adapter("")
+        server.adapter = ""
         if server.is_arealite:
             body = {"path": meta.path, "weight_version": str(meta.version)}
             await self._load(server, "update_weights_from_shm", body | self._flush())
@@ -90,7 +90,7 @@ class SGLangClient(ServerClient):
         async with self._update_session(server):
             for portion in TensorLayout.of(tensors).portions(PORTION_BYTES):
                 named = {name: tensors[name] for name in portion.specs}
-                pickles, copies = await loop.run_in_executor(None, share, named, server.num_ranks)
+                pickles, copies = await loop.run_in_executor(None, _share, named, server.num_ranks)
                 await self._load(
                     server, "update_weights_from_tensor", {"serialized_named_tensors": pickles} | self._flush()
                 )
@@ -103,12 +103,12 @@ class SGLangClient(ServerClient):
             with suppress(HttpError):
                 await self.control(server, "destroy_weights_update_group", {"group_name": server.group})
         await self.control(server, "init_weights_update_group", settings, JOIN_TIMEOUT_S)
-        server.set_group(settings["group_name"])
+        server.group = settings["group_name"]
 
     async def receive(
         self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
     ) -> None:
-        server.set_adapter("")
+        server.adapter = ""
         if server.is_arealite:
             # The embedded engine receives all portions at once, because it swaps them at once.
             portions = [TensorLayout.join(portions)]
@@ -136,7 +136,7 @@ class SGLangClient(ServerClient):
             await self._load(server, "unload_lora_adapter", {"lora_name": name})
             await self._load(server, "load_lora_adapter", body)
         await self._set_version(server, meta)
-        server.set_adapter(name)
+        server.adapter = name
         if last not in ("", name):
             await self._load(server, "unload_lora_adapter", {"lora_name": last})
 
@@ -170,15 +170,13 @@ class SGLangClient(ServerClient):
         yield
         await self._load(server, "end_weight_update", {})
 
-    # --------------------------------------------------------------------------------------- server state
-
     async def probe(self, server: Server) -> ServerInfo:
         await self.check_health(server, PROBE_TIMEOUT_S)
-        info = await self._get_first(server, "model_info", "get_model_info")
+        info = await self._get(server, "model_info")
         version = read_version(info.get("weight_version"), 0)
         if info.get("engine") == "arealite":
             return ServerInfo("arealite", version, context_length=int(info["context_length"]))
-        setup = await self._get_first(server, "server_info", "get_server_info")
+        setup = await self._get(server, "server_info")
         schema = await self.http.get(f"{server.url}/openapi.json", timeout_s=2 * PROBE_TIMEOUT_S)
         endpoints = frozenset(schema["paths"])
         missing = [e for e in _NEEDED if e not in endpoints]
@@ -201,15 +199,14 @@ class SGLangClient(ServerClient):
             dtype=str(setup.get("dtype", "auto")),
         )
 
-    async def _get_first(self, server: Server, *names: str) -> dict[str, Any]:
-        """Return the answer of the first endpoint that exists: older versions have other names."""
-        for name in names[:-1]:
-            try:
-                return await self.http.get(f"{server.url}/{name}", timeout_s=PROBE_TIMEOUT_S)
-            except HttpError as error:
-                if error.status != 404:
-                    raise
-        return await self.http.get(f"{server.url}/{names[-1]}", timeout_s=PROBE_TIMEOUT_S)
+    async def _get(self, server: Server, name: str) -> dict[str, Any]:
+        """Return the answer of /{name}, or of /get_{name} in older versions."""
+        try:
+            return await self.http.get(f"{server.url}/{name}", timeout_s=PROBE_TIMEOUT_S)
+        except HttpError as error:
+            if error.status != 404:
+                raise
+        return await self.http.get(f"{server.url}/get_{name}", timeout_s=PROBE_TIMEOUT_S)
 
     async def fingerprints(self, server: Server) -> Fingerprints | None:
         if server.is_arealite:
@@ -245,27 +242,10 @@ class RemoteSGLangEngine(RemoteEngine):
 
 def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -> dict[str, Any]:
     """Return a request's sampling parameters in SGLang's form."""
-    g = progress.request.gconfig
-    num_done = len(progress.tokens)
-    params: dict[str, Any] = {
-        "n": num_samples,
-        "max_new_tokens": max_new_tokens,
-        "temperature": g.temperature,
-        "top_p": g.top_p,
-        "top_k": g.top_k if g.top_k > 0 else -1,
-        "min_p": g.min_p,
-        "ignore_eos": g.ignore_eos,
-        "skip_special_tokens": False,
-    }
-    if g.min_new_tokens > num_done:
-        params["min_new_tokens"] = min(g.min_new_tokens - num_done, max_new_tokens)
-    if g.stop_token_ids:
-        params["stop_token_ids"] = g.stop_token_ids
-    if g.stop:
-        params["stop"] = g.stop
-    for name, off in (("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)):
-        if getattr(g, name) != off:
-            params[name] = getattr(g, name)
+    params = progress.sampling_params(num_samples)
+    params["max_new_tokens"] = max_new_tokens
+    params["min_new_tokens"] = progress.min_new_tokens(max_new_tokens)
+    params["top_k"] = progress.request.gconfig.top_k or -1
     if progress.seed is not None:
         params["sampling_seed"] = progress.seed
     return params
@@ -284,9 +264,7 @@ def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -
     logprobs = [entry[0] for entry in entries]
     spans = meta.get("weight_versions")
     if spans:
-        versions: list[int] = []
-        for span in spans:
-            versions += [read_version(span["version"], held)] * (span["end"] - span["start"])
+        versions = [read_version(span["version"], held) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != len(tokens):
             raise ServerError(f"{server.address}: weight_versions {spans} do not cover {len(tokens)} tokens")
     else:
@@ -296,3 +274,20 @@ def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -
             version = min(version, held)
         versions = [version] * len(tokens)
     return Piece(tokens, logprobs, versions, reason)
+
+
+def _share(tensors: dict[str, torch.Tensor], num_ranks: int) -> tuple[list[str], list[torch.Tensor]]:
+    """Copy tensors into shared memory, for SGLang's /update_weights_from_tensor.
+
+    Returns one description for each rank of the server, and the copies: their memory is freed with them, so they must
+    live until the server has answered. Pickles are only written here, never read.
+    """
+    copies = [(name, tensor.clone()) for name, tensor in tensors.items()]
+    before = torch.multiprocessing.get_sharing_strategy()
+    # By name: file descriptors pass between parent and child only.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        pickles = [bytes(ForkingPickler.dumps(copies)) for _ in range(num_ranks)]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    return [base64.b64encode(p).decode() for p in pickles], [tensor for _, tensor in copies]

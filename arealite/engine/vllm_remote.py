@@ -35,8 +35,6 @@ _SEED_STEP = 0x1E3779B97F4A7C15
 class VLLMClient(ServerClient):
     """Speaks vLLM's native endpoints. Needs no patched server, only AReaLite's extension in its workers."""
 
-    # -------------------------------------------------------------------------------------------- generation
-
     async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
         held = server.version
         params = _sampling_params(progress, num_samples, progress.next_segment(self.config.segment_tokens))
@@ -73,8 +71,6 @@ class VLLMClient(ServerClient):
     async def resume_memory(self, server: Server) -> None:
         await self.control(server, "wake_up", is_json=False)
 
-    # ------------------------------------------------------------------------------------ weight updates
-
     async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
         await self._call_extension(server, "arealite_load_folder", meta)
 
@@ -82,7 +78,7 @@ class VLLMClient(ServerClient):
         await self._call_extension(server, "arealite_load_segment", meta)
 
     async def _call_extension(self, server: Server, method: str, meta: WeightUpdateMeta) -> None:
-        server.set_adapter("")
+        server.adapter = ""
         call = {"method": method, "args": [meta.path]}
         await self.control(server, "collective_rpc", call, self.config.setup_timeout_s)
         await self._set_version(server, meta)
@@ -98,7 +94,7 @@ class VLLMClient(ServerClient):
     async def receive(
         self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
     ) -> None:
-        server.set_adapter("")
+        server.adapter = ""
         limit_s = self.config.setup_timeout_s
         await self.control(server, "start_weight_update", timeout_s=limit_s)
         for portion in portions:
@@ -113,7 +109,7 @@ class VLLMClient(ServerClient):
         name, last = f"v{meta.version}", server.adapter
         body = {"lora_name": name, "lora_path": meta.path, "load_inplace": True}
         await self.control(server, "v1/load_lora_adapter", body, is_json=False)
-        server.set_adapter(name)
+        server.adapter = name
         if last not in ("", name):
             await self.control(server, "v1/unload_lora_adapter", {"lora_name": last}, is_json=False)
         await self._set_version(server, meta)
@@ -121,8 +117,6 @@ class VLLMClient(ServerClient):
     async def _set_version(self, server: Server, meta: WeightUpdateMeta) -> None:
         if "/update_weight_version" in server.info.endpoints:
             await self.control(server, "update_weight_version", {"new_version": str(meta.version)})
-
-    # --------------------------------------------------------------------------------------- server state
 
     async def probe(self, server: Server) -> ServerInfo:
         await self.check_health(server, PROBE_TIMEOUT_S)
@@ -166,27 +160,12 @@ class RemotevLLMEngine(RemoteEngine):
 
 
 def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> dict[str, Any]:
-    g = progress.request.gconfig
-    params: dict[str, Any] = {
-        "n": num_samples,
-        "max_tokens": max_tokens,
-        "min_tokens": min(max_tokens, max(0, g.min_new_tokens - len(progress.tokens))),
-        "temperature": g.temperature,
-        "top_p": g.top_p,
-        "top_k": g.top_k,
-        "min_p": g.min_p,
-        "ignore_eos": g.ignore_eos,
-        "frequency_penalty": g.frequency_penalty,
-        "presence_penalty": g.presence_penalty,
-        "repetition_penalty": g.repetition_penalty,
-        # Of the sampled token alone.
-        "logprobs": 0,
-        "skip_special_tokens": False,
-    }
-    if g.stop_token_ids:
-        params["stop_token_ids"] = g.stop_token_ids
-    if g.stop:
-        params["stop"] = g.stop
+    params = progress.sampling_params(num_samples)
+    params["max_tokens"] = max_tokens
+    params["min_tokens"] = progress.min_new_tokens(max_tokens)
+    params["top_k"] = progress.request.gconfig.top_k
+    # Of the sampled token alone.
+    params["logprobs"] = 0
     if progress.seed is not None:
         # A request draws the noise of its seed from the beginning: a continuation needs another seed.
         params["seed"] = (progress.seed + len(progress.tokens) * _SEED_STEP) % 2**63

@@ -11,7 +11,7 @@ from typing import Any
 
 from arealite.api.errors import RequestError, WeightUpdateError
 from arealite.weights.layout import TensorLayout
-from arealite.weights.process_group import RECEIVE_TIMEOUT_S, WeightGroup
+from arealite.weights.process_group import RECEIVE_TIMEOUT_S, GroupSettings, WeightGroup
 from arealite.weights.transport import Weights
 
 
@@ -27,7 +27,7 @@ class WeightReceiver:
         try:
             address, port = str(body["master_address"]), int(body["master_port"])
             rank, size = int(body["rank_offset"]), int(body["world_size"])
-            name, backend = str(body["group_name"]), body.get("backend", "gloo")
+            settings = GroupSettings(address, port, size, rank, str(body["group_name"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RequestError(
                 f"to join a group give master_address, master_port, rank_offset, world_size and group_name: {error!r}"
@@ -36,16 +36,16 @@ class WeightReceiver:
             raise RequestError(
                 f"no group has port {port}, rank_offset {rank} of world_size {size}: the sender is rank 0"
             )
-        if backend != "gloo":
-            raise RequestError(f"backend is {backend!r}; the embedded engine receives weights over gloo")
+        if body.get("backend", "gloo") != "gloo":
+            raise RequestError(f"backend is {body['backend']!r}; the embedded engine receives weights over gloo")
         self._group = None
         try:
-            self._group = WeightGroup(address, port, rank, size, name, timeout_s=RECEIVE_TIMEOUT_S)
+            self._group = WeightGroup(settings, rank, RECEIVE_TIMEOUT_S)
         except RuntimeError as error:
             # torch appends its stack to the first line.
             cause = str(error).splitlines()[0]
             raise WeightUpdateError(f"cannot join the group at {address}:{port}: {cause}") from error
-        self._name = name
+        self._name = settings.group_name
 
     def receive(self, body: dict[str, Any]) -> Weights:
         """Receive the tensors that the body of `/update_weights_from_distributed` lists."""

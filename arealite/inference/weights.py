@@ -25,7 +25,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, read_adapter
 from arealite.inference.sharding import Shards
 from arealite.weights.fingerprint import Fingerprints, fingerprints
-from arealite.weights.select import make_transport
+from arealite.weights.sync import make_transport
 from arealite.weights.transport import Weights
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]

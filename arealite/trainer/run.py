@@ -19,9 +19,9 @@ from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, StepInfo
-from arealite.controller.driver import current_driver
+from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
-from arealite.engine.remote.base import RemoteEngine
+from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -52,7 +52,7 @@ class Run:
         config: BaseExperimentConfig,
         spec: FinetuneSpec,
         engines: TrainEngine | Mapping[str, TrainEngine],
-        rollout: RemoteEngine | None = None,
+        rollout: CollectingEngine | None = None,
         dataloader: StatefulDataLoader | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         evaluate: Callable[[], dict[str, float]] | None = None,
@@ -199,8 +199,7 @@ class Run:
         if first and rank() == 0:
             show_message(f"resuming after step {first}")
         # Servers that this run did not start may hold the weights of another run.
-        others = isinstance(self.rollout, RemoteEngine) and rank() == 0 and self.rollout.holds_others()
-        if self.rollout is not None and (first or broadcast_json(others)):
+        if self.rollout is not None and (first or broadcast_json(self.rollout.has_other_weights())):
             weights = make_weight_meta(cast(GRPOConfig, self.config), self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
@@ -218,7 +217,7 @@ class _ServerIdleTime:
     Asks at most once a second, so that short steps do not wait for responses.
     """
 
-    def __init__(self, rollout: RemoteEngine | None):
+    def __init__(self, rollout: CollectingEngine | None):
         self.rollout = rollout
         self._asked_at = -1.0
         self._busy_s: float | None = None

@@ -17,7 +17,6 @@ import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.weights.layout import TensorLayout
-from arealite.weights.segment import Segment, SegmentTransport
 
 SUFFIX = ".cuda"
 _ALIGN = 256
@@ -28,8 +27,8 @@ _created: dict[Path, DeviceWeights] = {}
 _mapped: dict[Path, tuple[str, DeviceWeights]] = {}
 
 
-class DeviceWeights(Segment):
-    """Named tensors in one buffer on a GPU. `tensors` are views of it."""
+class DeviceWeights:
+    """A segment in one buffer on a GPU, with the methods of `SharedWeights`. `tensors` are views of it."""
 
     def __init__(self, path: str | Path, buffer: torch.Tensor, layout: TensorLayout):
         self.path, self._buffer = Path(path), buffer
@@ -83,6 +82,7 @@ class DeviceWeights(Segment):
         _mapped.pop(Path(path), None)
 
     def flush(self) -> None:
+        """Wait until what was copied into the tensors is visible to other processes."""
         torch.cuda.synchronize(self._buffer.device)
 
     def unlink(self) -> None:
@@ -95,13 +95,6 @@ class DeviceWeights(Segment):
             self._handle = []
             # It warns as well if the buffer itself is alive at exit.
             self.tensors, self._buffer = {}, torch.empty(0)
-
-
-class DeviceMemoryTransport(SegmentTransport):
-    """Weights in a buffer on the trainer's GPU."""
-
-    segment_class = DeviceWeights
-    suffix = SUFFIX
 
 
 def visible_gpus() -> list[str]:

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: cheap enough to compare trainer and servers after every update, per tensor.
+"""Fingerprints of tensors: cheap enough to compare trainer and servers after every update.
 
 A fingerprint is a hash of up to 4,096 elements spread evenly over a tensor, in the dtype of the copy. It catches a
 tensor that was not updated, came from another place, or was half written. It is no checksum of every bit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.weights.layout import TensorLayout
-from arealite.weights.segment import Segment, SegmentTransport
 
 logger = logging.getLogger("arealite.weights")
 
@@ -27,8 +27,8 @@ _ALIGN = 64
 _mapped: dict[Path, SharedWeights] = {}
 
 
-class SharedWeights(Segment):
-    """Named tensors in a mapped file. `tensors` are views: writing to them writes the file."""
+class SharedWeights:
+    """A segment in a mapped file. `tensors` are views: every process that maps it sees writes."""
 
     def __init__(self, path: Path, descriptor: int):
         self.path = path
@@ -42,11 +42,11 @@ class SharedWeights(Segment):
 
     @classmethod
     def create(cls, path: str | Path, like: Mapping[str, torch.Tensor]) -> SharedWeights:
+        """Create a segment for tensors with the dtypes and shapes of `like`; their values are not copied."""
         layout = TensorLayout.of(like, _ALIGN)
         header = layout.to_safetensors()
         path, total = Path(path), len(header) + layout.size_bytes
-        disk = os.statvfs(path.parent)
-        free = disk.f_bavail * disk.f_frsize
+        free = shutil.disk_usage(path.parent).free
         if total > free:
             raise WeightUpdateError(
                 f"{path.parent} has {free / 1e9:.1f} GB free, the weights need {total / 1e9:.1f} GB: enlarge it, or "
@@ -65,6 +65,7 @@ class SharedWeights(Segment):
 
     @classmethod
     def attach(cls, path: str | Path) -> SharedWeights:
+        """Map a segment of another process; raises `WeightUpdateError` if it cannot be mapped."""
         path = Path(path)
         try:
             if path not in _mapped or _mapped[path]._identity != _identity(path.stat()):
@@ -83,9 +84,14 @@ class SharedWeights(Segment):
 
     @classmethod
     def detach(cls, path: str | Path) -> None:
+        """Forget a mapping, so that the next `attach` maps the segment again."""
         _mapped.pop(Path(path), None)
 
+    def flush(self) -> None:
+        """Do nothing: other processes see a copy into host memory at once."""
+
     def unlink(self) -> None:
+        """Remove the segment. Mappings in other processes stay valid until they detach."""
         _mapped.pop(self.path, None)
         self._unpin()
         self.path.unlink(missing_ok=True)
@@ -95,12 +101,6 @@ class SharedWeights(Segment):
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # pyright: ignore
         self._pinned = 0
-
-
-class HostMemoryTransport(SegmentTransport):
-    """Weights in a mapped file on the trainer's machine."""
-
-    segment_class = SharedWeights
 
 
 def _pin(memory: torch.Tensor) -> int:

@@ -15,7 +15,9 @@ import torch
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
 
@@ -57,8 +59,6 @@ class TensorLayout:
             offset = -(-specs[name].end // align) * align
         return cls(specs, offset)
 
-    # --------------------------------------------------------------------------------------------- buffers
-
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors as views of a `uint8` buffer: writing to them writes the buffer."""
         return {name: _view(buffer, spec) for name, spec in self.specs.items()}
@@ -92,25 +92,32 @@ class TensorLayout:
         """Return the layout that was split into these portions."""
         return cls({n: s for portion in portions for n, s in portion.specs.items()}, portions[0].size_bytes)
 
-    # ------------------------------------------------------------------------------------------ as text
-
     def to_json(self) -> dict[str, Any]:
-        tensors = {n: [_name(s.dtype), list(s.shape), s.offset] for n, s in self.specs.items()}
+        """Return the layout as JSON; each tensor as in the header of a safetensors file."""
+        tensors = {
+            name: {"dtype": _SAFETENSORS_NAMES[s.dtype], "shape": list(s.shape), "data_offsets": [s.offset, s.end]}
+            for name, s in self.specs.items()
+        }
         return {"size_bytes": self.size_bytes, "tensors": tensors}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> TensorLayout:
         """Read what `to_json` wrote; raises `ValueError`, `TypeError` or `KeyError` for anything else."""
-        specs = {
-            str(name): TensorSpec(_dtype(dtype), _shape(shape), int(offset))
-            for name, (dtype, shape, offset) in fields["tensors"].items()
-        }
-        return cls(specs, int(fields["size_bytes"]))._checked()
+        size_bytes = int(fields["size_bytes"])
+        specs: dict[str, TensorSpec] = {}
+        for name, entry in fields["tensors"].items():
+            begin, _ = entry["data_offsets"]
+            spec = TensorSpec(_SAFETENSORS_DTYPES[entry["dtype"]], _shape(entry["shape"]), int(begin))
+            if spec.offset < 0 or spec.end > size_bytes:
+                raise ValueError(f"{name} lies outside its buffer of {size_bytes} bytes: {spec}")
+            specs[str(name)] = spec
+        return cls(specs, size_bytes)
 
     def to_lists(self) -> tuple[list[str], list[str], list[list[int]]]:
         """Return names, dtypes and shapes: the form in which HTTP endpoints of inference servers take them."""
         specs = self.specs.values()
-        return list(self.specs), [_name(s.dtype) for s in specs], [list(s.shape) for s in specs]
+        dtypes = [str(s.dtype).removeprefix("torch.") for s in specs]
+        return list(self.specs), dtypes, [list(s.shape) for s in specs]
 
     @classmethod
     def from_lists(cls, names: object, dtypes: object, shapes: object) -> TensorLayout:
@@ -125,41 +132,23 @@ class TensorLayout:
         return cls._lay_out(kinds, 8)
 
     def to_safetensors(self) -> bytes:
-        """Return the header of a safetensors file whose data is the buffer; it ends on a multiple of 64 bytes."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, spec in self.specs.items():
-            offsets = [spec.offset, spec.end]
-            header[name] = {"dtype": _SAFETENSORS_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
+        """Return the header of a safetensors file with this buffer, padded to a multiple of 64 bytes."""
+        text = json.dumps({"__metadata__": {"format": "pt"}, **self.to_json()["tensors"]}).encode()
         text += b" " * (-(8 + len(text)) % 64)
         return len(text).to_bytes(8, "little") + text
 
     @classmethod
     def from_safetensors(cls, text: bytes, size_bytes: int) -> TensorLayout:
-        """Read the JSON of a safetensors header; raises `ValueError`, `TypeError` or `KeyError` if it is none."""
+        """Read the JSON of a safetensors header; raises the errors of `from_json`."""
         header = json.loads(text)
         header.pop("__metadata__", None)
-        specs = {
-            name: TensorSpec(_SAFETENSORS_DTYPES[e["dtype"]], _shape(e["shape"]), int(e["data_offsets"][0]))
-            for name, e in header.items()
-        }
-        return cls(specs, size_bytes)._checked()
-
-    def _checked(self) -> TensorLayout:
-        for name, spec in self.specs.items():
-            if spec.offset < 0 or spec.end > self.size_bytes:
-                raise ValueError(f"{name} lies outside its buffer of {self.size_bytes} bytes: {spec}")
-        return self
+        return cls.from_json({"size_bytes": size_bytes, "tensors": header})
 
 
 def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.size_bytes:
         return torch.empty(spec.shape, dtype=spec.dtype, device=buffer.device)
     return buffer[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: object) -> torch.dtype:

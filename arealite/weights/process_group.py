@@ -1,4 +1,4 @@
-"""Weights over a process group: the trainer's rank 0 broadcasts its outbox, inference servers receive.
+"""Weights over a process group: the trainer's rank 0 broadcasts its outbox, servers receive.
 
 The group is formed as torch forms its own (same keys in the store), so the other side may be SGLang. It is independent
 of the trainer's groups, so servers may come and go: another set of servers gets another group. gloo on CPU, NCCL on
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,7 +27,6 @@ from arealite.utils import distributed
 from arealite.utils.json_client import HttpError
 from arealite.utils.network import free_port, host_address
 from arealite.weights.layout import TensorLayout
-from arealite.weights.outbox import Outbox, fill_outbox, get_outbox
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights
 
 # torch's type stubs do not export the stores and process groups.
@@ -37,6 +39,81 @@ SEND_TIMEOUT_S = 60.0
 RECEIVE_TIMEOUT_S = 300.0
 
 
+class Outbox(dict[str, torch.Tensor]):
+    """The weights that a trainer last published for a broadcast, by name, once, on the host of rank 0.
+
+    One thread fills it while another one may already send what is there. A server that joins late is served from it
+    too.
+    """
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._awaited: set[str] = set()
+        self._failure: BaseException | None = None
+
+    def expect(self) -> None:
+        """Make `take` wait for new tensors from now on."""
+        self._awaited, self._failure = set(self), None
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy new tensors into the outbox, in place where dtype and shape are the same."""
+        self.expect()
+        try:
+            for name, tensor in tensors:
+                held = self.get(name)
+                if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                    self[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                self[name].copy_(tensor.detach())
+                with self._change:
+                    self._awaited.discard(name)
+                    self._change.notify_all()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            with self._change:
+                self._change.notify_all()
+
+    def take(self, names: Iterable[str], timeout_s: float) -> list[torch.Tensor]:
+        """Return these tensors as soon as the new ones are there."""
+        names = list(names)
+
+        def is_over() -> bool:
+            return self._failure is not None or not self._awaited.intersection(names)
+
+        with self._change:
+            if not self._change.wait_for(is_over, timeout_s):
+                raise RuntimeError(f"{names[0]} was not gathered within {timeout_s:g} s")
+        if self._failure is not None:
+            raise RuntimeError("the trainer could not gather its weights") from self._failure
+        return [self[name] for name in names]
+
+
+_outboxes: dict[str, Outbox] = {}
+
+
+def fill_outbox(name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Publish tensors in the outbox `name`."""
+    _outboxes.setdefault(name, Outbox()).fill(tensors)
+
+
+def get_outbox(name: str) -> Outbox:
+    """Return the outbox `name` of this process; an empty one if nothing was published there."""
+    return _outboxes.get(name, Outbox())
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """A group, as HTTP endpoints describe it to a server. `rank_offset` is the first rank of that server."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    group_name: str
+    backend: str = "gloo"
+
+
 class WeightGroup:
     """One sender (rank 0) and its receivers.
 
@@ -44,21 +121,11 @@ class WeightGroup:
     transfer.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        rank: int,
-        size: int,
-        name: str,
-        *,
-        timeout_s: float,
-        join_timeout_s: float = JOIN_TIMEOUT_S,
-        device: str | torch.device = "cpu",
-    ):
+    def __init__(self, settings: GroupSettings, rank: int, timeout_s: float, device: str | torch.device = "cpu"):
         self._device = torch.device(device)
-        self._timeout = timedelta(seconds=timeout_s)
-        joining = timedelta(seconds=join_timeout_s)
+        self._timeout, joining = timedelta(seconds=timeout_s), timedelta(seconds=JOIN_TIMEOUT_S)
+        address, port = settings.master_address, settings.master_port
+        name, size = settings.group_name, settings.world_size
         # The master's end of the store must live as long as the group.
         self._store = _c10d.TCPStore(address, port, size, is_master=rank == 0, timeout=joining, wait_for_workers=False)
         keys = _c10d.PrefixStore(f"{name}/", _c10d.PrefixStore(name, self._store))
@@ -110,7 +177,11 @@ class ProcessGroupTransport(Transport):
         self._sending: asyncio.Future[None] | None = None
 
     def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
-        fill_outbox(self.path, owner.gather_weights(), keep=distributed.rank() == 0)
+        if distributed.rank() == 0:
+            fill_outbox(self.path, owner.gather_weights())
+        else:
+            # Other ranks only take part in gathering.
+            deque(owner.gather_weights(), maxlen=0)
 
     def open(self, meta: WeightUpdateMeta) -> Weights:
         return get_outbox(self.path)
@@ -166,18 +237,17 @@ class ProcessGroupTransport(Transport):
         size = 1 + sum(s.num_ranks for s in servers)
         on_gpu = all(s.receives_on_gpu for s in servers) and torch.cuda.is_available()
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
-        settings: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": size}
-        settings |= {"group_name": self._name, "backend": "nccl" if on_gpu else "gloo"}
-        make = partial(WeightGroup, address, port, 0, size, self._name, device=device, timeout_s=SEND_TIMEOUT_S)
-        own = asyncio.get_running_loop().run_in_executor(None, make)
+        settings = GroupSettings(address, port, size, 1, self._name, "nccl" if on_gpu else "gloo")
+        loop = asyncio.get_running_loop()
+        own = loop.run_in_executor(None, WeightGroup, settings, 0, SEND_TIMEOUT_S, device)
         joining, rank = [], 1
         for server in servers:
-            joining.append(client.join_group(server, settings | {"rank_offset": rank}))
+            joining.append(client.join_group(server, asdict(replace(settings, rank_offset=rank))))
             rank += server.num_ranks
         try:
             await asyncio.gather(*joining)
         except BaseException:
-            # Nobody awaits this process's own end any more: read its error, so that asyncio does not report it.
+            # `own` is not awaited any more: read its error, so that asyncio does not report it.
             own.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
         try:

@@ -1,65 +1,34 @@
-"""Weights in memory that several processes map: what host memory and device memory have in common.
+"""Weights in memory that several processes map: a segment in host memory or in device memory.
 
 The trainer creates a segment once and copies into it at each update; a server maps it once and copies out of it.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
+from arealite.weights.device_memory import SUFFIX, DeviceWeights
 from arealite.weights.fingerprint import fingerprint
+from arealite.weights.host_memory import SharedWeights
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights
-
-SegmentT = TypeVar("SegmentT", bound="Segment")
-
-
-class Segment(abc.ABC):
-    """Named tensors in shared memory. `tensors` are views: every process that maps it sees writes."""
-
-    path: Path
-    tensors: Weights
-
-    @classmethod
-    @abc.abstractmethod
-    def create(cls: type[SegmentT], path: str | Path, like: Mapping[str, torch.Tensor]) -> SegmentT:
-        """Create a segment for tensors with the dtypes and shapes of `like`; their values are not copied."""
-
-    @classmethod
-    @abc.abstractmethod
-    def attach(cls: type[SegmentT], path: str | Path) -> SegmentT:
-        """Map a segment of another process; raises `WeightUpdateError` if it cannot be mapped."""
-
-    @classmethod
-    @abc.abstractmethod
-    def detach(cls, path: str | Path) -> None:
-        """Forget a mapping, so that the next `attach` maps the segment again."""
-
-    def flush(self) -> None:
-        """Wait until what was copied into the tensors is visible to other processes."""
-
-    @abc.abstractmethod
-    def unlink(self) -> None:
-        """Remove the segment. Mappings in other processes stay valid until they detach."""
 
 
 class SegmentTransport(Transport):
     """Publishes all versions in one segment at `path`."""
 
-    segment_class: ClassVar[type[Segment]]
+    segment_class: ClassVar[type[SharedWeights] | type[DeviceWeights]]
     suffix: ClassVar[str] = ""
 
     def __init__(self, path: str):
         super().__init__(path)
-        self._segment: Segment | None = None
+        self._segment: SharedWeights | DeviceWeights | None = None
 
     def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
         if self._segment is None and distributed.rank() == 0:
@@ -105,3 +74,16 @@ class SegmentTransport(Transport):
 
     async def _load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None:
         await client.load_segment(server, meta)
+
+
+class HostMemoryTransport(SegmentTransport):
+    """Weights in a mapped file on the trainer's machine."""
+
+    segment_class = SharedWeights
+
+
+class DeviceMemoryTransport(SegmentTransport):
+    """Weights in a buffer on the trainer's GPU."""
+
+    segment_class = DeviceWeights
+    suffix = SUFFIX

@@ -1,7 +1,8 @@
 """Weight updates: chooses how weights travel and brings every server to the trainer's weights.
 
 `sync_weights` is called once per training step by the script or trainer, on all ranks. Servers generate while the
-trainer publishes. When it returns, trainer and servers hold the same version.
+trainer publishes. When it returns, trainer and servers hold the same version. `make_transport` is the one place where
+`WeightUpdateMeta.type` decides anything.
 """
 
 from __future__ import annotations
@@ -21,13 +22,42 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
 from arealite.utils.rundir import RunDir
 from arealite.weights.device_memory import SUFFIX
-from arealite.weights.select import make_transport
+from arealite.weights.disk import DiskTransport
+from arealite.weights.process_group import ProcessGroupTransport
+from arealite.weights.segment import DeviceMemoryTransport, HostMemoryTransport, SegmentTransport
+from arealite.weights.transport import Transport
 
 logger = logging.getLogger("arealite.weights")
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # Files may hold 16 bits per number where 32 are published.
 _HEADROOM = 2.5
+
+
+def transport_class(meta: WeightUpdateMeta) -> type[Transport]:
+    """Return the transport for `meta`."""
+    if meta.type == "shm":
+        return _memory_transport(meta.path)
+    return DiskTransport if meta.type == "disk" else ProcessGroupTransport
+
+
+def make_transport(meta: WeightUpdateMeta, current: Transport | None = None) -> Transport:
+    """Return `current` if it serves `meta`; else close it and return a new transport."""
+    cls = transport_class(meta)
+    if current is not None:
+        if type(current) is cls and current.path == meta.path:
+            return current
+        current.close()
+    return cls(meta.path)
+
+
+def read_probe(path: str) -> str:
+    """Return what this process reads in a trainer's probe at `path`; the reason if it cannot."""
+    return _memory_transport(path).read_probe(path)
+
+
+def _memory_transport(path: str) -> type[SegmentTransport]:
+    return DeviceMemoryTransport if path.endswith(SUFFIX) else HostMemoryTransport
 
 
 def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdateMeta) -> None:

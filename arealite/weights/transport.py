@@ -1,8 +1,8 @@
 """The contract of a transport: one way for weights to travel from a trainer to inference servers.
 
-Four implementations: `disk`, `host_memory`, `device_memory` and `process_group`; `select.make_transport` chooses one. A
-transport meets the other parts through three small protocols: `WeightOwner` (the trainer's engine, which is published),
-`WeightClient` (the client of one kind of server, which asks a server to load) and `WeightServer` (one server).
+Four implementations: `disk`, `host_memory`, `device_memory` and `process_group`; `sync.make_transport` chooses one. A
+transport meets the other parts through three small protocols: `WeightOwner` (the trainer's engine), `WeightClient` (of
+one kind of server) and `WeightServer`.
 """
 
 from __future__ import annotations
@@ -55,25 +55,35 @@ T = TypeVar("T", bound=WeightServer)
 class WeightClient(Protocol[S]):
     """Asks one server to load weights. Raises `HttpError` for an error status."""
 
-    async def load_folder(self, server: S, meta: WeightUpdateMeta) -> None: ...
-    async def load_adapter(self, server: S, meta: WeightUpdateMeta) -> None: ...
-    async def load_segment(self, server: S, meta: WeightUpdateMeta) -> None: ...
-    async def join_group(self, server: S, settings: dict[str, Any]) -> None: ...
-    async def receive(
-        self, server: S, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
-    ) -> None: ...
+    @abc.abstractmethod
+    async def load_folder(self, server: S, meta: WeightUpdateMeta) -> None:
+        """Have the server load the Hugging Face folder `meta.path`."""
+
+    @abc.abstractmethod
+    async def load_adapter(self, server: S, meta: WeightUpdateMeta) -> None:
+        """Have the server use the LoRA adapter in the PEFT folder `meta.path`."""
+
+    @abc.abstractmethod
+    async def load_segment(self, server: S, meta: WeightUpdateMeta) -> None:
+        """Have the server load the shared memory `meta.path`."""
+
+    @abc.abstractmethod
+    async def join_group(self, server: S, settings: dict[str, Any]) -> None:
+        """Have the server join the process group over which weights are broadcast."""
+
+    @abc.abstractmethod
+    async def receive(self, server: S, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]) -> None:
+        """Have the server receive these portions, in this order, over the process group."""
 
 
 class Transport(abc.ABC):
-    """Weights at one place (`path`): published there by a trainer, opened or loaded from there by readers."""
+    """Weights at one place (`path`): a trainer publishes them there, readers open or load them."""
 
     # Published tensors exist only inside the trainer's process: readers elsewhere receive them.
     is_in_process: ClassVar[bool] = False
 
     def __init__(self, path: str):
         self.path = path
-
-    # ---------------------------------------------------------------------------------------- trainer's side
 
     @abc.abstractmethod
     def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
@@ -96,13 +106,11 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Remove what this transport has published and release what it holds; idempotent."""
 
-    # ---------------------------------------------------------------------------------------- reader's side
-
     @abc.abstractmethod
     def open(self, meta: WeightUpdateMeta) -> Weights:
         """Return the published tensors by name; mapped, not copied, where possible."""
 
-    # --------------------------------------------------------------- trainer's rank 0, which talks to servers
+    # The following methods run on the trainer's rank 0, which talks to servers.
 
     def begin(self) -> bool:
         """Prepare for servers to load while the trainer still publishes; return False if impossible."""

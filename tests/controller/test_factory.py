@@ -8,7 +8,7 @@ import torch
 from arealite.api.cli_args import InferenceEngineConfig, PPOActorConfig, TrainEngineConfig
 from arealite.api.engine_api import InferenceEngine, Result, TrainEngine, result_of, returns_column
 from arealite.api.errors import ConfigError, TrainingError
-from arealite.controller import driver, factory
+from arealite.controller import factory
 from arealite.controller.messages import Placeholder, Request, store
 from arealite.controller.rank import RankActor
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -51,8 +51,8 @@ def test_make_engine_in_the_driver_places_a_class(monkeypatch):
 
 def test_no_driver_outside_of_controller_mode(monkeypatch):
     monkeypatch.delenv(CONTROLLER_ENV, raising=False)
-    driver.current_driver.cache_clear()
-    assert driver.current_driver() is None
+    factory.current_driver.cache_clear()
+    assert factory.current_driver() is None
 
 
 class OwnActor(FSDPPPOActor):

@@ -7,16 +7,23 @@ import pytest
 
 from arealite.api.errors import WaitTimeout
 from arealite.core.waits import NamedWait
-from arealite.engine.remote.router import AFFINITY_SLACK, Router
+from arealite.engine.remote.server import AFFINITY_SLACK, Router
 
 
 def wait(timeout_s=5.0):
     return NamedWait("a test", "a server", timeout_s)
 
 
+def add_open(router, address):
+    server = router.add(address)
+    router.open(server)
+    return server
+
+
 def test_least_load_then_affinity_until_it_costs_too_much():
     async def main():
-        router = Router(["a", "b"])
+        router = Router()
+        add_open(router, "a"), add_open(router, "b")
         one = await router.acquire(wait(), weight=8, affinity="x")
         two = await router.acquire(wait(), weight=8, affinity="y")
         assert {one.address, two.address} == {"a", "b"}
@@ -30,8 +37,8 @@ def test_least_load_then_affinity_until_it_costs_too_much():
 
 def test_waiting_ends_when_a_server_opens_or_joins_and_not_otherwise():
     async def main():
-        router = Router(["a"])
-        router.close(router.servers["a"])
+        router = Router()
+        router.close(add_open(router, "a"))
         with pytest.raises(WaitTimeout, match=r"a: updating its weights"):
             await router.acquire(wait(0.05))
         waiting = asyncio.ensure_future(router.acquire(wait()))
@@ -41,7 +48,7 @@ def test_waiting_ends_when_a_server_opens_or_joins_and_not_otherwise():
         router.remove("a")
         waiting = asyncio.ensure_future(router.acquire(wait()))
         await asyncio.sleep(0)
-        router.add("b")
+        add_open(router, "b")
         assert (await waiting).address == "b"
 
     asyncio.run(main())
@@ -50,7 +57,7 @@ def test_waiting_ends_when_a_server_opens_or_joins_and_not_otherwise():
 def test_a_server_that_opens_just_as_the_wait_for_it_ends_is_taken():
     async def stand_still():
         router = Router()
-        server = router.add("a:1", is_open=False)
+        server = router.add("a:1")
         task = asyncio.create_task(router.acquire(NamedWait("a test", "a server", 0.05)))
         await asyncio.sleep(0)
         time.sleep(0.1)  # the loop: both happen in its next turn

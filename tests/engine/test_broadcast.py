@@ -13,13 +13,10 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils.network import free_port
 from arealite.weights import process_group as weight_group
 from arealite.weights.layout import TensorLayout
-from arealite.weights.outbox import Outbox, fill_outbox
-from arealite.weights.process_group import WeightGroup
+from arealite.weights.process_group import GroupSettings, Outbox, WeightGroup, fill_outbox
 from arealite.weights.sync import sync_weights
 from tests.engine.test_fleet import background, connect, is_open, request, run, steady, steady_process, until  # noqa: F401
 from tests.server_process import server_process
-
-LIMITS = {"join_timeout_s": 20, "timeout_s": 20}
 
 
 @pytest.mark.parametrize("portion_bytes", [128, 1 << 20])
@@ -33,15 +30,15 @@ def test_tensors_arrive_bit_for_bit_with_any_portion_size(monkeypatch, portion_b
         "empty": torch.empty(0, 4),
         "c": torch.randint(0, 9, (33,)),
     }
-    port, got = free_port(), []
+    settings, got = GroupSettings("127.0.0.1", free_port(), 2, 1, "test"), []
 
     def receive():
-        group = WeightGroup("127.0.0.1", port, 1, 2, "test", **LIMITS)
+        group = WeightGroup(settings, 1, timeout_s=20)
         got.extend(group.receive(TensorLayout.of(tensors)) for _ in range(2))
 
     thread = threading.Thread(target=receive)
     thread.start()
-    group, box = WeightGroup("127.0.0.1", port, 0, 2, "test", **LIMITS), Outbox()
+    group, box = WeightGroup(settings, 0, timeout_s=20), Outbox()
     box.fill(tensors.items())
     group.send(box)
     group.send(box)

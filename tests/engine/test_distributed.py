@@ -14,11 +14,10 @@ from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
 from arealite.api.io_struct import Stat
 from arealite.engine.remote import collecting
-from arealite.engine.remote.collecting import CollectingEngine
+from arealite.engine.remote.collecting import CollectingEngine, scatter_batches
 from arealite.utils import distributed
 from arealite.utils.config import run_main
 from arealite.utils.data import select_rows
-from arealite.weights.scatter import scatter_batches
 
 
 def _exchange(rank):

@@ -14,7 +14,7 @@ from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
-from arealite.weights.outbox import fill_outbox
+from arealite.weights.process_group import fill_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -113,16 +113,16 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
     gconfig = replace(plain, stop=[stop])
     whole = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
     assert whole.stop_reason == "stop" and len(whole.output_tokens) <= 26
-    ask, cut_at = engine._ask, [0]
+    ask, cut_at = engine.ask, [0]
 
-    async def interrupted(progress, count):
-        (piece,) = await ask(progress, count)
+    async def interrupted(progress, began, count):
+        (piece,) = await ask(progress, began, count)
         if progress.num_sends > 1:
             return [piece]
         parts = (piece.tokens, piece.logprobs, piece.versions)
         return [Piece(*(part[: cut_at[0]] for part in parts), "abort")]
 
-    monkeypatch.setattr(engine, "_ask", interrupted)
+    monkeypatch.setattr(engine, "ask", interrupted)
     for cut_at[0] in range(len(whole.output_tokens)):
         again = run(engine, engine.agenerate(ModelRequest(prompt, gconfig)))
         assert again.output_tokens == whole.output_tokens, f"interrupted after {cut_at[0]} tokens"

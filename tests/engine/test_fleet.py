@@ -177,7 +177,7 @@ def test_rollout_workers_mirror_lost_servers_and_versions():
     async def both_sides():
         owner, worker = (Fleet(InferenceEngineConfig(), Silent()) for _ in range(2))  # pyright: ignore
         for address in ("a:1", "b:1"):
-            owner.router.add(address)
+            owner.router.open(owner.router.add(address))
         owner.router.servers["a:1"].version = 7  # in the middle of an update
         worker.mirror(owner.state())
         versions = {s.address: s.version for s in worker.router.servers.values()}
@@ -220,9 +220,9 @@ def test_the_deadline_of_a_request_is_for_all_attempts(model_path, connect, stea
 
 
 def test_a_server_of_another_run_is_noticed(model_path, connect, steady):
-    assert not connect(steady).holds_others()
+    assert not connect(steady).has_other_weights()
     steady.post("update_weights_from_disk", model_path=str(model_path), weight_version="20")
-    assert connect(steady).holds_others()
+    assert connect(steady).has_other_weights()
 
 
 def test_an_update_does_not_wait_for_a_server_that_hangs(model_path, connect, steady):

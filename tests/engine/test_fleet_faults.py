@@ -150,6 +150,7 @@ def test_a_rollout_worker_does_not_open_a_server_that_the_trainer_has_closed():
         client = Obedient()
         owner, worker = (Fleet(InferenceEngineConfig(), client) for _ in range(2))  # pyright: ignore
         server = owner.router.add("a:1")
+        owner.router.open(server)
         server.version = 7
         worker.mirror(owner.state())
         mine = worker.router.servers["a:1"]
@@ -210,8 +211,10 @@ def test_unreachable_servers_do_not_count_as_attempts(connect, steady):  # noqa:
     """Servers that were lost while idle are the least loaded ones."""
     engine = connect(steady, request_retries=2, health_timeout_s=60.0)
     for _ in range(4):
-        engine.router.add(f"127.0.0.1:{free_port()}")
-    engine.router.servers[steady.address].order = 10**9
+        engine.router.add(f"127.0.0.1:{free_port()}").is_open = True
+    # Of equally loaded servers the first one is chosen.
+    servers = engine.router.servers
+    servers[steady.address] = servers.pop(steady.address)
     assert len(run(engine, engine.agenerate(request(1))).output_tokens) == TOKENS
 
 

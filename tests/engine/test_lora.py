@@ -13,7 +13,7 @@ from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
-from arealite.weights.select import make_transport
+from arealite.weights.sync import make_transport
 
 peft = pytest.importorskip("peft")
 BATCH = random_batch([5, 12, 7, 9])

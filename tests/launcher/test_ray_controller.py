@@ -21,7 +21,7 @@ from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ClusterConfig, OptimizerConfig, PreferenceConfig, TrainEngineConfig
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import FinetuneSpec, Stat
-from arealite.controller.driver import Driver
+from arealite.controller.factory import Driver
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.launcher import local, ray

@@ -21,7 +21,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
 from arealite.weights.disk import DiskTransport, read_tensors
 from arealite.weights.host_memory import SharedWeights
-from arealite.weights.outbox import fill_outbox
+from arealite.weights.process_group import fill_outbox
 
 ENGINES = {"embedded": RemoteSGLangEngine, "sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
 PROMPT = [5, 17, 40, 8, 61]

@@ -15,8 +15,7 @@ from arealite.core.waits import NamedWait
 from arealite.engine.remote.base import Piece, Progress
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.engine.vllm_remote import _BY_COMPLETIONS, RemotevLLMEngine
-from arealite.weights.outbox import fill_outbox
-from arealite.weights.process_group import ProcessGroupTransport
+from arealite.weights.process_group import ProcessGroupTransport, fill_outbox
 
 OLD_SGLANG = {
     **{"/health": {}, "/get_model_info": {"weight_version": "default"}, "/generate": {}},

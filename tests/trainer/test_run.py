@@ -65,6 +65,9 @@ class Rollout:
     def server_info(self):
         return []
 
+    def has_other_weights(self):
+        return False
+
 
 def own_loss(out, batch):
     mask = batch["loss_mask"].bool()

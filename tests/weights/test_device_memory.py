@@ -10,7 +10,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.weights.device_memory import DeviceWeights
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.layout import TensorLayout
-from arealite.weights.select import make_transport, read_probe
+from arealite.weights.sync import make_transport, read_probe
 
 
 def open_segment(path):

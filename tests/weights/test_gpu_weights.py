@@ -22,8 +22,7 @@ from arealite.inference.engine import Engine
 from arealite.inference.sharding import TensorGroup, shard_model
 from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import DeviceWeights, visible_gpus
-from arealite.weights.select import make_transport
-from arealite.weights.sync import _probe
+from arealite.weights.sync import _probe, make_transport
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
 from tests.server_process import server_process
 

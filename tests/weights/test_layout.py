@@ -57,20 +57,23 @@ def test_a_safetensors_header_is_read_by_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("dtype", "shape", "offsets"),
     [
-        {},
-        {"size_bytes": 4, "tensors": {"a": ["float32", [2], 0]}},
-        {"size_bytes": 8, "tensors": {"a": ["float32", [2], -4]}},
-        {"size_bytes": 8, "tensors": {"a": ["float32", [-2], 0]}},
-        {"size_bytes": 8, "tensors": {"a": ["nn", [2], 0]}},
-        {"size_bytes": 8, "tensors": {"a": [3, [2], 0]}},
-        {"size_bytes": 8, "tensors": {"a": ["float32"]}},
+        ("F32", [3], [0, 8]),
+        ("F32", [2], [-4, 4]),
+        ("F32", [-2], [0, 8]),
+        ("nn", [2], [0, 8]),
+        (3, [2], [0, 8]),
+        ("F32", [2], []),
     ],
 )
-def test_a_wrong_layout_is_refused(fields):
-    with pytest.raises((ValueError, KeyError)):
-        TensorLayout.from_json(fields)
+def test_a_wrong_layout_is_refused(dtype, shape, offsets):
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    for tensors in ({"a": entry}, {"a": {}}):
+        with pytest.raises((ValueError, KeyError)):
+            TensorLayout.from_json({"size_bytes": 8, "tensors": tensors})
+    with pytest.raises(KeyError):
+        TensorLayout.from_json({})
 
 
 @pytest.mark.parametrize("lists", [(None, [], []), (["a"], [], []), (["a"], ["load"], [[1]]), ([1], ["int8"], [[1]])])

@@ -13,25 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, RequestError, ServerError, WaitTimeout
-from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
 from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.remote.fleet import Fleet
 from arealite.engine.remote.membership import Members
-from arealite.engine.remote.progress import Piece, Progress, new_samples
-from arealite.engine.remote.router import Router
-from arealite.engine.remote.server import Server
+from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
 from arealite.utils.json_client import HttpError, UnreachableError
 
@@ -60,8 +59,6 @@ class RemoteEngine(CollectingEngine):
     @property
     def router(self) -> Router:
         return self.fleet.router
-
-    # --------------------------------------------------------------------------------------- life cycle
 
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         if distributed.rank() != 0:
@@ -112,37 +109,7 @@ class RemoteEngine(CollectingEngine):
     def _setup_wait(self, who: str, what: str) -> NamedWait:
         return NamedWait(who, what, self.config.setup_timeout_s, "rollout.setup_timeout_s")
 
-    # --------------------------------------------------------------------------------------- generation
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._complete(Progress(request, request.seed), time.monotonic())
-
-    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        """Generate all samples in one request; samples that are interrupted continue one by one."""
-        began, samples = time.monotonic(), new_samples(request)
-        for sample, piece in zip(samples, await self._ask(samples[0], began, len(samples)), strict=True):
-            sample.num_asked = samples[0].num_asked
-            sample.add(piece)
-        if all(s.stop_reason != "abort" for s in samples):
-            return [s.response(began) for s in samples]
-        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
-
-    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
-        while progress.stop_reason == "abort":
-            num_before = len(progress.tokens)
-            try:
-                progress.add((await self._ask(progress, began, 1))[0])
-            except RequestError:
-                if not num_before:
-                    raise
-                # Its beginning was accepted, so it is too long now: it filled the server's context exactly.
-                progress.stop_reason = "length"
-            if len(progress.tokens) == num_before and progress.stop_reason == "abort":
-                # Interrupted before its first token: avoid a busy loop.
-                await asyncio.sleep(0.01)
-        return progress.response(began)
-
-    async def _ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
+    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
         """Get one answer, from another server when one fails."""
         rid = progress.request.rid
         wait = NamedWait(f"request {rid}", "a server", self.config.request_timeout_s, "rollout.request_timeout_s")
@@ -183,8 +150,6 @@ class RemoteEngine(CollectingEngine):
             raise ServerError(f"{server.address} held version {held}, and answers with {oldest}")
         return pieces
 
-    # ------------------------------------------------------------------------------------ weight updates
-
     def begin_update(self, meta: WeightUpdateMeta) -> None:
         """Start loading while the actor still publishes, if all servers can load while they generate."""
         if distributed.rank() != 0:
@@ -210,43 +175,39 @@ class RemoteEngine(CollectingEngine):
 
     def offload(self) -> None:
         """Have all servers free their KV caches until `onload`, for a trainer on the same device."""
-        self._run_on_fleet("offload", self.fleet.release_memory)
+        self._for_all_servers("offload", self.fleet.release_memory)
 
     def onload(self) -> None:
         """Have all servers allocate their KV caches again; interrupted requests continue."""
-        self._run_on_fleet("onload", self.fleet.resume_memory)
+        self._for_all_servers("onload", self.fleet.resume_memory)
 
-    def _run_on_fleet(self, name: str, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _for_all_servers(self, name: str, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         if distributed.rank() == 0:
             wait = self._setup_wait(name, f"{len(self.router.servers)} servers")
-            self.executor.run_coroutine(act(), wait)
+            self.executor.run_coroutine(self.fleet.for_all(act), wait)
 
-    # ----------------------------------------------------------------------------------------- inspection
-
-    def holds_others(self) -> bool:
-        """Whether a server holds another version than this run is at, as one of another run does (rank 0)."""
+    def has_other_weights(self) -> bool:
         return any(server.version != self._version for server in self.router.servers.values())
 
     def server_info(self) -> list[dict[str, Any]]:
         """Return what each open server that can be reached says about itself (rank 0; empty elsewhere)."""
-        return self._get_info("/server_info", lambda server: server.is_open)
+        return self._get_info("/server_info", [s for s in self.router.servers.values() if s.is_open])
 
     def read_probe(self, path: str) -> list[str]:
-        infos = self._get_info(f"/server_info?probe={quote(path)}", lambda server: True)
+        infos = self._get_info(f"/server_info?probe={quote(path)}", [*self.router.servers.values()])
         return [info.get("probe", "") for info in infos]
 
-    def _get_info(self, path: str, is_asked: Callable[[Server], bool]) -> list[dict[str, Any]]:
+    def _get_info(self, path: str, servers: list[Server]) -> list[dict[str, Any]]:
+        """Return the answers of the servers that can be reached."""
         if distributed.rank() != 0:
             return []
-        servers = [server for server in self.router.servers.values() if is_asked(server)]
-        wait = NamedWait("server_info", f"{len(servers)} servers", PROBE_TIMEOUT_S)
-        return self.executor.run_coroutine(self._get_all([server.url + path for server in servers]), wait)
 
-    async def _get_all(self, urls: list[str]) -> list[dict[str, Any]]:
-        """Return the answers of the servers that can be reached."""
-        asked = [self.client.http.get(url, timeout_s=PROBE_TIMEOUT_S) for url in urls]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, dict)]
+        async def get(server: Server) -> dict[str, Any] | None:
+            with suppress(ServerError):
+                return await self.client.http.get(server.url + path, timeout_s=PROBE_TIMEOUT_S)
+
+        async def get_all() -> list[dict[str, Any] | None]:
+            return await asyncio.gather(*map(get, servers))
+
+        wait = NamedWait("server_info", f"{len(servers)} servers", PROBE_TIMEOUT_S)
+        return [answer for answer in self.executor.run_coroutine(get_all(), wait) if isinstance(answer, dict)]

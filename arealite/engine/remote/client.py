@@ -7,17 +7,15 @@ where, and `Transport` (`arealite.weights`) which of the loading methods an upda
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.json_client import JsonClient
 from arealite.weights.fingerprint import Fingerprints
-from arealite.weights.layout import TensorLayout
+from arealite.weights.transport import WeightClient
 
 CONTROL_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
@@ -33,14 +31,12 @@ def read_version(version: Any, unknown: int) -> int:
     return int(version) if isinstance(version, int | str) and str(version).isdigit() else unknown
 
 
-class ServerClient(abc.ABC):
+class ServerClient(WeightClient[Server], abc.ABC):
     """Speaks to all servers of one kind. Methods raise `ServerError` when a server cannot be reached."""
 
     def __init__(self, config: InferenceEngineConfig):
         self.config = config
         self._http: JsonClient | None = None
-
-    # ------------------------------------------------------------------------------------------- connections
 
     @property
     def http(self) -> JsonClient:
@@ -69,8 +65,6 @@ class ServerClient(abc.ABC):
         """Post to a control endpoint of the server."""
         return await self.http.post(f"{server.url}/{endpoint}", body or {}, timeout_s, is_json=is_json)
 
-    # -------------------------------------------------------------------------------------- state of a server
-
     @abc.abstractmethod
     async def probe(self, server: Server) -> ServerInfo:
         """Return what the server says about itself, once it can generate."""
@@ -80,9 +74,7 @@ class ServerClient(abc.ABC):
 
     @abc.abstractmethod
     async def fingerprints(self, server: Server) -> Fingerprints | None:
-        """Return the fingerprints of the server's tensors; None if it has none to offer."""
-
-    # -------------------------------------------------------------------------------------------- generation
+        """Return the fingerprints of the server's tensors; None if it reports none."""
 
     @abc.abstractmethod
     async def generate(self, server: Server, progress: Progress, num_samples: int) -> list[Piece]:
@@ -104,30 +96,6 @@ class ServerClient(abc.ABC):
     async def resume_memory(self, server: Server) -> None:
         """Have the server allocate its KV cache again."""
 
-    # ------------------------------------------------------------------------- weights: see `WeightClient`
-
     def can_swap(self, server: Server) -> bool:
         """Whether the server can load weights while it generates."""
         return False
-
-    @abc.abstractmethod
-    async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Have the server load the Hugging Face folder `meta.path`."""
-
-    @abc.abstractmethod
-    async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Have the server use the LoRA adapter in the PEFT folder `meta.path`."""
-
-    @abc.abstractmethod
-    async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
-        """Have the server load the shared memory `meta.path`."""
-
-    @abc.abstractmethod
-    async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
-        """Have the server join the process group over which weights are broadcast."""
-
-    @abc.abstractmethod
-    async def receive(
-        self, server: Server, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]
-    ) -> None:
-        """Have the server receive these portions, in this order, over the process group."""

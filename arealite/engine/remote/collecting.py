@@ -1,4 +1,4 @@
-"""Collects batches for all inference engines: one executor on rank 0, batches scattered to ranks.
+"""What all inference engines share: generation in pieces, one executor on rank 0, scattered batches.
 
 Every rank makes the engine and calls the same methods. Rank 0 owns the executor; `prepare_batch` and `rollout_batch`
 give each rank whole groups (their statistics need all samples of a prompt), balanced by tokens. With one rank a batch
@@ -7,29 +7,36 @@ keeps the order of its data.
 
 from __future__ import annotations
 
+import abc
+import asyncio
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError
-from arealite.api.io_struct import Batch
+from arealite.api.errors import ConfigError, RequestError
+from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.ledger import Ledger
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.engine.remote.progress import Piece, Progress
 from arealite.utils import distributed
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
-from arealite.weights.scatter import scatter_batches
+from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
 _GRACE_S = 60.0
 
 
 class CollectingEngine(InferenceEngine):
-    """Subclasses add generation and weight updates. The ledger of episodes is at `ledger_path` (rank 0)."""
+    """Subclasses add `ask` and weight updates. The ledger of episodes is at `ledger_path` (rank 0)."""
 
     def __init__(self, config: InferenceEngineConfig, seed: int = 1, ledger_path: str | Path | None = None):
         check_not_driver(self)
@@ -56,6 +63,40 @@ class CollectingEngine(InferenceEngine):
             what = first if distributed.rank() == 0 else "this on rank 0"
             raise ConfigError(f"there is no executor here: call {what}")
         return self._executor
+
+    @abc.abstractmethod
+    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
+        """Generate `count` continuations of one sample, whose request began at `began` (`time.monotonic()`)."""
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._complete(Progress(request, request.seed), time.monotonic())
+
+    async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
+        """Generate all samples in one request; samples that are interrupted continue one by one."""
+        began, seed = time.monotonic(), request.seed
+        seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
+        samples = [Progress(request, own_seed, i) for i, own_seed in enumerate(seeds)]
+        for sample, piece in zip(samples, await self.ask(samples[0], began, len(samples)), strict=True):
+            sample.num_asked = samples[0].num_asked
+            sample.add(piece)
+        if all(s.stop_reason != "abort" for s in samples):
+            return [s.response(began) for s in samples]
+        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
+
+    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
+        while progress.stop_reason == "abort":
+            num_before = len(progress.tokens)
+            try:
+                progress.add((await self.ask(progress, began, 1))[0])
+            except RequestError:
+                if not num_before:
+                    raise
+                # Its beginning was accepted, so it is too long now: it filled the model's context exactly.
+                progress.stop_reason = "length"
+            if len(progress.tokens) == num_before and progress.stop_reason == "abort":
+                # Interrupted before its first token: avoid a busy loop.
+                await asyncio.sleep(0.01)
+        return progress.response(began)
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         self.executor.submit(data, workflow)
@@ -115,3 +156,22 @@ class CollectingEngine(InferenceEngine):
             raise wait.error("rank 0 has sent nothing", cause) from error
         shares = None if batch is None else split_groups(batch, distributed.data_size())
         return scatter_batches(shares)
+
+
+def scatter_batches(shares: list[Batch] | None) -> Batch:
+    """Return this rank's share, on the host. Rank 0 passes one share per replica (`data_size`)."""
+    rank, replica_size = distributed.rank(), distributed.replica_size()
+    layouts = None
+    if rank == 0:
+        assert shares is not None and len(shares) == distributed.data_size()
+        layouts = [TensorLayout.of(share) for share in shares]
+    described = distributed.broadcast_json(layouts and [layout.to_json() for layout in layouts])
+    if layouts is not None and shares is not None:
+        packed = [layout.pack(share) for layout, share in zip(layouts, shares, strict=True)]
+        for other in range(1, distributed.world_size()):
+            dist.send(packed[other // replica_size], other)
+        return shares[0]
+    layout = TensorLayout.from_json(described[rank // replica_size])
+    buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    dist.recv(buffer, 0)
+    return layout.views(buffer)

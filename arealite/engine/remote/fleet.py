@@ -19,8 +19,7 @@ from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
-from arealite.engine.remote.router import Router
-from arealite.engine.remote.server import Server, ServerState
+from arealite.engine.remote.server import Router, Server, ServerState
 from arealite.engine.remote.updates import WeightUpdater
 from arealite.utils.console import show_message
 from arealite.utils.json_client import HttpError
@@ -48,21 +47,16 @@ class Fleet:
         # In a rollout worker: the servers that the trainer has open, and the versions they hold.
         self._mirrored: dict[str, int] | None = None
 
-    @property
-    def version(self) -> int:
-        """The version that all servers should hold."""
-        return self.updater.version
-
     async def connect(self, addresses: list[str], wait: NamedWait) -> None:
         """Wait for the servers that the job starts with, then monitor them.
 
         A server that has died is not waited for: the launcher starts another one, which joins.
         """
-        servers = [self.router.add(address, is_open=False) for address in addresses]
+        servers = [self.router.add(address) for address in addresses]
         self._recovering.update(servers)
         if self.members is not None:
             for server in servers:
-                server.set_elastic(self.members.has_launcher)
+                server.is_elastic = self.members.has_launcher
             self._spawn(self._watch_members(self.members), "membership")
         await asyncio.gather(*(self._wait_until_healthy(server, wait) for server in servers))
         for server in servers:
@@ -95,38 +89,27 @@ class Fleet:
         for address in set(self.router.servers) - {s.address for s in servers}:
             self._remove(self.router.servers[address])
         for mirrored in servers:
-            server = self.router.add(mirrored.address, is_open=False)
-            server.mirror(mirrored)
+            server = self.router.add(mirrored.address)
+            server.info, server.adapter, server.version = mirrored.info, mirrored.adapter, mirrored.version
             (self.router.open if mirrored.is_open else self.router.close)(server)
             if mirrored.is_lost and not server.is_lost:
                 server.give_up()
 
-    def _open_mirrored(self, server: Server, mirrored: dict[str, int]) -> None:
-        """In a rollout worker: open a server if the trainer, which alone updates servers, has it open."""
-        if server.version < mirrored.get(server.address, server.version + 1):
-            raise ServerError(f"{server.address} is not open: the trainer's log says why")
-        self.router.open(server)
-
     # -------------------------------------------------------------------------------------------- memory
 
-    async def release_memory(self) -> None:
-        """Interrupt requests in flight (they continue after `resume_memory`) and free the servers' KV caches."""
-        await self._for_all(self._release_memory)
-
-    async def _release_memory(self, server: Server) -> None:
+    async def release_memory(self, server: Server) -> None:
+        """Interrupt requests in flight (they continue after `resume_memory`) and free the server's KV cache."""
         self.router.close(server)
         await self.client.pause(server, "abort")
         await self.client.release_memory(server)
 
-    async def resume_memory(self) -> None:
-        await self._for_all(self._resume_memory)
-
-    async def _resume_memory(self, server: Server) -> None:
+    async def resume_memory(self, server: Server) -> None:
+        """Allocate the server's KV cache again and open it."""
         await self.client.resume_memory(server)
         await self.client.resume(server)
         self.router.open(server)
 
-    async def _for_all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+    async def for_all(self, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         """Call `act` for every healthy server; one that fails recovers as usual, the others go on."""
         async with self.updater.lock:
             servers = self._healthy()
@@ -141,10 +124,10 @@ class Fleet:
     def suspect(self, server: Server, error: ServerError) -> None:
         """Close a server where a request or an update failed, until it has answered a probe."""
         self.router.close(server)
+        server.last_error = str(error)
         if server in self._recovering or server.address not in self.router.servers:
-            server.record_error(error)
             return
-        server.record_failure(error)
+        server.num_failures += 1
         self._recovering.add(server)
         self._spawn(self._recover(server), f"recover {server.address}")
 
@@ -161,11 +144,11 @@ class Fleet:
             while self.router.servers.get(server.address) is server:
                 try:
                     await self._probe(server)
-                    server.record_answer()
+                    server.is_lost = False
                     with server.track_request():
                         await self._catch_up(server)
                 except (ServerError, WeightUpdateError, ConfigError) as error:
-                    server.record_error(error)
+                    server.last_error = str(error)
                     logger.warning("%s is not ready: %s", server.address, error)
                     num_refusals += _is_refusal(error)
                     if num_refusals == REFUSALS_BEFORE_WARNING:
@@ -175,7 +158,7 @@ class Fleet:
                     continue
                 if not server.num_failures:
                     self._compare_context_lengths(server)
-                server.record_recovery()
+                server.num_failures = 0
                 return
         finally:
             self._recovering.discard(server)
@@ -185,10 +168,14 @@ class Fleet:
             server.update_info(await self.client.probe(server))
 
     async def _catch_up(self, server: Server) -> None:
-        if self._mirrored is not None:
-            self._open_mirrored(server, self._mirrored)
-        else:
+        """Bring a server to the current weights and open it."""
+        if self._mirrored is None:
             await self.updater.catch_up(server)
+            return
+        # In a rollout worker. The trainer alone updates servers.
+        if server.version < self._mirrored.get(server.address, server.version + 1):
+            raise ServerError(f"{server.address} is not open: the trainer's log says why")
+        self.router.open(server)
 
     def _compare_context_lengths(self, server: Server) -> None:
         longest = max((s.info.context_length for s in self.router.servers.values()), default=0)
@@ -251,7 +238,7 @@ class Fleet:
                 self._add(address)
             for address, server in list(self.router.servers.items()):
                 if address in living:
-                    server.set_elastic()
+                    server.is_elastic = True
                 elif server.is_elastic and server in self._recovering:
                     # A lease alone is not enough: it also expires when its holder is stopped or the clock jumps.
                     self._remove(server)
@@ -260,8 +247,8 @@ class Fleet:
 
     def _add(self, address: str) -> None:
         logger.info("%s joins", address)
-        server = self.router.add(address, is_open=False)
-        server.set_elastic()
+        server = self.router.add(address)
+        server.is_elastic = True
         self._recovering.add(server)
         self._spawn(self._recover(server), f"join {address}")
         self._spawn(self._monitor(server), f"monitor {address}")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason
+
+_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos", "stop", "stop_token_ids")
+_SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 @dataclass(slots=True)
@@ -70,14 +74,23 @@ class Progress:
         return f"{self.request.rid}-{self.sample}-{self.num_sends}"
 
     def next_segment(self, segment_tokens: int) -> int:
-        """Return how many tokens to ask for now.
-
-        Stop strings and penalties look back at generated tokens, so they need the answer in one piece.
-        """
+        """Return how many tokens to ask for now."""
         g = self.request.gconfig
+        # Stop strings and penalties look back at generated tokens: they need the answer in one piece.
         looks_back = g.stop or g.frequency_penalty or g.presence_penalty or g.repetition_penalty != 1
         self.num_asked = self.num_left if looks_back else min(self.num_left, segment_tokens)
         return self.num_asked
+
+    def sampling_params(self, num_samples: int) -> dict[str, Any]:
+        """Return the sampling parameters that all kinds of servers know by the same names."""
+        g = self.request.gconfig
+        params = {"n": num_samples, "skip_special_tokens": False}
+        # Empty lists are left out.
+        return params | {name: value for name in _SAMPLING if (value := getattr(g, name)) != []}
+
+    def min_new_tokens(self, max_new_tokens: int) -> int:
+        """Return before how many tokens of the next piece no stop token may be sampled."""
+        return min(max_new_tokens, max(0, self.request.gconfig.min_new_tokens - len(self.tokens)))
 
     def response(self, began: float) -> ModelResponse:
         return ModelResponse(
@@ -89,9 +102,3 @@ class Progress:
             time.monotonic() - began,
             self.num_interruptions,
         )
-
-
-def new_samples(request: ModelRequest) -> list[Progress]:
-    """Return one `Progress` per sample of the request, each with a seed of its own."""
-    count = request.gconfig.n_samples
-    return [Progress(request, None if request.seed is None else request.seed + i, i) for i in range(count)]

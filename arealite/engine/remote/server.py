@@ -1,21 +1,24 @@
-"""One inference server: what it says about itself, and its state in this process.
+"""Inference servers of a job: their state in this process, and the choice of one for a request.
 
-State changes only through methods: `Router` opens, closes and counts load, `Fleet` records failures and membership,
-clients and `WeightUpdater` record what a server has loaded.
+Used on the executor's event loop. `Fleet` opens and closes servers and records failures and membership, clients and
+`WeightUpdater` record what a server has loaded. A request that finds no server open waits in `Router.acquire`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from arealite.api.errors import AReaLiteError, ServerError
+from arealite.core.waits import NamedWait
 
-_orders = itertools.count()
+MAX_AFFINITIES = 65536
+# A cached prefix is worth a queue this much longer than the shortest one.
+AFFINITY_SLACK = 16
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,11 @@ class ServerState(NamedTuple):
 class Server:
     """One inference server. Used on one event loop only."""
 
-    def __init__(self, address: str, is_open: bool = True):
+    def __init__(self, address: str):
         self.address = address
-        self.order = next(_orders)
         self.info = ServerInfo()
         # Open servers get requests; the requests of a lost server are sent elsewhere.
-        self.is_open = is_open
+        self.is_open = False
         self.is_lost = False
         # Whether a lease decides if the server is still a member.
         self.is_elastic = False
@@ -94,60 +96,14 @@ class Server:
             state = f"failed {self.num_failures} times (last: {self.last_error})"
         return f"{self.address}: {state}, {self.load} sequences in flight"
 
-    # --------------------------------------------------------------------------------------- state changes
-
-    def open(self) -> None:
-        self.is_open, self.is_lost = True, False
-
-    def close(self) -> None:
-        self.is_open = False
-
     def update_info(self, info: ServerInfo) -> None:
         """Record the answer to a probe. A server that was restarted holds version 0 and no adapter."""
         self.info, self.version = info, info.version
         if info.version == 0:
             self.adapter = ""
 
-    def add_load(self, num_sequences: int) -> None:
-        self.load += num_sequences
-
-    def set_elastic(self, is_elastic: bool = True) -> None:
-        self.is_elastic = is_elastic
-
-    def set_version(self, version: int) -> None:
-        """Record that the server holds these weights."""
-        self.version = version
-
-    def set_adapter(self, name: str) -> None:
-        """Record the LoRA adapter in use; empty for whole weights."""
-        self.adapter = name
-
-    def set_group(self, name: str) -> None:
-        """Record the process group for weights that the server has joined."""
-        self.group = name
-
-    def record_error(self, error: Exception) -> None:
-        self.last_error = str(error)
-
-    def record_failure(self, error: Exception) -> None:
-        self.num_failures += 1
-        self.last_error = str(error)
-
-    def record_answer(self) -> None:
-        """Record that a lost server answers again."""
-        self.is_lost = False
-
-    def record_recovery(self) -> None:
-        self.num_failures = 0
-
-    def mirror(self, state: ServerState) -> None:
-        """In a rollout worker: take over the trainer's view of this server."""
-        self.info, self.adapter, self.version = state.info, state.adapter, state.version
-
     def state(self) -> ServerState:
         return ServerState(self.address, self.is_open, self.is_lost, self.info, self.adapter, self.version)
-
-    # ------------------------------------------------------------------------------------------- requests
 
     @contextmanager
     def track_request(self) -> Iterator[None]:
@@ -183,3 +139,70 @@ class Server:
     def cancel_requests(self) -> None:
         for task in self._requests:
             task.cancel()
+
+
+class Router:
+    """The servers of the job. Not thread-safe: used on one event loop only."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        self._affinity: OrderedDict[str, Server] = OrderedDict()
+        # Set, and replaced by a new event, when a server opens.
+        self._opened = asyncio.Event()
+        # Called after a server was opened or closed.
+        self.on_change: Callable[[], None] = lambda: None
+
+    def add(self, address: str) -> Server:
+        """Add a server unless it is known. It gets requests only after `open`."""
+        return self.servers.setdefault(address, Server(address))
+
+    def remove(self, address: str) -> None:
+        """Remove a server. Its answers are still accepted; new requests go elsewhere."""
+        server = self.servers.pop(address, None)
+        if server is not None:
+            self.close(server)
+
+    def close(self, server: Server) -> None:
+        server.is_open = False
+        self.on_change()
+
+    def open(self, server: Server) -> None:
+        server.is_open, server.is_lost = True, False
+        self._opened.set()
+        self._opened = asyncio.Event()
+        self.on_change()
+
+    async def acquire(
+        self, wait: NamedWait, weight: int = 1, affinity: str | None = None, avoid: Server | None = None
+    ) -> Server:
+        """Choose a server and add `weight` to its load; waits while none is open. Pair with `release`."""
+        while (server := self._choose(affinity, avoid)) is None:
+            if wait.expired:
+                raise wait.error(self.describe(), "no server is healthy: see the servers' logs")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait.left_s):
+                    await self._opened.wait()
+        server.load += weight
+        return server
+
+    def release(self, server: Server, weight: int = 1) -> None:
+        server.load -= weight
+
+    def describe(self) -> str:
+        return "; ".join(s.describe() for s in self.servers.values()) or "no server is known"
+
+    def _choose(self, affinity: str | None, avoid: Server | None) -> Server | None:
+        usable = [s for s in self.servers.values() if s.is_open]
+        if not usable:
+            return None
+        best = min(usable, key=lambda s: (s is avoid, s.load))
+        if affinity is None:
+            return best
+        known = self._affinity.get(affinity)
+        if known in usable and known is not avoid and known.load <= best.load + AFFINITY_SLACK:
+            best = known
+        self._affinity[affinity] = best
+        self._affinity.move_to_end(affinity)
+        if len(self._affinity) > MAX_AFFINITIES:
+            self._affinity.popitem(last=False)
+        return best

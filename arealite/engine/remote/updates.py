@@ -17,10 +17,9 @@ from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
-from arealite.engine.remote.router import Router
-from arealite.engine.remote.server import Server
+from arealite.engine.remote.server import Router, Server
 from arealite.weights.fingerprint import Fingerprints, first_mismatch
-from arealite.weights.select import make_transport
+from arealite.weights.sync import make_transport
 from arealite.weights.transport import Transport
 
 
@@ -112,11 +111,11 @@ class WeightUpdater:
             if self.client.can_swap(server) and server.is_open:
                 # It reads while it generates and swaps between two steps: nothing has to stop.
                 await self._load_and_verify(server, meta)
-                server.set_version(meta.version)
+                server.version = meta.version
             else:
                 self.router.close(server)
                 await self._load_paused(server, meta)
-                server.set_version(meta.version)
+                server.version = meta.version
                 self.router.open(server)
 
     async def _load_paused(self, server: Server, meta: WeightUpdateMeta) -> None:

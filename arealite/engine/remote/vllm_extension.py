@@ -1,8 +1,7 @@
 """AReaLite's part inside a vLLM worker: loads published weights.
 
-vLLM finds it by `--worker-extension-cls` and by the name of its weight transfer.
-
-Runs in vLLM's process and environment: imports nothing but torch, vLLM and the room `weights`. `VLLMClient` calls
+vLLM finds it by `--worker-extension-cls` and by the name of its weight transfer. Runs in vLLM's process and
+environment: imports nothing but torch, vLLM and the room `weights`. `VLLMClient` calls
 `WeightLoading` over /collective_rpc (disk, shared memory), and `GroupTransfer` over /init_weight_transfer_engine …
 /finish_weight_update (broadcast). vLLM's own transfer needs NCCL, and vLLM in the trainer's process; this one is a
 torch process group, gloo on CPU. On CPU a reload leaves the packed head of a model with tied embeddings unchanged;
@@ -19,7 +18,7 @@ import torch
 from arealite.weights.fingerprint import fingerprints
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.layout import TensorLayout
-from arealite.weights.process_group import RECEIVE_TIMEOUT_S, WeightGroup
+from arealite.weights.process_group import RECEIVE_TIMEOUT_S, GroupSettings, WeightGroup
 
 try:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -82,17 +81,6 @@ def _repack_head(model: torch.nn.Module) -> None:
 if WeightTransferEngine is not None:
 
     @dataclass
-    class GroupSettings:
-        """The group to join, as the trainer's `ProcessGroupTransport` describes it."""
-
-        master_address: str
-        master_port: int
-        world_size: int
-        rank_offset: int
-        group_name: str
-        backend: str
-
-    @dataclass
     class Portion:
         """The tensors that the trainer broadcasts next, in this order."""
 
@@ -110,15 +98,8 @@ if WeightTransferEngine is not None:
         def init_transfer_engine(self, init_info: GroupSettings) -> None:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = WeightGroup(
-                init_info.master_address,
-                init_info.master_port,
-                init_info.rank_offset + rank,
-                init_info.world_size,
-                init_info.group_name,
-                timeout_s=RECEIVE_TIMEOUT_S,
-                device=self.device if init_info.backend == "nccl" else "cpu",
-            )
+            device = self.device if init_info.backend == "nccl" else "cpu"
+            self.group = WeightGroup(init_info, init_info.rank_offset + rank, RECEIVE_TIMEOUT_S, device)
 
         def start_weight_update(self) -> None:
             initialize_layerwise_reload(self.model)

@@ -27,7 +27,7 @@ from arealite.inference.http.openai_api import chat_completions, completions, mo
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
-from arealite.weights.select import read_probe
+from arealite.weights.sync import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
