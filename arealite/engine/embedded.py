@@ -58,7 +58,7 @@ class EmbeddedEngine(CollectingEngine):
             self._engine.close()
             self._engine = None
 
-    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
+    async def ask(self, progress: Progress, count: int) -> list[Piece]:
         asked = progress.next_segment(progress.num_left)
         params = SamplingParams.from_json(sampling_params(progress, count, asked))
         prompt = progress.request.input_ids + progress.tokens

@@ -115,8 +115,8 @@ def test_a_stop_string_is_found_wherever_an_interruption_falls(make, tokenizer, 
     assert whole.stop_reason == "stop" and len(whole.output_tokens) <= 26
     ask, cut_at = engine.ask, [0]
 
-    async def interrupted(progress, began, count):
-        (piece,) = await ask(progress, began, count)
+    async def interrupted(progress, count):
+        (piece,) = await ask(progress, count)
         if progress.num_sends > 1:
             return [piece]
         parts = (piece.tokens, piece.logprobs, piece.versions)

@@ -109,11 +109,11 @@ class RemoteEngine(CollectingEngine):
     def _setup_wait(self, who: str, what: str) -> NamedWait:
         return NamedWait(who, what, self.config.setup_timeout_s, "rollout.setup_timeout_s")
 
-    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
+    async def ask(self, progress: Progress, count: int) -> list[Piece]:
         """Get one answer, from another server when one fails."""
         rid = progress.request.rid
         wait = NamedWait(f"request {rid}", "a server", self.config.request_timeout_s, "rollout.request_timeout_s")
-        wait.began = began
+        wait.began = progress.began
         errors: list[str] = []
         last: Server | None = None
         while len(errors) < self.config.request_retries:

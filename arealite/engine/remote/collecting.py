@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,29 +64,29 @@ class CollectingEngine(InferenceEngine):
         return self._executor
 
     @abc.abstractmethod
-    async def ask(self, progress: Progress, began: float, count: int) -> list[Piece]:
-        """Generate `count` continuations of one sample, whose request began at `began` (`time.monotonic()`)."""
+    async def ask(self, progress: Progress, count: int) -> list[Piece]:
+        """Generate `count` continuations of one sample."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._complete(Progress(request, request.seed), time.monotonic())
+        return await self._complete(Progress(request, request.seed))
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
         """Generate all samples in one request; samples that are interrupted continue one by one."""
-        began, seed = time.monotonic(), request.seed
+        seed = request.seed
         seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
         samples = [Progress(request, own_seed, i) for i, own_seed in enumerate(seeds)]
-        for sample, piece in zip(samples, await self.ask(samples[0], began, len(samples)), strict=True):
+        for sample, piece in zip(samples, await self.ask(samples[0], len(samples)), strict=True):
             sample.num_asked = samples[0].num_asked
             sample.add(piece)
         if all(s.stop_reason != "abort" for s in samples):
-            return [s.response(began) for s in samples]
-        return list(await asyncio.gather(*(self._complete(s, began) for s in samples)))
+            return [s.response() for s in samples]
+        return list(await asyncio.gather(*(self._complete(s) for s in samples)))
 
-    async def _complete(self, progress: Progress, began: float) -> ModelResponse:
+    async def _complete(self, progress: Progress) -> ModelResponse:
         while progress.stop_reason == "abort":
             num_before = len(progress.tokens)
             try:
-                progress.add((await self.ask(progress, began, 1))[0])
+                progress.add((await self.ask(progress, 1))[0])
             except RequestError:
                 if not num_before:
                     raise
@@ -96,7 +95,7 @@ class CollectingEngine(InferenceEngine):
             if len(progress.tokens) == num_before and progress.stop_reason == "abort":
                 # Interrupted before its first token: avoid a busy loop.
                 await asyncio.sleep(0.01)
-        return progress.response(began)
+        return progress.response()
 
     def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
         self.executor.submit(data, workflow)

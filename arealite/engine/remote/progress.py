@@ -37,6 +37,7 @@ class Progress:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason = "abort"
     num_interruptions: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def num_left(self) -> int:
@@ -92,13 +93,6 @@ class Progress:
         """Return before how many tokens of the next piece no stop token may be sampled."""
         return min(max_new_tokens, max(0, self.request.gconfig.min_new_tokens - len(self.tokens)))
 
-    def response(self, began: float) -> ModelResponse:
-        return ModelResponse(
-            self.request.input_ids,
-            self.tokens,
-            self.logprobs,
-            self.versions,
-            self.stop_reason,
-            time.monotonic() - began,
-            self.num_interruptions,
-        )
+    def response(self) -> ModelResponse:
+        prompt, reason = self.request.input_ids, self.stop_reason
+        return ModelResponse(prompt, self.tokens, self.logprobs, self.versions, reason, self.num_interruptions)
