@@ -133,12 +133,9 @@ def _last_name(node: ast.expr) -> str:
 
 def _reads_datasets(tree: ast.Module) -> bool:
     """Whether the script imports one of the package's dataset loaders; others make their own rows from any path."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arealite."):
-            names = [alias.name for alias in node.names]
-            if any(name.startswith("get_") or name in ("load_dataset", "find_task") for name in names):
-                return True
-    return False
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports if (node.module or "").startswith("arealite.") for alias in node.names]
+    return any(name.startswith("get_") or name in ("load_dataset", "find_task") for name in names)
 
 
 def _resolve_in_script(script: str, argv: list[str]) -> str:

@@ -99,14 +99,12 @@ def batch_script(job: Job) -> str:
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
-    flags = []
-    for key, value in values.items():
-        name = "--" + key.replace("_", "-")
-        if value is True:
-            flags.append(name)
-        elif value is not False and value is not None:
-            flags.append(f"{name}={value}")
-    return flags
+    names = {f"--{key.replace('_', '-')}": value for key, value in values.items()}
+    return [
+        name if value is True else f"{name}={value}"
+        for name, value in names.items()
+        if value is not None and value is not False
+    ]
 
 
 def _quote(flag: str) -> str:
