@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT folders: reads them and checks that the embedded engine can merge them.
 
 Used by `ServedWeights`. An adapter is `W + scale·B·A` on linear layers and nothing else. Anything that changes the
-model in another way (DoRA, trained biases, whole modules, an initialization that moves the base weights) is refused by
+model in another way (DoRA, trained biases, whole modules, an initialization that moves the base weights) is rejected by
 name, before any weight is changed.
 """
 
@@ -69,16 +69,16 @@ def read_adapter(path: str | Path) -> Adapter:
 
 
 def _check_settings(settings: dict[str, Any], folder: Path) -> None:
-    refused = [f"{key}={settings[key]}" for key in _UNSUPPORTED if settings.get(key)]
-    refused += [f"bias={settings['bias']}"] if settings.get("bias", "none") != "none" else []
+    rejected = [f"{key}={settings[key]}" for key in _UNSUPPORTED if settings.get(key)]
+    rejected += [f"bias={settings['bias']}"] if settings.get("bias", "none") != "none" else []
     start = settings.get("init_lora_weights", True)
-    refused += [f"init_lora_weights={start}"] if start not in _PLAIN_STARTS else []
+    rejected += [f"init_lora_weights={start}"] if start not in _PLAIN_STARTS else []
     if settings.get("peft_type") != "LORA":
-        refused.insert(0, f"peft_type={settings.get('peft_type')}")
-    if refused:
+        rejected.insert(0, f"peft_type={settings.get('peft_type')}")
+    if rejected:
         raise WeightUpdateError(
-            f"{folder} is an adapter with {', '.join(refused)}; the embedded engine merges plain LoRA (peft_type=LORA, "
-            "bias=none): push merged weights instead"
+            f"{folder} is an adapter with {', '.join(rejected)}; the embedded engine merges plain LoRA "
+            "(peft_type=LORA, bias=none): push merged weights instead"
         )
 
 

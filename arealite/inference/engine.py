@@ -130,13 +130,13 @@ class Engine:
             self.ranks.close()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all pending futures and refuse later calls."""
+        """Fail all pending futures and reject later calls."""
         self.failure = error
         self._answer_all(error)
         self.on_failure()
 
     def check(self, request: Request) -> None:
-        """Raise `RequestError` for a request that `submit` would refuse."""
+        """Raise `RequestError` for a request that `submit` would reject."""
         prompt, vocab = request.prompt, self.shape.vocab_size
         if len(prompt) == 0:
             raise RequestError("the prompt is empty: give at least one token")
@@ -258,8 +258,8 @@ class Engine:
         def act() -> None:
             try:
                 resolve(future, function())
-            except WeightUpdateError as refusal:
-                resolve(future, refusal)
+            except WeightUpdateError as error:
+                resolve(future, error)
 
         self._send(act, future)
         return future

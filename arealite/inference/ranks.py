@@ -1,11 +1,10 @@
 """Ranks of a tensor-parallel server: each runs the same engine core on its part of the model.
 
-Rank 0 is the engine's own process, with HTTP and all requests. It starts the other ranks as processes and sends every
-input of its core (a new request, an abort, a pause, a weight update, a step) to theirs before it applies it itself.
-Scheduling and sampling are deterministic, so all ranks plan the same steps and sample the same tokens. A checksum of
-the tokens so far comes with every step: a rank that has drifted apart ends the server. Weight updates are read and
-checked on all ranks before any of them loads one. Ranks share a machine and talk over pipes: a closed end shows at
-once that a rank has died.
+Rank 0 is the engine's own process. It starts the other ranks as processes and sends every call to its core (a new
+request, an abort, a pause, a weight update, a step) to theirs first. Scheduling and sampling are deterministic, so all
+ranks sample the same tokens; a checksum of the tokens comes with every step, and a difference ends the server. All
+ranks read and check a weight update before any of them loads it. Ranks share a machine and communicate over pipes: a
+closed pipe shows at once that a rank has died.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Ranks:
         self._shared: SharedWeights | None = None
         self._closing = False
         self._reaping = threading.Lock()
-        self.num_loads = 0  # weight updates that all ranks were told to load
+        self.num_loads = 0  # weight updates that all ranks have loaded or are about to load
         for rank in range(1, size):
             inputs, their_inputs = context.Pipe()
             updates, their_updates = context.Pipe()
@@ -366,7 +365,7 @@ class RankWorker:
             return None
         try:
             self.staged = self.core.stage(WeightSource.from_json(source))
-        except WeightUpdateError as refusal:
-            return str(refusal)
+        except WeightUpdateError as error:
+            return str(error)
         except Exception as error:  # also a bug: rank 0 waits for an answer and reports it
             return repr(error)

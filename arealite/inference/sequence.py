@@ -82,7 +82,7 @@ class SamplingParams:
         )
         for name, low, high in limits:
             value = getattr(self, name)
-            if not low <= value <= high:  # also refuses NaN
+            if not low <= value <= high:  # also rejects NaN
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise RequestError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}")

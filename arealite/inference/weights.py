@@ -1,7 +1,7 @@
 """The weights of a served model: reads, checks and shards new weights, then copies them in place.
 
 Used by the engine; with tensor parallelism on every rank. Weights that do not fit (missing, unknown or misshapen
-tensors, numbers that are not finite) are refused before the first byte is copied, so the old weights stay complete.
+tensors, numbers that are not finite) are rejected before the first byte is copied, so the old weights stay complete.
 Names are those of `named_parameters()`; a tied head may be left out. An adapter is merged as `W + scale·B·A` in
 float32, always from the weights without any adapter, which are kept on the host: swapping back and forth gives the
 same bits, and the storage that CUDA graphs read stays the same.
@@ -125,10 +125,10 @@ class ServedWeights:
             loading: Any = type(self.model).from_pretrained(path, config=config, dtype=torch.float32, **settings)
             loaded, info = loading
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _refusal(path, f"cannot read the weights: {error}") from error
+            raise _rejection(path, f"cannot read the weights: {error}") from error
         for kind, names in info.items():
             if names:
-                raise _refusal(path, f"it does not fit this model: {kind} {sorted(map(str, names))[:3]}")
+                raise _rejection(path, f"it does not fit this model: {kind} {sorted(map(str, names))[:3]}")
         return dict(loaded.named_parameters())
 
     def _match(self, weights: Weights, source: str) -> Staged:
@@ -141,7 +141,7 @@ class ServedWeights:
         if missing or extra:
             kind, names = ("lacks", missing) if missing else ("has unknown", extra)
             problem = f"{kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model"
-            raise _refusal(source, problem)
+            raise _rejection(source, problem)
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)
             _check_type(name, weights[name], source)
@@ -157,7 +157,7 @@ class ServedWeights:
             if alias in targets or alias not in weights or owner is None:
                 continue
             if not torch.equal(weights[alias].to(weights[owner]), weights[owner]):
-                raise _refusal(source, f"{alias} differs from {owner}, to which it is tied in this model")
+                raise _rejection(source, f"{alias} differs from {owner}, to which it is tied in this model")
 
     def accept(self, staged: Staged) -> None:
         """Record that the staged pairs were copied."""
@@ -187,11 +187,11 @@ class ServedWeights:
         return {**dict(self.model.named_parameters()), **(self.adapter.tensors if self.adapter else {})}
 
     def _stage_adapter(self, adapter: Adapter, source: str) -> Staged:
-        targets = dict(self.model.named_parameters())
+        targets: Weights = dict(self.model.named_parameters())
         for name, (down, up, _) in adapter.layers.items():
             if name not in targets or targets[name].dim() != 2:
                 problem = f"{name!r} is not a separate linear layer of this model: the adapter belongs to another model"
-                raise _refusal(source, problem)
+                raise _rejection(source, problem)
             self._check_shape(name, targets[name], [up.shape[0], down.shape[1]], source)
             for factor in (down, up):
                 _check_type(name, factor, source)
@@ -217,16 +217,16 @@ class ServedWeights:
     def _check_shape(self, name: str, target: torch.Tensor, given: list[int], source: str) -> None:
         expected = list(self.shards.whole_shape(name, target.shape))
         if given != expected:
-            raise _refusal(source, f"{name} has shape {given}, the model's is {expected}")
+            raise _rejection(source, f"{name} has shape {given}, the model's is {expected}")
 
 
-def _refusal(source: str, problem: str) -> WeightUpdateError:
+def _rejection(source: str, problem: str) -> WeightUpdateError:
     return WeightUpdateError(f"{source}: {problem}. The old weights are still served")
 
 
 def _check_type(name: str, value: torch.Tensor, source: str) -> None:
     if not value.is_floating_point():
-        raise _refusal(source, f"{name} holds {value.dtype}, weights are floating-point numbers")
+        raise _rejection(source, f"{name} holds {value.dtype}, weights are floating-point numbers")
 
 
 def _check_ranges(weights: list[tuple[str, torch.Tensor, torch.dtype]], source: str) -> None:
@@ -238,4 +238,4 @@ def _check_ranges(weights: list[tuple[str, torch.Tensor, torch.dtype]], source: 
         # NaN fails this comparison too.
         if not peak <= torch.finfo(dtype).max:
             problem = f"{name} holds NaN, infinity or more than {dtype} can hold: the training has diverged"
-            raise _refusal(source, problem)
+            raise _rejection(source, problem)

@@ -65,7 +65,7 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
 
 
 def check_text(text: str) -> None:
-    """Refuse lone surrogates, which JSON can contain and tokenizers cannot read."""
+    """Reject lone surrogates, which JSON can contain and tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

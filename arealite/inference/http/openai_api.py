@@ -1,6 +1,6 @@
 """OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools.
 
-Only the sampled token's log-prob is known, so `top_logprobs` is refused. Fields beyond OpenAI's: `top_k`, `min_p`,
+Only the sampled token's log-prob is known, so `top_logprobs` is rejected. Fields beyond OpenAI's: `top_k`, `min_p`,
 `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds the token ids of
 prompt and output, so that a trainer need not tokenize the text again.
 """
@@ -141,7 +141,7 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(messages, **settings, **variables)
     except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
-        raise RequestError(f"the chat template refuses these messages: {error}") from error
+        raise RequestError(f"the chat template rejects these messages: {error}") from error
     check_text(text)
     return tokenizer.encode(text, add_special_tokens=False)
 
