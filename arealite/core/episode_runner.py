@@ -59,21 +59,14 @@ class EpisodeRunner:
         self._timer: asyncio.TimerHandle | None = None
         self.is_stopping = False
         self.loop = new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
-
-    @property
-    def thread_id(self) -> int | None:
-        return self._thread.ident
-
-    def start(self) -> None:
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
 
     def stop(self) -> None:
         """Cancel all tasks and end the thread; idempotent."""
         self.is_stopping = True
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(timeout=10)
+            self.thread.join(timeout=10)
 
     def request_admission(self) -> None:
         """Have the loop call `admit` (any thread); requests that come before it runs are merged."""

@@ -84,7 +84,7 @@ class WorkflowExecutor:
             # Exempt torch's many objects from garbage collection, which would scan them between episodes.
             gc.collect()
             gc.freeze()
-        self.runner.start()
+        self.runner.thread.start()
 
     def abandon(self) -> None:
         """Start no more episodes and ignore those that end from now on: the run is over."""
@@ -375,7 +375,7 @@ class WorkflowExecutor:
     def _diagnosis(self) -> tuple[str, str]:
         oldest = next(iter(self.runner.running), None)
         sizes = len(self._finished), len(self._pending)
-        return diagnose(self.staleness, *sizes, oldest, self._is_paused, self.runner.thread_id)
+        return diagnose(self.staleness, *sizes, oldest, self._is_paused, self.runner.thread.ident)
 
     def _on_crash(self, error: BaseException) -> None:
         with self._lock:

@@ -51,7 +51,7 @@ class StatsLogger:
         """Write the statistics of one step."""
         if not self._writes:
             return
-        values = {key: _finite(value) for key, value in stats.items()}
+        values = {key: float(value) if math.isfinite(value) else None for key, value in stats.items()}
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
@@ -79,11 +79,6 @@ def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
         return []
     lines = run_dir.stats_path.read_text(errors="replace").splitlines()
     return [json.loads(line) for line in lines if math.isfinite(_step_of(line))]
-
-
-def _finite(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _step_of(line: str) -> float:

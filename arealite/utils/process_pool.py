@@ -169,7 +169,7 @@ class WorkerProcess:
         except TimeoutError:
             raise WorkerTimeout(f"did not respond within {timeout_s:g} s") from None
         except (EOFError, OSError):
-            raise WorkerLost(self.describe_exit()) from None
+            raise WorkerLost(self._describe_exit()) from None
 
     def kill(self) -> None:
         """End the process at once; idempotent. A task that waits for it gets `WorkerLost`."""
@@ -178,7 +178,7 @@ class WorkerProcess:
             self.process.kill()
         self.channel.shut_down()
 
-    def describe_exit(self) -> str:
+    def _describe_exit(self) -> str:
         """Say how the process ended; it has closed its socket, so it ends within moments."""
         self.process.join(timeout=1.0)
         code = self.process.exitcode

@@ -106,22 +106,18 @@ class RLVRWorkflow(RolloutWorkflow):
 
 def to_batch(responses: list[ModelResponse], rewards: list[float]) -> Batch:
     """Join answers to one padded batch; generated tokens are trained on."""
-    total = max(len(r.input_tokens) + len(r.output_tokens) for r in responses)
-    ids, mask, loss, logprobs, versions = [], [], [], [], []
-    for r in responses:
-        num_in, num_out = len(r.input_tokens), len(r.output_tokens)
-        pad = total - num_in - num_out
-        ids.append(r.input_tokens + r.output_tokens + [0] * pad)
-        mask.append([1] * (num_in + num_out) + [0] * pad)
-        loss.append([0] * num_in + [1] * num_out + [0] * pad)
-        logprobs.append([0.0] * num_in + r.output_logprobs + [0.0] * pad)
-        versions.append([-1] * num_in + r.output_versions + [-1] * pad)
+    lengths = [(len(r.input_tokens), len(r.output_tokens)) for r in responses]
+    total = max(map(sum, lengths))
+
+    def pad(rows: list[list[Any]], value: float, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.tensor([row + [value] * (total - len(row)) for row in rows], dtype=dtype)
+
     return {
-        "input_ids": torch.tensor(ids),
-        "attention_mask": torch.tensor(mask),
-        "loss_mask": torch.tensor(loss),
-        "logprobs": torch.tensor(logprobs, dtype=torch.float32),
-        "versions": torch.tensor(versions),
+        "input_ids": pad([r.input_tokens + r.output_tokens for r in responses], 0),
+        "attention_mask": pad([[1] * (num_in + num_out) for num_in, num_out in lengths], 0),
+        "loss_mask": pad([[0] * num_in + [1] * num_out for num_in, num_out in lengths], 0),
+        "logprobs": pad([[0.0] * len(r.input_tokens) + r.output_logprobs for r in responses], 0.0, torch.float32),
+        "versions": pad([[-1] * len(r.input_tokens) + r.output_versions for r in responses], -1),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "truncated": torch.tensor([r.truncated for r in responses]),
     }

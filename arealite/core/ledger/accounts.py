@@ -67,10 +67,9 @@ class EpisodeAccounts:
         alarm = self.audit.alarm()
         if alarm is not None:
             logger.warning("%s", alarm)
-        if self.ledger is not None:
-            if alarm is not None:
+            if self.ledger is not None:
                 self.ledger.event("alarm", alarm)
-            self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
+        self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
         return join_trajectories(episodes)
 
     def close_direct(self, call: DirectCall, version: int) -> None:
@@ -146,9 +145,7 @@ def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
 
 def _to_text(tokenizer: Any, ids: torch.Tensor) -> str:
     tokens = ids.tolist()
-    if tokenizer is None:
-        return " ".join(map(str, tokens))
-    return _replace_surrogates(str(tokenizer.decode(tokens)))
+    return " ".join(map(str, tokens)) if tokenizer is None else _replace_surrogates(str(tokenizer.decode(tokens)))
 
 
 def _replace_surrogates(text: str) -> str:
