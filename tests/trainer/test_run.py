@@ -6,7 +6,7 @@ import pytest
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from arealite.api.errors import WaitTimeout
-from arealite.api.io_struct import FinetuneSpec
+from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.trainer.run import NO_SIGNAL_STEPS, Run, _ServerIdleTime
@@ -67,6 +67,17 @@ class Rollout:
 
     def has_other_weights(self):
         return False
+
+
+def test_servers_with_weights_of_another_run_are_updated_before_the_first_step(actor, config, monkeypatch):
+    """Also behind a controller, which is no instance of the engine's class."""
+    rollout, versions = Rollout(), []
+    rollout.has_other_weights = lambda: True
+    monkeypatch.setattr("arealite.trainer.run.make_weight_meta", lambda *_: WeightUpdateMeta("disk"))
+    monkeypatch.setattr("arealite.trainer.run.sync_weights", lambda _actor, _to, meta: versions.append(meta.version))
+    with Run(config, SPEC, actor, rollout) as run:
+        assert next(run.steps()) == 0
+    assert versions == [0]
 
 
 def own_loss(out, batch):
