@@ -1,4 +1,4 @@
-"""The attention function in all layers of Hugging Face models, registered with their attention interface.
+"""The attention function of Hugging Face models, registered with their attention interface.
 
 It passes queries, keys and values to the step's batch, which knows the paged KV cache: `cpu.attention.PagedBatch` or
 `cuda.ops.DeviceBatch`. Used when a model is loaded.

@@ -1,4 +1,4 @@
-"""Triton kernels of the forward pass: norm, rotary embedding, cache write, paged attention, SiLU gate.
+"""Triton kernels of the forward pass: norm, rotary embedding, cache write, attention, SiLU gate.
 
 Each does in one pass what the Hugging Face module does in several, and rounds where that module rounds, so that the
 engine and a trainer with the same modules compute the same numbers up to the order of sums.
