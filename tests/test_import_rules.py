@@ -37,7 +37,7 @@ MAX_FILE, MAX_FUNCTION, MAX_FOLDER, MAX_FIRST_LINE = 400, 50, 4_000, 99
 # A training loop is read from top to bottom, and a Triton kernel is one program: neither gains by being split.
 MAX_WHOLE_FUNCTION = 100
 # Temporary: first docstring lines that are too long or have no full stop. May only shrink.
-MAX_BAD_DOCSTRINGS = 84
+MAX_BAD_DOCSTRINGS = 31
 
 # Optional dependencies are imported in the function of the one adapter that needs them.
 OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
