@@ -93,8 +93,9 @@ class DeviceWeights:
             # the memory and warn at exit. The trainer alone decides how long the buffer lives.
             torch.UntypedStorage._release_ipc_counter_cuda(*self._handle[_COUNTER])
             self._handle = []
-            # It warns as well if the buffer itself is alive at exit.
-            self.tensors, self._buffer = {}, torch.empty(0)
+            # It warns as well if the buffer itself is alive at exit, so callers of `open` lose their views too.
+            self.tensors.clear()
+            self._buffer = torch.empty(0)
 
 
 def visible_gpus() -> list[str]:
