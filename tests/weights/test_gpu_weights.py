@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from engine_testing import engine_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
@@ -23,6 +22,7 @@ from arealite.inference.sharding import TensorGroup, shard_model
 from arealite.inference.weights import WeightSource
 from arealite.weights.device_memory import DeviceWeights, visible_gpus
 from arealite.weights.sync import _probe, make_transport
+from tests.engine.engine_testing import engine_config
 from tests.inference.conftest import SMALL, forward_logprobs, generate, make_model, prompts, run
 from tests.server_process import server_process
 
