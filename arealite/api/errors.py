@@ -25,6 +25,20 @@ class ServerError(AReaLiteError, RuntimeError):
     """An inference server refused a request, died, or cannot be reached."""
 
 
+class HttpError(ServerError):
+    """A server answered with an error status."""
+
+    def __init__(self, url: str, status: int, text: str):
+        super().__init__(f"{url} answered {status}: {text[:2000]}")
+        self.status = status
+        self.text = text
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request itself is wrong: no other server would accept it either."""
+        return 400 <= self.status < 500 and self.status not in (401, 403, 408, 425, 429)
+
+
 class RequestError(AReaLiteError, ValueError):
     """One generation request is invalid (too long, unknown token, sampling value out of range)."""
 

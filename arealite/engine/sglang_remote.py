@@ -17,13 +17,12 @@ import torch
 import torch.multiprocessing
 
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, ModelResponse, WeightUpdateMeta
 from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
-from arealite.utils.json_client import HttpError
 from arealite.weights.fingerprint import SHA256, Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S, PORTION_BYTES

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
-from arealite.utils.json_client import HttpError
 from arealite.weights.fingerprint import Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S

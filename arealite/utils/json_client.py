@@ -13,23 +13,9 @@ import aiohttp
 import orjson
 
 from arealite.api.backends import API_KEY_ENV
-from arealite.api.errors import ServerError
+from arealite.api.errors import HttpError, ServerError
 
 CONNECT_TIMEOUT_S = 10.0
-
-
-class HttpError(ServerError):
-    """A server answered with an error status."""
-
-    def __init__(self, url: str, status: int, text: str):
-        super().__init__(f"{url} answered {status}: {text[:2000]}")
-        self.status = status
-        self.text = text
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the request itself is wrong: no other server would accept it either."""
-        return 400 <= self.status < 500 and self.status not in (401, 403, 408, 425, 429)
 
 
 class UnreachableError(ServerError):

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arealite.api.errors import ServerError, WeightUpdateError
+from arealite.api.errors import HttpError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
-from arealite.utils.json_client import HttpError
 from arealite.utils.network import free_port, host_address
 from arealite.weights.layout import TensorLayout
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from arealite.api.errors import WeightUpdateError
+from arealite.api.errors import HttpError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
-from arealite.utils.json_client import HttpError
 from arealite.weights.layout import TensorLayout
 
 Weights = dict[str, torch.Tensor]

@@ -3,10 +3,9 @@
 import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import WaitTimeout
+from arealite.api.errors import HttpError, WaitTimeout
 from arealite.engine.remote.base import NAMES_ENV
 from arealite.engine.sglang_remote import RemoteSGLangEngine, SGLangClient
-from arealite.utils.json_client import HttpError
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.network import free_port
 from arealite.utils.rundir import RunDir

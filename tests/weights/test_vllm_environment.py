@@ -10,7 +10,7 @@ CODE = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("omegaconf", "math_verify", "rich", "peft"):
+        if name.partition(".")[0] in ("omegaconf", "math_verify", "rich", "peft", "orjson", "psutil"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
 import arealite.engine.remote.vllm_extension

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError, WaitTimeout
+from arealite.api.errors import ConfigError, HttpError, RequestError, ServerError, WaitTimeout
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
@@ -32,7 +32,7 @@ from arealite.engine.remote.membership import Members
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
-from arealite.utils.json_client import HttpError, UnreachableError
+from arealite.utils.json_client import UnreachableError
 
 logger = logging.getLogger("arealite.remote")
 

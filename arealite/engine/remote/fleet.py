@@ -15,14 +15,13 @@ from typing import Any
 
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
 from arealite.engine.remote.server import Router, Server, ServerState
 from arealite.engine.remote.updates import WeightUpdater
 from arealite.utils.console import show_message
-from arealite.utils.json_client import HttpError
 
 logger = logging.getLogger("arealite.fleet")
 
