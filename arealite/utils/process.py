@@ -73,7 +73,7 @@ class ProcessInfo:
 
 
 def process_table() -> dict[int, ProcessInfo]:
-    """Read all visible processes from /proc. psutil takes five times as long."""
+    """Read all visible processes from /proc. psutil takes 1.7 times the CPU time."""
     infos = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {info.pid: info for info in infos if info is not None}
 

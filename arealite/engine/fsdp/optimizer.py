@@ -84,8 +84,8 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     All arithmetic is fp32. Values stored in fewer bits (moments, and bfloat16 weights) are rounded stochastically, so
     that small updates survive on average. Ranks that hold the same values round them alike. With 8 bits the moments of
     vectors (norms, biases) stay fp32: they are few and sensitive. States have the parameter's shape and placement, so
-    sharding and checkpoints need no special case. torchao's AdamW8bit reaches the same loss, but takes 1.5 times as
-    long per step on CPU and keeps its states in tensor subclasses.
+    sharding and checkpoints need no special case. torchao's AdamW8bit reaches the same loss, but keeps its
+    states in tensor subclasses.
     """
 
     def __init__(self, params, lr: float, betas: tuple[float, float], eps: float, bits: int = 16):
