@@ -6,8 +6,6 @@ Pure functions on padded tensors, used by the actor. They change nothing in plac
 B sequences, T padded length.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

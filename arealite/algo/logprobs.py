@@ -8,8 +8,6 @@ does not depend on the chunk size.
 N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary, C rows of a chunk.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Pure functions on packed (`[N]`) or padded (`[B, T]`) tensors. `logprobs` are th
 when it sampled; `prox_logp` are those of the policy at the start of the update. Nothing here is differentiated.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ weight (`off_policy`). `api.algorithms` names the loss of each algorithm, and `L
 N packed tokens, B sequences. logp: policy being trained; prox_logp: its weights at the start of the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Sequence-level inputs are `[P]` (pairs) or `[B]` (answers).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid

@@ -6,8 +6,6 @@ An entry declares everything about an algorithm: how rewards become advantages, 
 set a key without effect. `algorithm=custom` fixes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -8,8 +8,6 @@ Flags of SGLang and vLLM pass through from the configuration unchanged (`sglang.
 another environment) and `env` (its variables).
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import json

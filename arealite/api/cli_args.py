@@ -5,8 +5,6 @@ then `key=value` overrides. A configuration does not change after loading. Flags
 here: they pass through the dicts `sglang` and `vllm`. `train_args` configures training engines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Used by the config dataclasses only. A section yields what is wrong with several fields together in its `problems`.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

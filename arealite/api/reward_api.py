@@ -9,8 +9,6 @@ crashes, only its own episode fails. Make a function that waits for a remote ser
 (`async def reward(…)`): it is awaited on the event loop, any number at the same time, and needs no process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 from typing import Any, Protocol
 

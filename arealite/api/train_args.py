@@ -3,8 +3,6 @@
 Part of the tree in `cli_args`. The values that each algorithm implies or rejects are in `algorithms`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Checks versions, GPUs, shared memory, free space, ports and optional packages. E
 needs is wrong.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

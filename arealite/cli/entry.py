@@ -3,8 +3,6 @@
 Imports a tool only when it is called, so that `arealite --help` and `arealite --version` take no time.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

@@ -8,8 +8,6 @@ Turns the tree below into the flat configuration of scripts, and runs the matchi
 launcher that `mode` names. `--help` lists all keys; `--dry-run` prints what would be started where.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib

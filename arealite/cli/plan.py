@@ -4,8 +4,6 @@ Starts nothing and needs no cluster: `cluster.n_nodes` and `cluster.n_gpus_per_n
 checks as a launcher's `--dry-run`.
 """
 
-from __future__ import annotations
-
 from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config

@@ -4,8 +4,6 @@ Shows a sample of the steps, the time per phase, the outcome of the episodes, an
 run directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sqlite3

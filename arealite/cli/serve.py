@@ -4,8 +4,6 @@ Keys are the fields of `ServerConfig` (`--help` lists them); `join=RUN_DIR` make
 one line when it serves. SIGTERM and SIGINT end it cleanly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -4,8 +4,6 @@ A call is sent to all ranks at once. The marks on the engine's methods (`arealit
 script gets and whether it waits, so engines that do not need each other's results work at the same time.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from dataclasses import is_dataclass

@@ -4,8 +4,6 @@ A `LazyBatch` consists of layers of columns: those that the rollout collected, t
 an engine as references. Reading a column's numbers in the script fetches that column only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any

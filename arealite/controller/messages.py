@@ -4,8 +4,6 @@ A batch is split into shares, one for each data-parallel rank of the most parall
 stored together, so that one object reference stands for all columns that a call left for that share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Created by `Driver.place`. Tensors stay in Ray's object store. The driver receiv
 from actor to actor. Works with any engine.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing.spawn
 import os

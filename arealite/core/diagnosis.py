@@ -1,7 +1,5 @@
 """Error messages of the executor: why a wait expired or can never end, and why episodes fail."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

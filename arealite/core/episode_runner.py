@@ -6,8 +6,6 @@ together with all that ended in the same iteration of the loop, whatever the wor
 `on_crash` gets the error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Event loops of the trainer's process, of rollout workers and of the embedded server."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ stream goes back to the oldest row that has not ended and skips rows that have, 
 dataset, or one smaller than a batch, raises an error at once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any

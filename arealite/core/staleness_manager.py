@@ -7,8 +7,6 @@ Rejected, failed and stale episodes make room at once. The counts always add up:
 rejected + failed + stale, and accepted = buffered + trained.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import mean, median

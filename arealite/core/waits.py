@@ -4,8 +4,6 @@ Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When i
 what, since when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
 """
 
-from __future__ import annotations
-
 import time
 
 from arealite.api.errors import WaitTimeout

@@ -7,8 +7,6 @@ sample is older than η versions; an exception in a workflow fails that episode 
 the first cause; every wait has a deadline. With η = 0 batches equal those of a plain loop over the same rows.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

@@ -3,8 +3,6 @@
 Reads any file with the columns `question` and `answer`, which ends in `#### number`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase

@@ -4,8 +4,6 @@ Training loops iterate over one epoch (`for batch in loader`) or without end (`l
 batches. Recover checkpoints save the state: the epoch and the position in it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

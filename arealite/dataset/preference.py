@@ -4,8 +4,6 @@ Three layouts are read: texts with a `prompt` column; whole dialogues in `chosen
 messages (`[{"role": …, "content": …}]`), with or without a `prompt`, which go through the tokenizer's chat template.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ needs the optional `datasets` package. Without `split`, training reads the train
 test split; a dataset that has splits but not that one is an error.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

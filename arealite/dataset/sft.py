@@ -1,7 +1,5 @@
 """Tokenizers, rows for supervised training (a prompt and its answer as tokens), and batches of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

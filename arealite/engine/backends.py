@@ -1,7 +1,5 @@
 """Resolves the client engine for the servers of an `allocation_mode`; see `arealite.api.backends`."""
 
-from __future__ import annotations
-
 import importlib
 
 from arealite.api.alloc_mode import AllocationMode

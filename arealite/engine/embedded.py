@@ -5,8 +5,6 @@ between two decode steps; requests in flight keep their tokens, and their KV cac
 (`rollout.pause_mode=in_place`) or computed again (`abort`). One rank only.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ and ranks. Actors, critics and supervised engines are subclasses. What the engin
 B sequences, T padded length, N packed tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Only the wire format is here (`SGLangClient`). Choice of server, retries, interr
 `RemoteEngine`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence

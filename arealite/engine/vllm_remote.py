@@ -6,8 +6,6 @@ interruption and collection are in `RemoteEngine`. The client probes what a serv
 used is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ model in another way (DoRA, trained biases, whole modules, an initialization tha
 name, before any weight is changed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ It passes queries, keys and values to the step's batch, which knows the paged KV
 Legend: N tokens of the step, H heads, Hkv KV heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 and samples the same tokens, so in tensor parallel every rank runs a core of its own on the same calls (`ranks`).
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import deque

@@ -3,8 +3,6 @@
 Used only for requests that stream or have stop strings; all others are decoded once, at their end.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -5,8 +5,6 @@ engine's thread only: calls from other threads are queued, run between two steps
 thread sleeps. If a step fails, all pending futures get the error, later calls raise it, and `failure` stays set.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -5,8 +5,6 @@ before it, its tokens), so a lookup follows the prefix exactly, with no hash col
 prefix cache until its memory is needed (least recently used first).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import numpy as np

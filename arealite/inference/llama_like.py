@@ -3,8 +3,6 @@
 The runners have faster forward passes for these (`cpu.lean_model`, `cuda.fused_model`); all others run as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedModel

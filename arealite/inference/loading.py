@@ -4,8 +4,6 @@ Called once per engine and rank. User errors (no such folder, a model without th
 dtype) are a `ConfigError` before the KV cache is allocated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

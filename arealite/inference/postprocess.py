@@ -4,8 +4,6 @@ The core calls it after every step. Batches are handled with array operations; o
 have stop strings cost Python work.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

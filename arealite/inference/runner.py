@@ -3,8 +3,6 @@
 `cpu.runner.CpuRunner` and `cuda.runner.CudaRunner` implement it.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass

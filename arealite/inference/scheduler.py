@@ -6,8 +6,6 @@ sequence starts like any other. The samples of one request fork from the first: 
 last, partial one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ same tokens on its own. A cut head would gather logits `[B, V]` in every step, w
 half of the head.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta

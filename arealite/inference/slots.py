@@ -6,8 +6,6 @@ tokens.
 Legend: S slots, M longest sequence, K extra stop ids.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ generation goes on meanwhile, and the new weights are swapped in between two ste
 trainer that forms a new one has dropped the old one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from arealite.api.errors import RequestError, WeightUpdateError

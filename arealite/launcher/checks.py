@@ -4,8 +4,6 @@ All launchers call `check_job`, also for `--dry-run`, so that a job that passes 
 these reasons.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 Replaces the data-parallel size in MODE (the `allocation_mode`) by the one that WORLD_SIZE allows.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -4,8 +4,6 @@
 combination is rejected at once. It imports neither torch nor the script.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os

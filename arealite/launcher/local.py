@@ -5,8 +5,6 @@ trainer ranks. The first failure ends everything; with `recover.retries` the job
 checkpoint. No process outlives the launcher.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@
 `--dry-run` prints the result. Pure, apart from looking up the devices of this machine.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

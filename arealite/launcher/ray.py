@@ -6,8 +6,6 @@ each. A lost node that had only servers is replaced while training goes on; a lo
 Ray here. `--dry-run` prints what would be started, and needs no cluster.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -5,8 +5,6 @@ joins the running job by its lease and loads the current weights before its firs
 continue on other servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -5,8 +5,6 @@ Used by every launcher; imports no server code.
 `arealite.api.backends` declares the command line and environment of each kind of server.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import http.client
 import importlib.util

@@ -6,8 +6,6 @@ and, with `recover.mode=auto`, resumes; a failed one is submitted again up to `r
 pass through `launcher.slurm` (`launcher.slurm.partition=gpu`). `--dry-run` prints the batch script.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import shutil

@@ -7,8 +7,6 @@ their arrival. With `cluster.min_nodes`, any machine but the first may join or l
 from the recover checkpoint, as many as there are.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -5,8 +5,6 @@ child that started, `-pid` for each whose process family has ended, and `=path` 
 end. The end of that input means that the launcher has ended. The end of the watchdog's output means that it is done.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ r"""Find the final answer in a completion.
 `Final answer:`, `<answer>`); the last formula or number of the text. It returns text, which `reward.math` compares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

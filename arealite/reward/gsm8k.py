@@ -1,7 +1,5 @@
 """Reward for GSM8K: compares the final answer with the number after `####` in the dataset."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from arealite.api.errors import DatasetError

@@ -5,8 +5,6 @@ Its timeouts work in the main thread only and are off. Instead, formulas that co
 only, and the reward pool has a deadline. Nothing here evaluates model output as code.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from fractions import Fraction

@@ -6,8 +6,6 @@ alone fails, with the reason. While all workers only wait (for a judge, a databa
 costs no throughput. Coroutine functions are awaited on the event loop itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

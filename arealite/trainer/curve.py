@@ -1,7 +1,5 @@
 """Draws one number per step as a PNG. Needs matplotlib, which is optional: only the demo draws."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """DPO and its variants: the ready-made loop of examples/arealite/preference_dpo.py."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DPOConfig

@@ -5,8 +5,6 @@ validation set. All answers go to the ledger of the run directory (`rollout.dump
 arealite.cli.report` shows them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test check
 change both or none.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ checkpoint that is damaged later is detected, and the one before it is used. Tra
 `maybe_save` after each step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reward models: the ready-made loop of examples/arealite/preference_rw.py."""
 
-from __future__ import annotations
-
 from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.preference import collate_pairs, get_preferences

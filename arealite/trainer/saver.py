@@ -3,8 +3,6 @@
 `Frequency` decides when, the same on all ranks; the evaluator and the recover checkpoints use it too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop with another engine, collation and update.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase

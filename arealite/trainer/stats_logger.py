@@ -4,8 +4,6 @@ Training loops call `commit` once a step on every rank; only rank 0 writes. A li
 so a crash loses no step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -3,8 +3,6 @@
 Scripts with a dataset and reward of their own do not need it. To add a task, add one line to `TASKS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

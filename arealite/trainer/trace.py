@@ -5,8 +5,6 @@ stats.jsonl. The spans also go to trace.json in Chrome's format (open it in ui.p
 flushed at each `take`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -5,8 +5,6 @@ unknown key (reported with the nearest valid one), a value of the wrong type, a 
 combination (`config.check()`) raise `ConfigError` before anything starts. `run_main` prints such errors as one message.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import logging

@@ -7,8 +7,6 @@ Used by engines, the executor and workflows. Padded form: `[B, T]`, right-padded
 B sequences, T padded length, N packed tokens.
 """
 
-from __future__ import annotations
-
 import heapq
 
 import torch

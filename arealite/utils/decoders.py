@@ -6,8 +6,6 @@ comparing log-probs with the model's own forward pass (in servers of one rank, a
 context parallelism).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

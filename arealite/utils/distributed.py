@@ -4,8 +4,6 @@ All functions also work in a single process without a group. Nothing is pickled:
 bytes. CUDA jobs get both NCCL and gloo, so that tensors on the host can be exchanged too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import timedelta

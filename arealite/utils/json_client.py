@@ -4,8 +4,6 @@ Connection errors become `ServerError` (retry, perhaps elsewhere); an error stat
 status. One `JsonClient` belongs to one event loop; its connections are kept alive and unlimited in number.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

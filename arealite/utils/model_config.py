@@ -5,8 +5,6 @@ trainer and the embedded server call it too (through `utils.decoders.read_model_
 folders.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -6,8 +6,6 @@ Entries are leases and expire if not renewed.
 file server's clock, so the clocks of the machines need not agree.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@
 name in Linux's abstract socket namespace, which the kernel removes with the process that holds it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -4,8 +4,6 @@
 every worker would import the script, and torch with it, again.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ Launchers start each child in its own session, with a mark in its environment. A
 session or its mark: a daemon changes the first two, and a program that rewrites its title loses the third.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

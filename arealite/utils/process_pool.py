@@ -5,8 +5,6 @@ them, and a new worker is ready within milliseconds. Every wait for a worker has
 owner, also if it is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -3,8 +3,6 @@
 Works for every server that sees the trainer's file system. A version that a server may still read is never changed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

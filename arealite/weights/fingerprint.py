@@ -5,8 +5,6 @@ tensor that was not updated, came from another place, or was half written. It is
 (`/weights_checker` has one).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

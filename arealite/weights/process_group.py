@@ -5,8 +5,6 @@ of the trainer's groups, so servers may come and go: another set of servers gets
 CUDA.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

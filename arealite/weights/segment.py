@@ -3,8 +3,6 @@
 The trainer creates a segment once and copies into it at each update; a server maps it once and copies out of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar

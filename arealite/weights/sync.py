@@ -5,8 +5,6 @@ trainer publishes. When it returns, trainer and servers hold the same version. `
 `WeightUpdateMeta.type` decides anything.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

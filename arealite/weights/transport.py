@@ -5,8 +5,6 @@ transport meets the other parts through three small protocols: `WeightOwner` (th
 one kind of server) and `WeightServer`.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar

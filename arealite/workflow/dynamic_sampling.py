@@ -4,8 +4,6 @@ Such groups give no gradient. The executor replaces a rejected prompt by another
 size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from arealite.api.engine_api import InferenceEngine

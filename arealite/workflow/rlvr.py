@@ -5,8 +5,6 @@ It is a template for workflows of your own. A row has `messages` (the tokenizer'
 none, so that a run can be repeated.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -4,8 +4,6 @@
 exactly once.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ biased sample without any error. `EpisodeAccounts` adds every episode that ends.
 describe the last steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 FINAL_STATES = ("trained", "stale", "rejected", "failed")

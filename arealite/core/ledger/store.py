@@ -6,8 +6,6 @@ source and number there: it can be neither lost nor recorded twice. `rewind` rem
 last checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

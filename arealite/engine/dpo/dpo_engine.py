@@ -4,8 +4,6 @@ Batches are those of the reward model (`pair_ids`, `is_chosen`), with `loss_mask
 reference also need `ref_logp [B, T] = ref.forward(batch)["logp"]`; KTO needs it for `with_mismatched(batch)`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

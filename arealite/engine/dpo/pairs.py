@@ -3,8 +3,6 @@
 `pair_ids` is positive for the rows of a pair, 0 for a filler and −1 for a mismatched row; `is_chosen` is the side.
 """
 
-from __future__ import annotations
-
 import torch
 
 from arealite.api.errors import DatasetError

@@ -5,8 +5,6 @@ previous one as it was. All ranks call these functions together, and they fail o
 checkpoints to resume from are in `sharded_checkpoint`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Two operations per weight and token of every matrix product, attention over the 
 backward pass. Recomputation (gradient checkpointing, log-prob chunks) is not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Checkpoints are adapter folders that `PeftModel.from_pretrained` reads. The scal
 new, so it is trained and saved in full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

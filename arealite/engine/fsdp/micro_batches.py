@@ -5,8 +5,6 @@ layers need every rank in every pass. Rows of a preference pair stay together; r
 fit, so that they can share their prompt.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

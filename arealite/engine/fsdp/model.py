@@ -6,8 +6,6 @@ gathers the output head with the rest of the model, and `[N, V]` logits never ex
 N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Works on plain parameters and on DTensors of any mesh.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

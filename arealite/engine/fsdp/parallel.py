@@ -7,8 +7,6 @@ group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used
 `packed_attention`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

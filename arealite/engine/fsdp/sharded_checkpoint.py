@@ -3,8 +3,6 @@
 They hold tensors only, no pickled objects. All ranks save and load together; a checkpoint loads on any number of ranks.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import warnings

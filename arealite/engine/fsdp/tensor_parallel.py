@@ -5,8 +5,6 @@ tokens. Embedding and output head are split by vocabulary rows, so no rank has l
 `FSDPEngine` applies it to a model on the meta device, before sharding. Results are the same on all ranks of a group.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -6,8 +6,6 @@ Packing removes the padding and keeps the order of the placeholders. The languag
 and its projector too, unless `freeze_vision` is set.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import torch

@@ -7,8 +7,6 @@ minibatches. With one minibatch, results do not depend on how rows are distribut
 B sequences, T padded length.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ after it. Index `t` holds the value of the tokens before `t`. With `value_norm` 
 by their running mean and std; values outside this class are always on the scale of rewards.
 """
 
-from __future__ import annotations
-
 import torch
 
 from arealite.algo.logprobs import previous_token

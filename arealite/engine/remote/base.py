@@ -8,8 +8,6 @@ dies continues elsewhere. Long answers are asked for in segments, so that a kill
 Each token comes with its log-prob and weight version, exactly once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

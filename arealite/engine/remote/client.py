@@ -4,8 +4,6 @@ A client knows the wire format only. `Fleet` decides which servers get requests,
 where, and `Transport` (`arealite.weights`) which of the loading methods an update uses.
 """
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

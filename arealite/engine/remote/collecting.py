@@ -5,8 +5,6 @@ give each rank whole groups (their statistics need all samples of a prompt), bal
 keeps the order of its data.
 """
 
-from __future__ import annotations
-
 import abc
 import asyncio
 from collections.abc import Iterable

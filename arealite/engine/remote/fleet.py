@@ -6,8 +6,6 @@ does not answer health checks for `health_timeout_s` loses its requests to other
 fingerprints equal what the trainer published, or the run stops and the tensor is named.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

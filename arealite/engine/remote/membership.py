@@ -5,8 +5,6 @@ directory. The launcher holds one for each of its servers, and restarts a server
 reads the leases. A server that is stopped withdraws its lease; the lease of a killed server expires.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

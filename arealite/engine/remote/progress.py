@@ -1,7 +1,5 @@
 """`Progress`: one sample that is being generated, over any number of interruptions."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Used on the executor's event loop. `Fleet` opens and closes servers and records 
 `WeightUpdater` record what a server has loaded. A request that finds no server open waits in `Router.acquire`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

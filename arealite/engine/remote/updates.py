@@ -4,8 +4,6 @@ Owned by `Fleet`, on the executor's event loop. Guarantees: one update at a time
 fingerprints equal what the trainer published. How weights travel is the transport's part.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress

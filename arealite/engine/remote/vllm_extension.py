@@ -8,8 +8,6 @@ torch process group, gloo on CPU. On CPU a reload leaves the packed head of a mo
 fixed here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

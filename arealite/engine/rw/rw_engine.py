@@ -4,8 +4,6 @@ The score of an answer is that of its last token. The two answers of a pair are 
 `pair_ids [B]` and different `is_chosen [B]`. Both are in the same micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from arealite.algo.preferences import reward_model_loss

@@ -1,7 +1,5 @@
 """`FSDPLMEngine`: supervised fine-tuning on the negative log-likelihood of trained tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from arealite.api.io_struct import Batch, Stat

@@ -7,8 +7,6 @@ own new tokens (a prompt from its start), over gathered blocks, or over contiguo
 Legend: N tokens of the step, b sequences and t tokens of a tile, L keys of a tile, H heads, Hkv KV heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ Gathering all blocks in every step would cost more than attention itself, which 
 Legend: R rows of a shelf, W tokens a row has room for, Hkv KV heads, D head size, S decoding sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ Used by the CPU runner. It reads the parameters of the Hugging Face modules, so 
 equals their forward pass up to the order of sums (tests/inference/test_lean_model.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The work is done when `launch` returns. Deterministic mode computes every token 
 own sequence only.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from functools import partial

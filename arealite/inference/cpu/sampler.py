@@ -8,8 +8,6 @@ greedy requests the temperature counts as 1. The raw log-prob, on request, is th
 Legend: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ All graphs share one memory pool: they never run at the same time, and none read
 stream (Triton's interpreter on the CPU) the functions are called directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 
 import torch

@@ -4,8 +4,6 @@ A bad request gets a status and a message that says what is wrong, never a trace
 error in a stream that has begun is sent as its last event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -5,8 +5,6 @@ Differences from SGLang: log-probs are always returned. `text` is made only if t
 adds the log-probs at temperature 1.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator
 from typing import Any

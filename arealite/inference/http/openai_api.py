@@ -5,8 +5,6 @@ Only the sampled token's log-prob is known, so `top_logprobs` is rejected. Field
 prompt and output, so that a trainer need not tokenize the text again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -4,8 +4,6 @@ Started by `python -m arealite.cli.serve`. The engine runs in its own thread; ha
 futures. `/health` answers 200 while the engine can serve and 503 with the cause once it has failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import resource
