@@ -167,7 +167,7 @@ class SGLang(Backend):
         return _as_text(config.sglang.get("env"))
 
     def private_flags(self, config: ServerSettings) -> dict[str, Any] | None:
-        """Return the API key, which SGLang does not read from the environment, with the flags of the user's file."""
+        """Return the user's flags with the API key, which SGLang does not read from the environment."""
         if not config.server.api_key:
             return None
         given = config.sglang.get("config")

@@ -1,4 +1,4 @@
-"""Check this machine: `python -m arealite.cli.doctor [FILEROOT]` prints findings and what to do about them.
+"""Checks this machine and says what to do: `python -m arealite.cli.doctor [FILEROOT]`.
 
 Checks versions, GPUs, shared memory, free space, ports and optional packages. Exits with 1 if something that every run
 needs is wrong.

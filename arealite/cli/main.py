@@ -54,7 +54,7 @@ DEFAULT_MODEL = "Qwen/Qwen2-0.5B"
 
 
 def _own_fields(config_class: type, **defaults: Callable[[], Any]) -> Any:
-    """Make a dataclass of the fields that `config_class` adds to those of every run, for `trainer.<type>`."""
+    """Make the dataclass of `trainer.<type>`: the fields that `config_class` adds to those of every run."""
     common = {f.name for f in dataclasses.fields(BaseExperimentConfig)}
     types = typing.get_type_hints(config_class)
     own = {f.name: f for f in dataclasses.fields(config_class) if f.name not in common}

@@ -1,4 +1,4 @@
-"""Print what a configuration would start, and where: `python -m arealite.cli.plan SCRIPT.py key=value…`.
+"""Prints what a job would start, and where: `python -m arealite.cli.plan SCRIPT.py key=value…`.
 
 Starts nothing and needs no cluster: `cluster.n_nodes` and `cluster.n_gpus_per_node` name the devices. Runs the same
 checks as a launcher's `--dry-run`.

@@ -1,4 +1,4 @@
-"""Summarize a run, finished or not: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
+"""Summarizes a run: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
 
 Shows a sample of the steps, the time per phase, the outcome of the episodes, and a few rollouts as text. Only reads the
 run directory.

@@ -101,7 +101,7 @@ class DirectCall:
 
 
 class FinishedEpisodes:
-    """The buffer between generation and training: a heap ordered by id. The executor guards it with its lock."""
+    """The buffer between generation and training: a heap ordered by id, guarded by the executor's lock."""
 
     def __init__(self) -> None:
         # Flat tuples compare faster than nested ones.

@@ -1,4 +1,4 @@
-"""Checks a job before any process starts: everything that the configuration and this machine's files can tell.
+"""Checks a job's configuration and this machine's files before any process starts.
 
 All launchers call `check_job`, also for `--dry-run`, so that a job that passes a dry run does not fail later for one of
 these reasons.

@@ -1,4 +1,4 @@
-"""Runs a script as one rank of an elastic torchrun job, with the number of ranks that the job has now.
+"""Runs a script as one rank of an elastic torchrun job, with the job's current number of ranks.
 
     python -m arealite.launcher.elastic_rank MODE SCRIPT.py ARGUMENTS...
 

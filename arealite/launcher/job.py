@@ -114,7 +114,7 @@ class Job:
         return make_placement(self.config, self.devices, self.on_gpu)
 
     def command(self) -> list[str]:
-        """Return the script's command line, with a reference to an environment variable in place of an API key."""
+        """Return the script's command line, with an environment variable in place of an API key."""
         target = [self.script] if self.script.endswith(".py") else ["-m", self.script]
         hidden = f"server.api_key=${{oc.env:{API_KEY_ENV}}}"
         argv = [hidden if a.startswith("server.api_key=") and self.config.server.api_key else a for a in self.argv]

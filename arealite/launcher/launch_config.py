@@ -113,7 +113,7 @@ def _resolve(script: str, tree: ast.Module, argv: list[str]) -> str:
 
 
 def _config_class_name(tree: ast.Module) -> str | None:
-    """Return the second argument of `load_config(argv, Class)`; empty for a class that the script itself defines."""
+    """Return the class in `load_config(argv, Class)`; empty for one that the script itself defines."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) != 2:
@@ -130,14 +130,14 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _reads_datasets(tree: ast.Module) -> bool:
-    """Whether the script imports one of the package's dataset loaders; others make their own rows from any path."""
+    """Whether the script imports a dataset loader of the package; others may make rows from any path."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports if (node.module or "").startswith("arealite.") for alias in node.names]
     return any(name.startswith("get_") or name in ("load_dataset", "find_task") for name in names)
 
 
 def _resolve_in_script(script: str, argv: list[str]) -> str:
-    """Run the script up to its `load_config`, which writes the resolved configuration and ends the process."""
+    """Run the script up to its `load_config`, which writes the configuration and ends the process."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "config.yaml"
         command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}

@@ -1,4 +1,6 @@
-"""Runs a job on this machine: `python -m arealite.launcher.local SCRIPT.py --config FILE.yaml key=value… [--dry-run]`.
+"""Runs a job on this machine.
+
+    python -m arealite.launcher.local SCRIPT.py --config FILE.yaml key=value… [--dry-run]
 
 Starts the inference servers that `allocation_mode` names, waits until they are healthy, then starts and watches the
 trainer ranks. The first failure ends everything; with `recover.retries` the job starts again from the recover

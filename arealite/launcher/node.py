@@ -157,7 +157,7 @@ class NodePart:
         return wait_for_names(self.names, wanted, timeout_s, waiter, self.step)
 
     def start_mps(self) -> None:
-        """Start NVIDIA's MPS daemon if it is installed, so that kernels of processes on one GPU run concurrently."""
+        """Start NVIDIA's MPS daemon if installed: kernels of processes on one GPU then run concurrently."""
         command = shutil.which("nvidia-cuda-mps-control")
         # With the variable set, a daemon runs already.
         if command is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
@@ -218,7 +218,7 @@ class NodePart:
                 )
 
     def handle_server_end(self, child: Child) -> None:
-        """Start a dead server again, at a new address: at the old one clients would expect its former weights."""
+        """Start a dead server again at a new address: at the old one clients expect its former weights."""
         if child in self.spanning or not self.is_up:
             raise ServerError(f"a server died while it was starting: {child.describe_end()}")
         running = {i: c for i, (c, _, _) in self.starting.items()} | self.servers

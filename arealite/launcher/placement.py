@@ -95,7 +95,7 @@ class Placement:
 
 
 def visible_gpus() -> list[str]:
-    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, `GPU-…` or `MIG-…`."""
+    """List the GPUs this process may use as in CUDA_VISIBLE_DEVICES: indices, `GPU-…` or `MIG-…`."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",")]

@@ -1,4 +1,6 @@
-"""Runs a job on a Ray cluster: `python -m arealite.launcher.ray SCRIPT.py --config FILE.yaml cluster.n_nodes=4 …`.
+"""Runs a job on a Ray cluster.
+
+    python -m arealite.launcher.ray SCRIPT.py --config FILE.yaml cluster.n_nodes=4 key=value… [--dry-run]
 
 Reserves the nodes in one placement group (one bundle per machine) and runs `arealite.launcher.node` in an actor on
 each. A lost node that had only servers is replaced while training goes on; a lost trainer node ends the attempt, and

@@ -1,8 +1,8 @@
-"""A pool of extra servers on a Ray cluster that grows while requests wait at all servers and shrinks when servers idle.
+"""A pool of extra servers on a Ray cluster.
 
-Used by the Ray launcher if `launcher.max_servers` is set. Each server of the pool runs in an actor that Ray places; it
-joins the running job by its lease and loads the current weights before its first request. When it leaves, its requests
-continue on other servers.
+Grows while requests wait at all servers and shrinks when servers idle. The Ray launcher uses it if
+`launcher.max_servers` is set. Each server of the pool runs in an actor that Ray places; it joins the running job by its
+lease and loads the current weights before its first request. When it leaves, its requests continue on other servers.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ def server_port(config: LaunchConfig, index: int) -> int:
 
 
 def halve_gpu_memory(config: LaunchConfig) -> LaunchConfig:
-    """Return the configuration of servers that share their GPUs with a trainer: they take half of the memory."""
+    """Return the configuration of servers that share GPUs with a trainer: they take half of the memory."""
     server = dataclasses.replace(config.server, mem_fraction=config.server.mem_fraction / 2)
     sglang = BACKENDS["sglang"].shared_gpu_flags | config.sglang
     vllm = BACKENDS["vllm"].shared_gpu_flags | config.vllm
@@ -44,7 +44,7 @@ def halve_gpu_memory(config: LaunchConfig) -> LaunchConfig:
 
 
 def prepare_server(config: LaunchConfig, backend: str) -> dict[str, str]:
-    """Write the files that a server needs. Returns its environment variables, besides devices and threads."""
+    """Write the files of a server; return its environment variables, besides devices and threads."""
     flags = BACKENDS[backend].private_flags(config)
     if flags is not None:
         write_file(config.private_file, yaml.safe_dump(flags), private=True)

@@ -1,4 +1,6 @@
-"""Runs a job on a Slurm cluster: `python -m arealite.launcher.slurm SCRIPT.py --config FILE.yaml cluster.n_nodes=4 …`.
+"""Runs a job on a Slurm cluster.
+
+    python -m arealite.launcher.slurm SCRIPT.py --config FILE.yaml cluster.n_nodes=4 key=value… [--dry-run]
 
 Writes a batch script (slurm.sh in the run directory), submits it, and shows rank 0's output until the job ends; Ctrl+C
 cancels the job. One task per node runs `arealite.launcher.node`. A requeued or preempted job runs the same script again

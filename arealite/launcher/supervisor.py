@@ -88,7 +88,7 @@ class Supervisor:
     """Starts, watches and ends child processes. Use it in a `with` block, from one thread."""
 
     def __init__(self, stop_timeout_s: float = 10.0, lock: int | None = None):
-        """`lock` is a file descriptor that stays open until the last child is gone, also if this process is killed."""
+        """`lock`: a file descriptor that children inherit, so that it stays open until the last one is gone."""
         self.stop_timeout_s = stop_timeout_s
         self._lock = lock
         self.children: list[Child] = []

@@ -1,4 +1,6 @@
-"""Runs a job with torchrun: `python -m arealite.launcher.torchrun SCRIPT.py --config FILE.yaml key=value… [--dry-run]`.
+"""Runs a job with torchrun.
+
+    python -m arealite.launcher.torchrun SCRIPT.py --config FILE.yaml key=value… [--dry-run]
 
 Like the local launcher, but torchrun owns the trainer ranks: if one dies, torchrun restarts all of them inside the
 running job (up to `recover.retries` times, from the recover checkpoint) while the servers stay up. On several

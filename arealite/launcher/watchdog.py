@@ -1,4 +1,4 @@
-"""The watchdog process: ends everything a launcher started when the launcher itself is gone, also after `kill -9`.
+"""The watchdog process: ends what a launcher started when the launcher is gone, also after `kill -9`.
 
 `Supervisor` starts it and writes lines to its standard input: first the mark and the grace period, then `+pid` for each
 child that started, `-pid` for each whose process family has ended, and `=path` for a file or folder to remove at the

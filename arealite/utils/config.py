@@ -1,4 +1,4 @@
-"""Loads a configuration into a dataclass: `--config file.yaml` (repeatable), then `key=value` overrides.
+"""Loads a config dataclass from `--config file.yaml` (repeatable), then `key=value` overrides.
 
 Scripts call `load_config(argv, GRPOConfig)`; launchers read the same arguments without a schema with `load_plain`. An
 unknown key (reported with the nearest valid one), a value of the wrong type, a missing value and an impossible
@@ -107,7 +107,7 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
 
 
 def log_to_file() -> None:
-    """Send log records to the log file that a launcher has set; the console shows the table and the last error only."""
+    """Send log records to the launcher's log file; the console shows the table and the last error only."""
     path = os.environ.get(LOG_FILE_ENV)
     if path is not None:
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -151,7 +151,7 @@ def _encode(name: str) -> str:
 
 
 def elastic_names(run_dir: RunDir) -> FileNames:
-    """Return the names of servers that joined a running job (restarted, pooled or by hand), under ELASTIC_PREFIX."""
+    """Return the names of servers that joined a running job: restarted, pooled, or started by hand."""
     return FileNames(run_dir.names / "elastic", _ELASTIC_TTL_S)
 
 

@@ -77,7 +77,7 @@ def process_table() -> dict[int, ProcessInfo]:
 
 
 def find_family(pids: Collection[int], marks: Collection[str] = ()) -> list[ProcessInfo]:
-    """Find living processes of `pids`: themselves, their sessions and descendants, and carriers of a mark."""
+    """Find the living processes of `pids`: themselves, their sessions, descendants, carriers of a mark."""
     table = process_table()
     members = {p for p, info in table.items() if p in pids or info.session in pids}
     members |= {p for p in table if marks and _has_mark(p, marks)}

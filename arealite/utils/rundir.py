@@ -73,7 +73,7 @@ class RunDir:
 
     @contextmanager
     def lock(self, wait_s: float = 0.0) -> Iterator[int]:
-        """Hold the lock of this run directory, so that no other run uses it; yields the lock's file descriptor.
+        """Hold the lock of this run directory against other runs; yields the lock's file descriptor.
 
         The kernel releases the lock when all processes that inherited the descriptor are gone.
         """

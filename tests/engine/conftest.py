@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine_testing import MODELS, NOISY_MODELS, Ranks, make_model
 
 from arealite.utils import distributed
+from tests.engine.engine_testing import MODELS, NOISY_MODELS, Ranks, make_model
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config
 
 from arealite.api.cli_args import GenerationHyperparameters, GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from arealite.api.errors import WeightUpdateError
@@ -16,6 +15,7 @@ from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.network import free_port
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
+from tests.engine.engine_testing import SPEC, engine_config
 from tests.server_process import server_process
 
 pytest.importorskip("peft")

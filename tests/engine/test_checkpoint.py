@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from engine_testing import SPEC, engine_config, random_batch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +19,7 @@ from arealite.utils import distributed
 from arealite.utils.data import select_rows
 from arealite.utils.rundir import RunDir
 from arealite.weights.host_memory import SharedWeights
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 BATCH = random_batch([5, 12, 7, 9])
 

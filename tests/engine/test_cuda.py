@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, make_model, random_batch
 from transformers import AutoModelForCausalLM
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from tests.engine.engine_testing import SPEC, make_model, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_testing import random_batch
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import WaitTimeout
@@ -18,6 +17,7 @@ from arealite.engine.remote.collecting import CollectingEngine, scatter_batches
 from arealite.utils import distributed
 from arealite.utils.config import run_main
 from arealite.utils.data import select_rows
+from tests.engine.engine_testing import random_batch
 
 
 def _exchange(rank):

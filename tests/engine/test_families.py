@@ -9,7 +9,6 @@ import inspect
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,6 +20,7 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
+from tests.engine.engine_testing import SPEC, engine_config
 
 VOCAB, NEW = 120, 12
 # Families name the same things differently: each takes those it knows.

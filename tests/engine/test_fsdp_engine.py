@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from engine_testing import SPEC, VOCAB, engine_config, random_batch
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss, num_trained_tokens
 from arealite.utils.data import select_rows
+from tests.engine.engine_testing import SPEC, VOCAB, engine_config, random_batch
 
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, Ranks, engine_config, random_batch
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
+from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config, random_batch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.alloc_mode import AllocationMode
@@ -14,6 +13,7 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
 from arealite.weights.sync import make_transport
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 peft = pytest.importorskip("peft")
 BATCH = random_batch([5, 12, 7, 9])

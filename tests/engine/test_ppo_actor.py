@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config, random_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arealite.api.cli_args import NormConfig, PPOActorConfig
@@ -11,6 +10,7 @@ from arealite.api.io_struct import SaveLoadMeta
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import select_rows
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
 

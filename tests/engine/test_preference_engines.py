@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config, random_batch
 from transformers import AutoModelForSequenceClassification
 
 from arealite.api.cli_args import PPOCriticConfig, PreferenceConfig
@@ -15,6 +14,7 @@ from arealite.engine.fsdp.packed_attention import PackedLayout
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.utils.data import select_rows
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 LENGTHS = [6, 15, 9, 9, 20, 5, 12, 3]
 

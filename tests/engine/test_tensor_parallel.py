@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from engine_testing import SPEC, engine_config, random_batch
 
 from arealite.algo import logprobs
 from arealite.algo.logprobs import token_logprobs
@@ -19,6 +18,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
 LENGTHS = [3, 17, 9, 9, 30, 5, 12, 2]
 

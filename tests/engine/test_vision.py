@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_testing import SPEC, engine_config
 from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlavaConfig, Qwen2_5_VLConfig, Qwen2Config
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
@@ -12,6 +11,7 @@ from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.data import concat_padded, select_rows
+from tests.engine.engine_testing import SPEC, engine_config
 
 IMAGE = 60
 TEXT = dict(

@@ -1,6 +1,5 @@
 """Every algorithm's example config, merged into the GSM8K one, trains a tiny model for two steps."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.utils.config import load_config
+from tests.engine.engine_testing import make_model, random_batch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "engine"))
-from engine_testing import make_model, random_batch  # noqa: E402
-
-CONFIGS = ROOT / "examples" / "arealite" / "configs"
+CONFIGS = Path(__file__).parents[2] / "examples" / "arealite" / "configs"
 OVERLAYS = sorted((CONFIGS / "algorithms").glob("*.yaml"))
 
 

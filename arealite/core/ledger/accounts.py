@@ -1,7 +1,7 @@
-"""`EpisodeAccounts`: records what becomes of every episode, in the ledger, the audit and the statistics of a step.
+"""Records the outcome of every episode in the ledger, the audit and the statistics of a step.
 
-`WorkflowExecutor` owns it and calls it under its lock or on the trainer's thread. Every admitted episode is closed
-exactly once.
+`WorkflowExecutor` owns `EpisodeAccounts` and calls it under its lock or on the trainer's thread. Every admitted episode
+is closed exactly once.
 """
 
 import logging
@@ -113,7 +113,7 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
 
 
 def _rollout_rows(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
-    """Return a function that decodes the rows. The ledger's thread calls it, so that no batch waits for that."""
+    """Return a function that decodes the rows, for the ledger's thread: no batch waits for it."""
     return lambda: (row for episode in episodes for row in _rows(episode, step))
 
 
