@@ -106,6 +106,11 @@ class PPOActorConfig(TrainEngineConfig):
         "grpo",
     )
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
+    max_update_kl: float | None = _help(
+        "Skip the rest of an update's minibatches once the policy has moved by this KL per token; null is off.",
+        0.02,
+        POSITIVE,
+    )
     loss: str | None = _help("clip, reinforce, gspo, cispo or sapo.", None)
     loss_mean: str | None = _help(
         "token: mean over tokens; sequence: over each sequence, then sequences; sequence_sum: sum over each sequence, "

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -188,7 +188,14 @@ class FSDPEngine(TrainEngine):
 
     # -------------------------------------------------------------------------------------------- training
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        may_step: Callable[[Stats], bool] | None = None,
+    ) -> Stats:
+        """Implement `TrainEngine.train_batch`; make no step if `may_step` of the statistics is False."""
         assert self.optimizer is not None, "this engine has no optimizer: it can only evaluate"
         start = time.perf_counter()
         self._module.train()
@@ -197,7 +204,10 @@ class FSDPEngine(TrainEngine):
         norm = self._clip_gradients()
         result = self.reduce_stats(stats | self._count_work(micro_batches))
         # The step comes last, because nothing here waits for it: a GPU still runs it while the weights are published.
-        self._step(norm)
+        if may_step is None or may_step(result):
+            self._step(norm)
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - start
         flops = result.pop("flops")
         result |= {

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import NormConfig, PPOActorConfig
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import SaveLoadMeta
@@ -230,3 +231,56 @@ def test_groups_split_over_two_ranks_train_like_one(model_dirs, two_ranks):
     assert two[0] == two[1]
     for single, double in zip(one, two[0], strict=True):
         assert double == pytest.approx(single, rel=2e-4, abs=1e-5)
+
+
+def _limited_update(rank, path, layout, options):
+    """Return the statistics of one update of four minibatches at a high learning rate, and whether weights moved."""
+    parallel = AllocationMode.from_str(layout).train
+    actor = FSDPPPOActor(engine_config(path, PPOActorConfig, ppo_n_minibatches=4, **options), parallel)
+    actor.initialize(SPEC)
+    batch = random_batch(LENGTHS)
+    rows = list(range(8))[rank::2] if layout == "d2" else list(range(8))
+    stats = one_update(actor, select_rows(batch, rows))
+    return [(s["prox_kl"], s["skipped_minibatches"]) for s in stats], len(actor.optimizer.state) > 0
+
+
+def test_an_update_ends_once_the_policy_has_moved_too_far(model_dirs):
+    path = model_dirs["qwen2"]
+    free, _ = _limited_update(0, path, "d1", {"max_update_kl": None})
+    kls = [kl for kl, _ in free]
+    assert len(free) == 4 and {skipped for _, skipped in free} == {0.0}
+    assert kls[0] == pytest.approx(0.0, abs=1e-6) and kls[0] < kls[1] < kls[2]
+    # Above the KL that the second minibatch measures, below that of the third: two steps are made.
+    limit = (kls[1] + kls[2]) / 2
+    limited, _ = _limited_update(0, path, "d1", {"max_update_kl": limit})
+    assert [kl for kl, _ in limited] == kls[:3]
+    assert [skipped for _, skipped in limited] == [2.0] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "gspo"}, {"prox_logp": "first_pass"}])
+def test_the_minibatch_that_measures_too_large_a_kl_makes_no_step(model_dirs, options):
+    actor = make_actor(model_dirs["qwen2"], ppo_n_minibatches=2, max_update_kl=1e-9, **options)
+    once = make_actor(model_dirs["qwen2"], ppo_n_minibatches=2, max_update_kl=1e9, **options)
+    batch, weights = random_batch(LENGTHS), []
+    once.optimizer.register_step_post_hook(lambda *_: weights.append(parameters(once).clone()))
+    one_update(once, batch)
+    stats = one_update(actor, batch)
+    assert [s["skipped_minibatches"] for s in stats] == [1.0, 1.0] and len(weights) == 2
+    assert torch.equal(parameters(actor), weights[0])
+    assert all(p.grad is None for p in actor.model.parameters())
+
+
+def test_the_distance_of_old_samples_is_no_movement_of_the_update(model_dirs):
+    """Without the decoupled loss, ratios are relative to the servers' log-probs, here far from the actor's own."""
+    actor = make_actor(model_dirs["qwen2"], lr=1e-6, ppo_n_minibatches=2, use_decoupled_loss=False)
+    batch = random_batch(LENGTHS)
+    batch["logprobs"] = actor.compute_logp(batch) - 0.5 * batch["loss_mask"]
+    stats = one_update(actor, batch)
+    assert min(s["prox_kl"] for s in stats) > 0.1 and {s["skipped_minibatches"] for s in stats} == {0.0}
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
+def test_all_ranks_end_an_update_alike(model_dirs, two_ranks, layout):
+    first, second = two_ranks.run(_limited_update, model_dirs["qwen2"], layout, {"max_update_kl": 1e-4})
+    assert [row[1] for row in first[0]] == [row[1] for row in second[0]] == [3.0, 3.0]
+    assert first[1] and second[1]

@@ -30,9 +30,36 @@ from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import PPOActorConfig
 from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
-from arealite.api.io_struct import Batch, Stat
+from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_lengths, sequence_of_token
+from arealite.utils.distributed import broadcast_json
+
+
+class _TrustRegion:
+    """Ends an update once the policy has moved by more than `max_update_kl` since its start.
+
+    The forward pass of each minibatch measures the KL to the proximal policy, after the steps before it. The KL of the
+    first minibatch is subtracted. It is not 0 where the proximal log-probs are those of the servers
+    (`use_decoupled_loss=false`), whose weights are older.
+    """
+
+    def __init__(self, limit: float | None, replica_size: int):
+        self.limit, self.replica_size = limit, replica_size
+        self.is_left = False
+        self._start_kl: float | None = None
+
+    def may_step(self, stats: Stats) -> bool:
+        """Return whether a minibatch with these statistics makes its step; the same on all ranks."""
+        kl = stats.get("prox_kl")
+        if self.limit is None or kl is None:
+            return True
+        self._start_kl = kl if self._start_kl is None else self._start_kl
+        # A KL that is not a number has a gradient that is none either: the engine counts it as a bad step.
+        is_left = kl - self._start_kl > self.limit
+        # The ranks of one replica compute the KL each on their own: rounding must not let one of them go on alone.
+        self.is_left = broadcast_json(is_left) if self.replica_size > 1 else is_left
+        return not self.is_left
 
 
 class FSDPPPOActor(FSDPEngine):
@@ -122,7 +149,10 @@ class FSDPPPOActor(FSDPEngine):
 
     @returns_stats
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
-        """Run `ppo_n_minibatches` optimizer steps; return the statistics of each, reduced over ranks."""
+        """Run `ppo_n_minibatches` optimizer steps; return the statistics of each, reduced over ranks.
+
+        A minibatch that measures a KL above `max_update_kl` makes no step and ends the update.
+        """
         self._check(batch)
         batch, length = dict(batch), self.config.max_answer_length
         mask = _trained(batch)
@@ -139,7 +169,13 @@ class FSDPPPOActor(FSDPEngine):
             # The first step's forward pass runs the proximal policy itself; the later ones run changed weights.
             for later in minibatches[1:]:
                 later["prox_logp"] = self.compute_logp(later)
-        return [overall | self._minibatch_step(minibatch) for minibatch in minibatches]
+        region, rows = _TrustRegion(self.config.max_update_kl, self.parallel.instance_size), []
+        for minibatch in minibatches:
+            rows.append(overall | self._minibatch_step(minibatch, region))
+            if region.is_left:
+                break
+        skipped = len(minibatches) - len(rows) + region.is_left
+        return [row | {"skipped_minibatches": float(skipped)} for row in rows]
 
     def _m2_kept(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of M2PO's mask over the trained tokens of all ranks, `[B, T]`."""
@@ -177,13 +213,13 @@ class FSDPPPOActor(FSDPEngine):
         kept["loss_norm"][0] += batch["loss_norm"][~active].sum()
         return kept
 
-    def _minibatch_step(self, minibatch: Batch) -> dict[str, float]:
+    def _minibatch_step(self, minibatch: Batch, region: _TrustRegion) -> dict[str, float]:
         """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
         loss_fn = partial(policy_loss, config=self.config, objective=self.objective, version=self.get_version())
-        stats = self.train_batch(minibatch, loss_fn, _loss_norm) | {"idle_steps": 0.0}
+        stats = self.train_batch(minibatch, loss_fn, _loss_norm, region.may_step) | {"idle_steps": 0.0}
         square = stats.pop("behav_weight/mean_square", None)
         if square:
             stats["ess"] = stats["behav_weight/mean"] ** 2 / square
