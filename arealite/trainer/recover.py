@@ -2,8 +2,9 @@
 
 A checkpoint is written to `recover/writing`, with a checksum of each file, and renamed to `recover/step000123` when it
 is complete; the one before it is kept. A crash at any moment, or a full disk, thus leaves the last good one. A
-checkpoint that is damaged later is detected, and the one before it is used. Training loops call `load` at the start and
-`maybe_save` after each step.
+checkpoint is good if every file in it has a checksum that matches. Any other folder of that name is refused, the one
+before it is used, and nothing older than the newest good one is deleted for it. Training loops call `load` at the start
+and `maybe_save` after each step.
 """
 
 import json
@@ -23,7 +24,7 @@ from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
 from arealite.trainer.saver import Frequency, on_all_ranks
 from arealite.utils.console import show_message
-from arealite.utils.distributed import all_reduce_stats, barrier, broadcast_json, rank, world_size
+from arealite.utils.distributed import all_reduce_stats, broadcast_json, rank, world_size
 from arealite.utils.rundir import RunDir
 
 _STATE = "state.json"
@@ -49,6 +50,8 @@ class Recover:
         self.engines = engines
         self.parts = parts or {}
         self.frequency = Frequency(config)
+        # The newest checkpoint that this process has loaded or written.
+        self._newest: Path | None = None
 
     def load(self) -> StepInfo | None:
         """Restore the newest checkpoint and return its last step; None if there is none."""
@@ -68,6 +71,7 @@ class Recover:
             engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
+        self._newest = path
         return StepInfo(**state["step"])
 
     def _find_newest_good(self) -> Path | None:
@@ -75,16 +79,14 @@ class Recover:
         # Rank 0 lists them: other machines may see changes in a shared folder later.
         paths = [Path(path) for path in broadcast_json(list(map(str, list_complete(self.folder))))]
         for path in paths:
-            damaged = _damaged_files(path)
-            share = all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damaged))))})
+            damage = find_damage(path, rank(), world_size())
+            share = all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})
             if share["damaged"] == 0:
                 for other in paths[: paths.index(path)] if rank() == 0 else ():
-                    other.rename(other.with_name(other.name.replace("step", "damaged")))
+                    _rename_damaged(other)
                 return path
-            if damaged:
-                show_message(
-                    f"warning: the recover checkpoint {path} is damaged ({damaged[0]}): trying the one before it"
-                )
+            if damage:
+                show_message(f"warning: the recover checkpoint {path} is damaged ({damage}): trying the one before it")
         if paths:
             raise CheckpointError(
                 f"all {len(paths)} recover checkpoints in {self.folder} are damaged: repair the disk and restore them "
@@ -100,26 +102,45 @@ class Recover:
         return True
 
     def save(self, info: StepInfo) -> None:
-        """Save now. Keeps the newest checkpoint and deletes older ones first."""
+        """Save now. Keeps the newest good checkpoint and deletes older ones first."""
         writing = self.folder / "writing"
         what = f"the recover checkpoint {writing}"
         with on_all_ranks(what):
             if rank() == 0:
-                for old in (writing, *list_complete(self.folder)[1:]):
-                    shutil.rmtree(old, ignore_errors=True)
+                self._remove_older(with_checksums=False)
                 writing.mkdir(parents=True)
         with on_all_ranks(what):
             for name, engine in self.engines.items():
                 engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
-        files = sorted(p for p in writing.rglob("*") if p.is_file())[rank() :: world_size()]
-        # All ranks must have listed the files before the next lines create more.
-        barrier()
+        # Rank 0 lists the files: every one needs a checksum, and other machines may see new ones later.
+        files = broadcast_json(_list_files(writing) if rank() == 0 else None)
         with on_all_ranks(what):
-            sums = {str(file.relative_to(writing)): _checksum(file) for file in files}
+            sums = {name: _checksum(writing / name) for name in files[rank() :: world_size()]}
             (writing / f"{_SUMS}{rank()}.json").write_text(json.dumps(sums))
         with on_all_ranks(what):
             if rank() == 0:
                 self._finish(writing, info)
+        self._newest = self._path(info)
+
+    def make_room(self) -> bool:
+        """Delete what this run does not need to recover: all but the newest good checkpoint.
+
+        Returns whether anything was deleted. All ranks call it.
+        """
+        return broadcast_json(self._remove_older(with_checksums=True) if rank() == 0 else None)
+
+    def _remove_older(self, with_checksums: bool) -> bool:
+        """Delete an incomplete checkpoint, and those before the newest one of this process if that is still good."""
+        old, newest = [self.folder / "writing"], self._newest
+        if newest is not None and not find_damage(newest, with_checksums=with_checksums):
+            old += [path for path in list_complete(self.folder) if _number(path) < _number(newest)]
+        old = [path for path in old if path.exists()]
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+        return bool(old)
+
+    def _path(self, info: StepInfo) -> Path:
+        return self.folder / f"step{info.global_step + 1:06d}"
 
     def _finish(self, writing: Path, info: StepInfo) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
@@ -130,7 +151,7 @@ class Recover:
             os.fsync(file.fileno())
         own = json.dumps({_STATE: _checksum(writing / _STATE)})
         (writing / f"{_SUMS}{_STATE}").write_text(own)
-        final = self.folder / f"step{info.global_step + 1:06d}"
+        final = self._path(info)
         # An earlier attempt may have reached the same step.
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
@@ -149,29 +170,59 @@ def list_complete(folder: Path) -> list[Path]:
     """Return finished checkpoints, the newest first."""
     # A copy such as `step000004.bak` is not one.
     named = [p for p in folder.glob("step*") if p.name.removeprefix("step").isdecimal()]
-    found = [p for p in named if (p / _STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step")), reverse=True)
+    return sorted((p for p in named if (p / _STATE).is_file()), key=_number, reverse=True)
 
 
-def _damaged_files(path: Path) -> list[str]:
-    """Return the files of this rank's share whose checksum does not match."""
-    try:
-        json.loads((path / _STATE).read_text())
-        lists = [json.loads(file.read_text()) for file in path.glob(f"{_SUMS}*.json")]
-    except (OSError, ValueError) as error:
-        return [f"{_STATE} cannot be read: {error}"]
-    sums = sorted({name: value for part in lists for name, value in part.items()}.items())
-    mine = sums[rank() :: world_size()]
-    return [name for name, value in mine if _checksum(path / name) != value]
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step"))
 
 
-def _checksum(file: Path) -> int | None:
-    """Return the CRC-32 of a file; None if it cannot be read."""
+def find_damage(path: Path, share: int = 0, num_shares: int = 1, with_checksums: bool = True) -> str:
+    """Return the first reason why a checkpoint is not good; empty if there is none.
+
+    Every file must have a checksum. With several shares each call compares its part of the checksums; without
+    `with_checksums` files must only be there.
+    """
+    sums: dict[str, int] = {}
+    files = set(_list_files(path))
+    lists = {name for name in files if name.startswith(_SUMS)}
+    for name in sorted(lists):
+        try:
+            part = json.loads((path / name).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{name} cannot be read: {type(error).__name__}"
+        if not isinstance(part, dict) or not all(type(value) is int for value in part.values()):
+            return f"{name} does not hold a checksum for each file"
+        sums |= part
+    for name in sorted(files - lists - set(sums)):
+        return f"{name} has no checksum"
+    for name in sorted({_STATE, *sums} - files):
+        return f"{name} is missing"
+    for name in sorted(sums)[share::num_shares] if with_checksums else ():
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found != sums[name]:
+            return name
+    return ""
+
+
+def _list_files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def _rename_damaged(path: Path) -> None:
+    """Keep a damaged checkpoint under a name that is not one of a checkpoint."""
+    name = path.name.replace("step", "damaged")
+    number = 1 + len(list(path.parent.glob(f"{name}*")))
+    path.rename(path.with_name(name if number == 1 else f"{name}.{number}"))
+
+
+def _checksum(file: Path) -> int:
+    """Return the CRC-32 of a file."""
     value = 0
-    try:
-        with file.open("rb") as handle:
-            while chunk := handle.read(_CHUNK_BYTES):
-                value = zlib.crc32(chunk, value)
-    except OSError:
-        return None
+    with file.open("rb") as handle:
+        while chunk := handle.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
     return value

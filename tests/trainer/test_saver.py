@@ -148,6 +148,96 @@ def test_a_changed_digit_in_the_state_is_detected(tmp_path, capsys):
     assert "step000002 is damaged (state.json)" in capsys.readouterr().out
 
 
+def _zero_bytes_and_remove_sums(path):
+    (path / "actor" / "weights").write_bytes(bytes(1))
+    for file in path.glob("sums-*"):
+        file.unlink()
+
+
+def _remove_one_list(path):
+    (path / "sums-0.json").unlink()
+
+
+def _write_sums(text):
+    return lambda path: (path / "sums-0.json").write_text(text)
+
+
+def _remove_state(path):
+    for name in ("state.json", "sums-state.json"):
+        (path / name).unlink()
+    (path / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_zero_bytes_and_remove_sums, "actor/weights has no checksum"),
+        (_remove_one_list, "actor/weights has no checksum"),
+        (_write_sums("{}"), "actor/weights has no checksum"),
+        (_write_sums("[1, 2]"), "sums-0.json does not hold a checksum for each file"),
+        (_write_sums('{"actor/weights": null}'), "sums-0.json does not hold a checksum for each file"),
+        (_write_sums('{"actor/weights": [1'), "sums-0.json cannot be read: JSONDecodeError"),
+        (_write_sums("[" * 100_000), "sums-0.json cannot be read: RecursionError"),
+        (_write_sums('{"../step000001/actor/weights": 1}'), "actor/weights has no checksum"),
+        (_remove_state, "state.json has no checksum"),
+    ],
+)
+def test_a_checkpoint_without_all_its_checksums_is_not_good(tmp_path, capsys, damage, reason):
+    for step in range(2):
+        make(tmp_path, value=step, at=step).save(info(step))
+    damage(tmp_path / "recover" / "step000002")
+    again = make(tmp_path)
+    assert again.load() == info(0) and again.engines["actor"].value == 0
+    assert f"step000002 is damaged ({reason}): trying the one before it" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["damaged000002", "step000001"]
+
+
+def _add_stray_folder(tmp_path):
+    stray = tmp_path / "recover" / "step000099"
+    stray.mkdir()
+    (stray / "state.json").write_text("{}")
+
+
+def test_no_good_checkpoint_is_deleted_for_a_stray_folder(tmp_path, capsys):
+    recover = make(tmp_path)
+    for step in range(4):
+        recover.save(info(step))
+        if step == 1:
+            _add_stray_folder(tmp_path)
+    assert [p.name for p in list_complete(tmp_path / "recover")] == ["step000099", "step000004", "step000003"]
+    # A folder of that name may be there from an earlier recovery.
+    (tmp_path / "recover" / "damaged000099").mkdir()
+    again = make(tmp_path)
+    assert again.load() == info(3)
+    assert "step000099 is damaged (state.json has no checksum)" in capsys.readouterr().out
+    names = ["damaged000099", "damaged000099.2", "step000003", "step000004"]
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == names
+
+
+def test_the_one_before_is_kept_when_the_newest_is_damaged_while_the_run_goes_on(tmp_path):
+    recover = make(tmp_path)
+    for step in range(2):
+        recover.save(info(step))
+    _remove_one_list(tmp_path / "recover" / "step000002")
+    with pytest.raises(CheckpointError, match="No space left"):
+        recover.engines["actor"].fail = OSError(28, "No space left on device")
+        recover.save(info(2))
+    assert make(tmp_path).load() == info(0)
+
+
+def test_making_room_keeps_the_newest_good_checkpoint(tmp_path):
+    recover = make(tmp_path)
+    for step in range(2):
+        recover.save(info(step))
+    weights = tmp_path / "recover" / "step000002" / "actor" / "weights"
+    good = weights.read_text()
+    weights.write_text("7")
+    assert not recover.make_room()
+    weights.write_text(good)
+    assert recover.make_room() and not recover.make_room()
+    assert [p.name for p in list_complete(tmp_path / "recover")] == ["step000002"]
+
+
 def test_a_copy_beside_the_checkpoints_is_ignored(tmp_path):
     recover = make(tmp_path, value=1)
     recover.save(info(0))
