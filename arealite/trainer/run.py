@@ -105,11 +105,8 @@ class Run:
             first_step=first,
         )
         self.table.__enter__()
-        if rank() == 0 and first >= self.spec.total_train_steps:
-            show_message(
-                f"nothing to do: all {self.spec.total_train_steps} steps were done before. To train longer, raise "
-                "total_train_epochs or total_train_steps; to start a new run, set another trial_name"
-            )
+        if first >= self.spec.total_train_steps:
+            self._end_at_once(first)
         max_steps = self.spec.max_steps or 0
         if rank() == 0 and max_steps > self.spec.total_train_steps:
             show_message(
@@ -120,6 +117,19 @@ class Run:
         self._server_idle.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)
+
+    def _end_at_once(self, first: int) -> None:
+        """Say that all steps were done before, and save the model if that failed then."""
+        if rank() == 0:
+            show_message(
+                f"nothing to do: all {self.spec.total_train_steps} steps were done before. To train longer, raise "
+                "total_train_epochs or total_train_steps; to start a new run, set another trial_name"
+            )
+        last = self._info(first - 1)
+        if broadcast_json(not self.saver.path(last).exists()):
+            failure = self._save_last(last)
+            if failure is not None:
+                raise failure
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a part of the step, as `time/<name>` in the statistics and as a span in trace.json."""
@@ -151,11 +161,16 @@ class Run:
         if num_tokens is not None:
             values["tokens_per_s"] = num_tokens / times["time/step"]
         self._warn_without_signal(values)
+        is_last = step + 1 == self.spec.total_train_steps
+        # The model comes first at the end: a disk that is full for it is full for statistics too.
+        failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)
         if self.table is not None:
             self.table.update(step, values)
         with self.phase("save"):
-            self._save(info)
+            self._save(info, is_last)
+        if failure is not None:
+            raise failure
 
     def _take_engine_stats(self) -> dict[str, float]:
         """Return the times of engines in other processes, and add them to the trace (controller mode)."""
@@ -180,18 +195,25 @@ class Run:
                 f"{self.dir.path}"
             )
 
-    def _save(self, info: StepInfo) -> None:
+    def _save(self, info: StepInfo, is_last: bool) -> None:
         """Save checkpoints that are due. One that cannot be written (a full disk) is skipped with a warning."""
+        for part in (self.recover,) if is_last else (self.saver, self.recover):
+            try:
+                part.maybe_save(info)
+            except CheckpointError as error:
+                logger.error("%s", error)
+                if rank() == 0:
+                    show_message(f"warning: {error}")
+
+    def _save_last(self, info: StepInfo) -> CheckpointError | None:
+        """Save the trained model; returns the error if it is not in the run directory afterwards."""
         try:
-            is_last = info.global_step + 1 == self.spec.total_train_steps
-            path = self.saver.maybe_save(info, is_last)
-            if path and is_last and rank() == 0:
-                show_message(f"trained model: {path}")
-            self.recover.maybe_save(info)
+            path = self.saver.save_last(info, self.recover.make_room)
         except CheckpointError as error:
-            logger.error("%s", error)
-            if rank() == 0:
-                show_message(f"warning: {error}")
+            return error
+        if rank() == 0:
+            show_message(f"trained model: {path}")
+        return None
 
     def _recover(self) -> int:
         last = self.recover.load()

@@ -3,8 +3,11 @@
 `Frequency` decides when, the same on all ranks; the evaluator and the recover checkpoints use it too.
 """
 
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,21 +51,96 @@ class Saver:
         self.engine = engine
         self.tokenizer = tokenizer
 
-    def maybe_save(self, info: StepInfo, is_last: bool = False) -> Path | None:
-        """Save if it is due, and after the last step in any case. Returns the path."""
-        return self.save(info) if self.frequency.is_due(info) or is_last else None
+    def maybe_save(self, info: StepInfo) -> Path | None:
+        """Save if it is due. Returns the path."""
+        return self.save(info) if self.frequency.is_due(info) else None
 
-    def save(self, info: StepInfo) -> Path:
-        """Save now. All ranks call it."""
-        path = self.folder / f"step{info.global_step + 1:06d}"
+    def save(self, info: StepInfo, folder: Path | None = None) -> Path:
+        """Save now, under `folder` if one is given. All ranks call it."""
+        path = self.path(info) if folder is None else folder / self.path(info).name
+        aside = path.with_name(f"{path.name}.tokenizer")
         with on_all_ranks(f"the checkpoint {path}"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.tokenizer is not None and rank() == 0:
+                _save_tokenizer(self.tokenizer, aside)
         with on_all_ranks(f"the checkpoint {path}"):
             self.engine.save(SaveLoadMeta(str(path), "hf"))
         with on_all_ranks(f"the checkpoint {path}"):
             if self.tokenizer is not None and rank() == 0:
-                self.tokenizer.save_pretrained(path)
+                _move_files(aside, path)
         return path
+
+    def save_last(self, info: StepInfo, make_room: Callable[[], bool]) -> Path:
+        """Save after the last step; if that fails, make room, then save outside of the run directory.
+
+        Raises `CheckpointError` if the model is not in the run directory at the end; the message says where it is.
+        """
+        try:
+            return self.save(info)
+        except CheckpointError as error:
+            failure = error
+        if make_room():
+            try:
+                return self.save(info)
+            except CheckpointError as error:
+                failure = error
+        for folder in broadcast_json(_other_folders()):
+            scratch = broadcast_json(_make_scratch(folder) if rank() == 0 else None)
+            if scratch is None:
+                continue
+            try:
+                path = self.save(info, Path(scratch))
+            except CheckpointError:
+                if rank() == 0:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                continue
+            raise CheckpointError(f"{failure}. The trained model is in {path}: move it before that folder is cleaned")
+        raise CheckpointError(
+            f"{failure}. The trained model could not be written to another folder either: free space and run the same "
+            "command again, it goes on from the newest recover checkpoint"
+        )
+
+    def path(self, info: StepInfo) -> Path:
+        """Return where the checkpoint of this step is saved."""
+        return self.folder / f"step{info.global_step + 1:06d}"
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer to a new folder; raises `OSError` if that fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library raises the base class, and no other, when it cannot write.
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move all files of a folder into another one, and remove the first."""
+    for file in [file for file in source.rglob("*") if file.is_file()]:
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(place)
+    shutil.rmtree(source)
+
+
+def _other_folders() -> list[str]:
+    """Return folders outside of the run directory that may have room, at most one on each file system."""
+    found: dict[int, str] = {}
+    for name in (os.environ.get("TMPDIR", "/tmp"), "/tmp", "/var/tmp", os.path.expanduser("~"), "/dev/shm"):
+        if os.path.isdir(name):
+            found.setdefault(os.stat(name).st_dev, name)
+    return list(found.values())
+
+
+def _make_scratch(folder: str) -> str | None:
+    """Make a folder that only this user can read; None if that is not possible."""
+    try:
+        return tempfile.mkdtemp(prefix="arealite-model-", dir=folder)
+    except OSError:
+        return None
 
 
 @contextmanager

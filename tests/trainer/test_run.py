@@ -1,11 +1,13 @@
 """`Run`: what a training loop writes and shows at the end of each step."""
 
 import json
+import resource
+import shutil
 
 import pytest
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
-from arealite.api.errors import WaitTimeout
+from arealite.api.errors import CheckpointError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -52,6 +54,49 @@ def test_statistics_are_on_disk_before_the_checkpoint_of_a_step(actor, config):
     assert num_lines == [1, 2, 3]
     # The time that the executor reports counts as idle, though no phase was timed.
     assert [line["idle/trainer"] for line in read_stats(run)] == [0, 1, 1]
+
+
+@pytest.fixture
+def no_large_files(monkeypatch, tmp_path):
+    """Return a function after which every write beyond 64 KB into a file fails, and one that ends this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def restore():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard)), restore
+    restore()
+
+
+def test_a_model_that_cannot_be_written_is_an_error_and_the_next_start_writes_it(actor, config, no_large_files, capfd):
+    config.recover.mode, config.recover.freq_steps = "auto", 1
+    spec = FinetuneSpec(1, 2, 1)
+    limit, restore = no_large_files
+    with (
+        pytest.raises(CheckpointError, match=r"File too large.*run the same command again"),
+        Run(config, spec, actor) as run,
+    ):
+        actor.destroy = lambda: None
+        for step in run.steps():
+            if step == 1:
+                limit()
+            run.commit(step, {"loss": 1.0})
+    restore()
+    assert [row["step"] for row in read_stats(run)] == [0, 1]
+    assert not list(run.dir.checkpoints.iterdir()), "nothing incomplete is left"
+    assert not list(run.dir.path.parents[1].glob("arealite-model-*"))
+    # The recover checkpoint before the last step was not given up.
+    with Run(config, spec, actor) as run:
+        for step in run.steps():
+            assert step == 1
+            run.commit(step, {"loss": 1.0})
+    assert f"trained model: {run.dir.checkpoints / 'step000002'}" in capfd.readouterr().out
+    # The model is lost and all steps are done: it is written again from the recover checkpoint.
+    shutil.rmtree(run.dir.checkpoints)
+    with Run(config, spec, actor) as run:
+        assert not list(run.steps())
+    assert (run.dir.checkpoints / "step000002" / "model.safetensors").exists()
 
 
 class Rollout:

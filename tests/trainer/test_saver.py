@@ -79,12 +79,43 @@ def test_saver_writes_a_whole_model_folder(tmp_path, tokenizer):
     assert (path / "weights").read_text() == "7" and (path / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("freq", [FreqConfig(freq_epochs=9), FreqConfig()])
-def test_the_last_step_is_always_saved(tmp_path, freq):
-    saver = Saver(freq, RunDir(tmp_path), Engine(7))
-    assert saver.maybe_save(info(0)) is None
-    path = saver.maybe_save(info(1), is_last=True)
-    assert path == tmp_path / "checkpoints" / "step000002" and path.exists()
+class NoSpace:
+    """A tokenizer that cannot be written; the tokenizers library raises the base class then."""
+
+    def save_pretrained(self, folder):
+        raise Exception("No space left on device (os error 28)")
+
+
+def test_a_tokenizer_that_cannot_be_written_leaves_no_checkpoint(tmp_path):
+    saver = Saver(FreqConfig(), RunDir(tmp_path), Engine(7), NoSpace())
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saver.save(info(0))
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_the_last_model_is_saved_once_room_was_made(tmp_path):
+    blocked = tmp_path / "checkpoints"
+    blocked.write_text("not a folder")
+    saver = Saver(FreqConfig(), RunDir(tmp_path), Engine(7))
+
+    def make_room():
+        blocked.unlink()
+        return True
+
+    assert saver.save_last(info(1), make_room) == blocked / "step000002"
+    assert (blocked / "step000002" / "weights").read_text() == "7"
+
+
+def test_the_last_model_is_saved_elsewhere_and_the_error_says_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"The trained model is in .*: move it") as caught:
+        Saver(FreqConfig(), RunDir(run), Engine(7)).save_last(info(1), lambda: False)
+    (path,) = tmp_path.glob("arealite-model-*/step000002")
+    assert (path / "weights").read_text() == "7" and str(path) in str(caught.value)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_full_disk_is_named(tmp_path):
