@@ -130,7 +130,7 @@ class Recover:
         return broadcast_json(self._remove_older(with_checksums=True) if rank() == 0 else None)
 
     def _remove_older(self, with_checksums: bool) -> bool:
-        """Delete an incomplete checkpoint, and those before the newest one of this process if that is still good."""
+        """Delete an incomplete checkpoint, and those before the newest one if that is still good."""
         old, newest = [self.folder / "writing"], self._newest
         if newest is not None and not find_damage(newest, with_checksums=with_checksums):
             old += [path for path in list_complete(self.folder) if _number(path) < _number(newest)]
