@@ -5,6 +5,7 @@ Part of the tree in `cli_args`. The values that each algorithm implies or reject
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Range, Section
 from arealite.api.config_field import choice_field as _choice
@@ -20,13 +21,17 @@ class OptimizerConfig(Section):
         "_bf16, _8bit: optimizer states in two bytes or one, rounded stochastically.",
         "adamw", "adamw_bf16", "adamw_8bit",
     )  # fmt: skip
-    lr: float = _help("Peak learning rate.", 1e-5, POSITIVE)
+    lr: float | None = _help(
+        "Peak learning rate; null: 2e-6 for a policy, 1e-6 for DPO, else 1e-5; with LoRA ten times that.",
+        None,
+        POSITIVE,
+    )
     weight_decay: float = _help("Decoupled (not on biases and norms).", 0.01, NOT_NEGATIVE)
     beta1: float = _help("AdamW beta 1.", 0.9, SHARE)
     beta2: float = _help("AdamW beta 2.", 0.95, SHARE)
     eps: float = _help("AdamW epsilon.", 1e-8, NOT_NEGATIVE)
     lr_scheduler_type: str = _choice("Schedule after the warm-up.", "constant", "linear", "cosine")
-    warmup_steps_proportion: float = _help("Share of all steps with linear warm-up.", 0.001, SHARE)
+    warmup_steps_proportion: float = _help("Share of all steps with linear warm-up.", 0.05, SHARE)
     min_lr_ratio: float = _help("The schedule ends at this share of the peak.", 0.0, SHARE)
     gradient_clipping: float = _help("Largest global gradient norm; 0 is off.", 1.0, NOT_NEGATIVE)
 
@@ -54,6 +59,18 @@ class TrainEngineConfig(Section):
     collective_timeout_s: float = _help("Timeout of collectives between ranks.", 1800.0, POSITIVE)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
+
+    # Peak learning rate of full fine-tuning if `optimizer.lr` is null.
+    default_lr: ClassVar[float] = 1e-5
+
+    @property
+    def peak_lr(self) -> float:
+        """The configured peak learning rate, or the default for this kind of model and training."""
+        assert self.optimizer is not None
+        if self.optimizer.lr is not None:
+            return self.optimizer.lr
+        # Adapters start at zero and have few parameters: they take larger steps than pretrained weights.
+        return self.default_lr * (10.0 if self.lora_rank else 1.0)
 
     def problems(self) -> Iterator[str]:
         for key in ("lora_targets", "lora_alpha"):
@@ -99,6 +116,8 @@ class NormConfig(Section):
 @dataclass
 class PPOActorConfig(TrainEngineConfig):
     """The trained policy and its objective. `algorithm` sets the keys that are null."""
+
+    default_lr: ClassVar[float] = 2e-6
 
     algorithm: str = _help(
         "grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, lite_ppo, gspo, cispo, sapo, m2po, ppo, "
@@ -174,6 +193,8 @@ class PPOCriticConfig(TrainEngineConfig):
 @dataclass
 class PreferenceConfig(TrainEngineConfig):
     """A model trained on chosen and rejected answers."""
+
+    default_lr: ClassVar[float] = 1e-6
 
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
     beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)

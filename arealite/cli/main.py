@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 else:
     GRPOTree = _own_fields(
         GRPOConfig,
-        actor=lambda: PPOActorConfig(path=DEFAULT_MODEL),
-        gconfig=lambda: GenerationHyperparameters(n_samples=4),
+        actor=lambda: PPOActorConfig(path=DEFAULT_MODEL, ppo_n_minibatches=2),
+        gconfig=lambda: GenerationHyperparameters(n_samples=8),
     )
     SFTTree = _own_fields(SFTConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
     RWTree = _own_fields(RWConfig, model=lambda: TrainEngineConfig(path=DEFAULT_MODEL))
@@ -80,7 +80,7 @@ else:
 
 
 def _default_dataset() -> DatasetConfig:
-    return DatasetConfig(path="openai/gsm8k", name="main", split="train", batch_size=256)
+    return DatasetConfig(path="openai/gsm8k", name="main", split="train", batch_size=64)
 
 
 @dataclass

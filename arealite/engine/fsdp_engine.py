@@ -28,7 +28,7 @@ from arealite.engine.fsdp import checkpoint, sharded_checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.micro_batches import MicroBatch, make_micro_batches, merge_stats
-from arealite.engine.fsdp.optimizer import grad_norm, learning_rate, make_optimizer, scale_grads
+from arealite.engine.fsdp.optimizer import grad_norm, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.utils import distributed
@@ -99,7 +99,7 @@ class FSDPEngine(TrainEngine):
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
         if config.optimizer is not None:
-            self.optimizer = make_optimizer(self.model, config.optimizer)
+            self.optimizer = make_optimizer(self.model, config.optimizer, config.peak_lr)
             self.total_steps = ft_spec.total_train_steps if ft_spec else 0
             self.set_lr_step(0)
 
@@ -336,7 +336,7 @@ class FSDPEngine(TrainEngine):
         """Move to step `step` of the learning-rate schedule."""
         assert self.config.optimizer is not None
         self.lr_step = step
-        lr = learning_rate(self.config.optimizer, self.lr_step, self.total_steps)
+        lr = self.config.peak_lr * lr_share(self.config.optimizer, self.lr_step, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 

@@ -109,3 +109,19 @@ def test_impossible_combinations_are_refused():
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=1)).check()
     with pytest.raises(ConfigError, match="different distributions"):
         grpo(gconfig=cli_args.GenerationHyperparameters(n_samples=4, temperature=0.7)).check()
+
+
+@pytest.mark.parametrize(
+    ("config", "full", "lora"),
+    [
+        (cli_args.PPOActorConfig, 2e-6, 2e-5),
+        (cli_args.PPOCriticConfig, 1e-5, 1e-4),
+        (cli_args.PreferenceConfig, 1e-6, 1e-5),
+        (cli_args.TrainEngineConfig, 1e-5, 1e-4),
+    ],
+)
+def test_full_fine_tuning_and_lora_have_their_own_default_learning_rates(config, full, lora):
+    assert config(path="m").peak_lr == pytest.approx(full)
+    assert config(path="m", lora_rank=8).peak_lr == pytest.approx(lora)
+    given = cli_args.OptimizerConfig(lr=3e-4)
+    assert config(path="m", lora_rank=8, optimizer=given).peak_lr == 3e-4

@@ -183,7 +183,7 @@ def test_low_memory_adamw_has_the_losses_of_adamw(model_dirs):
     for kind in ("adamw", "adamw_bf16", "adamw_8bit"):
         engine = make_engine(model_dirs["qwen2"])
         engine.config.optimizer.type = kind
-        engine.optimizer = make_optimizer(engine.model, engine.config.optimizer)
+        engine.optimizer = make_optimizer(engine.model, engine.config.optimizer, engine.config.peak_lr)
         losses[kind] = [engine.train_lm(batch)["loss"] for _ in range(12)]
         sizes[kind] = sum(
             value.numel() * value.itemsize for state in engine.optimizer.state.values() for value in state.values()

@@ -25,7 +25,7 @@ def model_path(tmp_path_factory):
 
 def load(overlay, model_path):
     argv = ["--config", str(CONFIGS / "gsm8k_grpo.yaml"), "--config", str(overlay)]
-    argv += [f"actor.path={model_path}", "actor.dtype=float32", "actor.device=cpu", "actor.ppo_n_minibatches=2"]
+    argv += [f"actor.path={model_path}", "actor.dtype=float32", "actor.device=cpu"]
     config = load_config(argv, GRPOConfig)
     if config.teacher is not None:
         config.teacher.path = model_path
@@ -49,7 +49,7 @@ def test_config_trains(overlay, model_path):
     for step in range(2):
         batch = random_batch([6, 15, 9, 9, 20, 5, 12, 3], seed=step)
         # Four answers to each of two prompts, or one answer to each of eight.
-        batch["group_ids"] = torch.arange(8) // config.gconfig.n_samples
+        batch["group_ids"] = torch.arange(8) // min(4, config.gconfig.n_samples)
         batch["prox_logp"] = actor.compute_logp(batch)
         batch["logprobs"] = batch["prox_logp"] + 0.1 * torch.randn(batch["logprobs"].shape)
         for key, engine in helpers.items():
@@ -65,3 +65,13 @@ def test_config_trains(overlay, model_path):
 
 def test_every_algorithm_has_a_config():
     assert set(ALGORITHMS) - {"custom"} <= {path.stem for path in OVERLAYS}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_config_has_settings_under_which_a_pretrained_model_learns(overlay, model_path):
+    config = load(overlay, model_path)
+    optimizer = config.actor.optimizer
+    assert optimizer is not None and config.actor.peak_lr == 2e-6 and config.actor.max_update_kl is not None
+    assert optimizer.warmup_steps_proportion >= 0.03 and 0 < optimizer.gradient_clipping <= 1
+    assert config.train_dataset.batch_size * config.gconfig.n_samples == 512
+    assert config.actor.eps_clip <= 0.2 or config.actor.algorithm == "cispo"

@@ -111,7 +111,7 @@ def test_free_form_sections_take_any_key():
         ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
         ("max_new_tokens=5", "did you mean gconfig.max_new_tokens?"),
         ("nonsense=5", "known here: experiment_name"),
-        ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float)"),
+        ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float | null)"),
         ("gconfig.n_samples=1.5", "(expected int)"),
         ("gconfig=3", "is a section, not one value"),
         ("actor=null", "actor in override 'actor=null'"),
@@ -179,7 +179,7 @@ def test_help_lists_every_field_in_order(capsys):
     text = capsys.readouterr().out
     positions = [text.index(f"\n  {f.name}") for f in fields(GRPOConfig)]
     assert len(positions) == len(fields(GRPOConfig))
-    assert "actor.optimizer.lr" in text and "float = 1e-05" in text and "Peak learning rate." in text
+    assert "actor.optimizer.lr" in text and "float | null = null" in text and "Peak learning rate;" in text
     assert "(required)" in text and "bool = true" in text
 
 

@@ -20,33 +20,36 @@ _BLOCK = 128
 _CODES = {"exp_avg": (torch.int8, 127, 2.0), "exp_avg_sq": (torch.uint8, 255, 4.0)}
 
 
-def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
     """Make an AdamW optimizer. Weight decay acts on matrices and embeddings, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
     groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
-    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    settings = {"lr": lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.type != "adamw":
         return LowMemoryAdamW(groups, bits=8 if config.type == "adamw_8bit" else 16, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the rate of step `step` (from 0): linear warm-up, then constant, linear or cosine."""
+def lr_share(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the share of the peak rate at step `step`, counted from 0.
+
+    It rises linearly during the warm-up, then stays constant or falls linearly or by a cosine.
+    """
     warmup = round(config.warmup_steps_proportion * total_steps)
     if step < warmup:
-        return config.lr * (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + 1)
     # Without a known end there is nothing to decay towards.
     if config.lr_scheduler_type == "constant" or not total_steps:
-        return config.lr
+        return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if config.lr_scheduler_type == "linear":
         share = 1.0 - progress
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share
 
 
 def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
