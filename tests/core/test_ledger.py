@@ -1,6 +1,9 @@
 """The ledger: every episode once, written by its own thread, rewound to a checkpoint."""
 
+import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 
 from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.core.episode import EpisodeId
-from arealite.core.ledger import EpisodeRow, Ledger, read_counts, store
+from arealite.core.ledger import EpisodeRow, Ledger, database, read_counts, store
 from tests.core.conftest import Echo, make_batch
 
 
@@ -121,6 +124,111 @@ def test_a_damaged_file_is_named_as_such(tmp_path, content):
     path.write_bytes(content or whole[:4096] + bytes(len(whole) // 2))
     with pytest.raises(CheckpointError, match=r"damaged or foreign: move it .*goes on from its checkpoint"):
         Ledger(path).counts()
+
+
+def _remove(path):
+    path.unlink()
+
+
+def _remove_companions(path):
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink()
+
+
+def _remove_all(path):
+    _remove(path)
+    _remove_companions(path)
+
+
+def _replace(path):
+    path.rename(path.with_name("moved.sqlite"))
+    path.write_bytes(b"another file")
+
+
+@pytest.mark.parametrize("remove", [_remove, _remove_companions, _remove_all, _replace])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_ledger_that_is_removed_is_written_again(tmp_path, capsys, remove, is_last):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    for i in range(3):
+        ledger.record(EpisodeRow(i, "trained", step=i))
+        ledger.flush()
+    remove(ledger.path)
+    for i in () if is_last else (3, 4):
+        ledger.record(EpisodeRow(i, "trained", step=i))
+        ledger.flush()
+    ledger.close()
+    assert read_counts(ledger.path) == {"trained": 3 if is_last else 5}
+    output = capsys.readouterr().out
+    assert output.count("was removed while the run writes it: it is written again, with all episodes so far") == 1
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_ledger_that_cannot_be_restored_begins_again_and_says_so(tmp_path, capsys):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    # More than SQLite keeps in memory.
+    for i in range(60):
+        ledger.record(EpisodeRow(i, "failed", reason="x" * 100_000))
+    ledger.flush()
+    ledger._run_now(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").close())
+    ledger.path.write_bytes(b"no database " * 5000)
+    ledger.path.unlink()
+    ledger.record(EpisodeRow(1000, "trained"))
+    ledger.close()
+    assert read_counts(ledger.path) == {"trained": 1}
+    assert capsys.readouterr().out.count("was removed while the run writes it: a new one begins here (") == 1
+
+
+def test_a_removed_run_directory_is_an_error(tmp_path):
+    ledger = Ledger(tmp_path / "run" / "run.sqlite")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(AReaLiteError, match="fix the folder's permissions"):
+        ledger.flush()
+    ledger.close()
+
+
+@pytest.fixture
+def lock_holder():
+    """Return a function that locks a database in a process of its own; the process ends with the test."""
+    script = (
+        "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); db.execute('BEGIN IMMEDIATE')"
+    )
+    started = []
+
+    def lock(path):
+        command = [sys.executable, "-c", f"{script}; print('locked', flush=True); sys.stdin.read()", str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "locked\n"
+        return started[-1]
+
+    yield lock
+    for process in started:
+        process.stdin.close()
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def test_a_locked_ledger_is_waited_for(tmp_path, capsys, monkeypatch, lock_holder):
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.01)
+    ledger = Ledger(tmp_path / "run.sqlite")
+    holder = lock_holder(ledger.path)
+    monkeypatch.setattr(database, "show_message", lambda text: (print(text), holder.stdin.close()))
+    ledger.record(EpisodeRow(1, "trained"))
+    ledger.flush()
+    ledger.close()
+    assert read_counts(ledger.path) == {"trained": 1}
+    assert f"is locked by process {holder.pid} (python" in capsys.readouterr().out
+
+
+def test_a_ledger_that_stays_locked_names_the_process_that_holds_it(tmp_path, capsys, monkeypatch, lock_holder):
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(database, "LOCK_TIMEOUT_S", 0.1)
+    ledger = Ledger(tmp_path / "run.sqlite")
+    holder = lock_holder(ledger.path)
+    ledger.record(EpisodeRow(1, "trained"))
+    with pytest.raises(AReaLiteError, match=rf"locked for 0 s by process {holder.pid} \(.*: end it") as caught:
+        ledger.flush()
+    assert "Free space" not in str(caught.value)
+    ledger.close()
 
 
 def test_a_disk_that_hangs_is_an_error_at_the_deadline(tmp_path, monkeypatch):

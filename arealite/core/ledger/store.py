@@ -19,40 +19,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from safetensors.torch import load as load_tensors
 
-from arealite.api.errors import AReaLiteError, CheckpointError
+from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import Batch
 from arealite.core.episode import EpisodeId, to_bytes
+from arealite.core.ledger.database import LOCK_TIMEOUT_S, Database, describe_error
+from arealite.utils.console import show_message
 
 logger = logging.getLogger("arealite.ledger")
 T = TypeVar("T")
 # One transaction for the writer thread. The future is done once it is on disk, or the writer has failed.
 _Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
-_SCHEMA_VERSION = 2
-_SCHEMA = f"""
-PRAGMA user_version = {_SCHEMA_VERSION};
-CREATE TABLE IF NOT EXISTS episodes(
-  id INTEGER NOT NULL,         -- number within its source; for the stream, the position of the data row
-  state TEXT NOT NULL,         -- running, buffered, trained, rejected, failed, stale, evaluated
-  reason TEXT,                 -- why it was rejected or failed
-  start_version INTEGER,       -- weights when it started
-  oldest_version INTEGER,      -- weights of its oldest token
-  step INTEGER,                -- weights it was trained on top of
-  samples INTEGER, tokens INTEGER, reward REAL,
-  started_at REAL, ended_at REAL,
-  source TEXT NOT NULL,        -- stream (prepare_batch), submitted (submit), direct (rollout_batch)
-  PRIMARY KEY(source, id));
-CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
-CREATE TABLE IF NOT EXISTS rollouts(
-  episode INTEGER, sample INTEGER, step INTEGER, reward REAL, oldest_version INTEGER, newest_version INTEGER,
-  tokens INTEGER, prompt TEXT, completion TEXT, source TEXT, PRIMARY KEY(source, episode, sample));
-CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkpoint at `step` had not trained on yet
-  step INTEGER, source TEXT, id INTEGER, tensors BLOB, PRIMARY KEY(step, source, id));
-CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
-"""
 # Episodes of `rollout_batch` bypass admission, so they are not part of the counts that must add up.
 _COUNT_ADMITTED = "SELECT state, COUNT(*) FROM episodes WHERE source != 'direct' GROUP BY state"
-_PUT_TIMEOUT_S, _WRITE_TIMEOUT_S = 60.0, 600.0
+_PUT_TIMEOUT_S, _WRITE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 60.0, 600.0, LOCK_TIMEOUT_S + 30.0
 _UPSERT_EPISODE = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
 _UPSERT_ROLLOUT = "INSERT OR REPLACE INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?)"
 
@@ -195,11 +175,14 @@ class Ledger:
             if self._thread.is_alive():
                 self.commit()
                 self._put(None)
-                self._thread.join(timeout=30)
+                self._thread.join(_CLOSE_TIMEOUT_S)
+                if self._thread.is_alive():
+                    raise self._timeout_error(_CLOSE_TIMEOUT_S)
             if self._error is not None and not self._has_raised_error:
                 self._raise_if_dead()
         except AReaLiteError as error:
             logger.error("%s", error)
+            show_message(f"warning: {error}")
 
     def _decode(self, rollouts: Callable[[], Iterable[RolloutRow]]) -> list[RolloutRow]:
         try:
@@ -249,7 +232,7 @@ class Ledger:
         error = self._error
         if error is not None:
             self._has_raised_error = True
-            raise _describe_error(self.path, error) from error
+            raise describe_error(self.path, error) from error
         if not self._thread.is_alive():
             raise AReaLiteError(f"the ledger {self.path} is closed: nothing can be written any more")
 
@@ -257,17 +240,10 @@ class Ledger:
         """Writer thread: runs jobs, one transaction each, until None arrives; the first error ends it."""
         job = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            db = sqlite3.connect(self.path, timeout=30)
-            try:
-                _create_tables(db, self.path)
+            with contextlib.closing(Database(self.path)) as database:
                 while (job := self._jobs.get()) is not None:
                     work, future = job
-                    with db:
-                        result = work(db)
-                    future.set_result(result)
-            finally:
-                db.close()
+                    future.set_result(database.run(work))
         # Callers that wait for a job get this error; without it they would wait for the timeout.
         except BaseException as error:
             self._error = error
@@ -276,33 +252,6 @@ class Ledger:
                     if job is not None:
                         job[1].set_exception(error)
                     job = self._jobs.get_nowait()
-
-
-def _create_tables(db: sqlite3.Connection, path: Path) -> None:
-    db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version != _SCHEMA_VERSION and db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        raise CheckpointError(
-            f"{path} was written by another version of arealite (its schema is {version}, this one's {_SCHEMA_VERSION})"
-        )
-    db.executescript(_SCHEMA)
-
-
-def _describe_error(path: Path, error: BaseException) -> AReaLiteError:
-    text = f"the ledger {path} cannot be written or read: {type(error).__name__}: {error}"
-    if isinstance(error, OSError | sqlite3.OperationalError):
-        return AReaLiteError(
-            f"{text}. Free space or fix the folder's permissions, then resume the run with recover.mode=auto"
-        )
-    # The base class itself means a damaged file; its subclasses mean a wrong statement.
-    if type(error) is sqlite3.DatabaseError or isinstance(error, CheckpointError):
-        return CheckpointError(
-            f"{text}. The file is damaged or foreign: move it and those beside it ({path.name}-*) away and start the "
-            "run again. It goes on from its checkpoint without the history of earlier steps; buffered episodes run anew"
-        )
-    return AReaLiteError(
-        f"{text}. Resume the run with recover.mode=auto; if that fails here too the file is damaged: move it away first"
-    )
 
 
 def read_counts(path: str | Path) -> dict[str, int]:
