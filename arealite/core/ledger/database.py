@@ -1,4 +1,4 @@
-"""The connection to `run.sqlite`: waits while another process locks the file, and restores it if it is removed.
+"""The connection to `run.sqlite`, which waits while the file is locked and restores it if it is removed.
 
 Used by the ledger's writer thread only. A removed file stays readable for the process that has it open, so that nothing
 is lost: its content is copied to a new file of the same name.
@@ -50,7 +50,7 @@ CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
 
 
 class Database:
-    """`run.sqlite`, opened for writing. Raises `AReaLiteError` if another process locks it until the deadline."""
+    """`run.sqlite`, opened for writing. A lock of another process that stays is an `AReaLiteError`."""
 
     def __init__(self, path: Path):
         self.path = path
