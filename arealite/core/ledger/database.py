@@ -1,4 +1,4 @@
-"""The connection to `run.sqlite`, which waits while the file is locked and restores it if it is removed.
+"""The connection to `run.sqlite`: waits while it is locked, and restores it if it is removed.
 
 Used by the ledger's writer thread only. A removed file stays readable for the process that has it open, so that nothing
 is lost: its content is copied to a new file of the same name.
