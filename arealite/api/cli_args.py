@@ -2,7 +2,8 @@
 
 Scripts load one of the experiment classes at the bottom with `arealite.utils.config.load_config`: YAML files first,
 then `key=value` overrides. A configuration does not change after loading. Flags of inference servers are not repeated
-here: they pass through the dicts `sglang` and `vllm`. `train_args` configures training engines.
+here: they pass through the dicts `sglang` and `vllm`. `generation_args` configures inference, `train_args` training
+engines.
 """
 
 import re
@@ -12,9 +13,15 @@ from typing import Any, ClassVar
 
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, SHARE, Range, Section
+from arealite.api.config_field import AT_LEAST_1, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
+from arealite.api.generation_args import (
+    EvalGenerationConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    ServerConfig,
+)
 from arealite.api.train_args import (
     FrozenEngineConfig,
     NormConfig,
@@ -27,94 +34,9 @@ from arealite.api.train_args import (
 
 # Re-exported, so that scripts import all configuration classes from here.
 __all__ = [
-    "FrozenEngineConfig", "NormConfig", "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig",
-    "TrainEngineConfig",
+    "EvalGenerationConfig", "FrozenEngineConfig", "GenerationHyperparameters", "InferenceEngineConfig", "NormConfig",
+    "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "ServerConfig", "TrainEngineConfig",
 ]  # fmt: skip
-
-
-@dataclass
-class GenerationHyperparameters(Section):
-    """Sampling parameters of one request."""
-
-    n_samples: int = _help("Samples per prompt (the group size of GRPO).", 1, AT_LEAST_1)
-    max_new_tokens: int = _help("Longest continuation, in tokens.", 512, AT_LEAST_1)
-    min_new_tokens: int = _help("No stop token is sampled before this many tokens.", 0)
-    temperature: float = _help("Sampling temperature; 0 is greedy.", 1.0, NOT_NEGATIVE)
-    top_p: float = _help("Sample from the smallest set of tokens with this probability.", 1.0, Range(0, 1, True))
-    top_k: int = _help("Sample from the k most likely tokens; 0: from all.", 0, NOT_NEGATIVE)
-    min_p: float = _help("Drop tokens less likely than this share of the likeliest.", 0.0, SHARE)
-    stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list)
-    stop: list[str] = _help("Strings that end a continuation.", list, any_text=True)
-    ignore_eos: bool = _help("Go on after the end-of-text token.", False)
-    frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0)
-    presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0)
-    repetition_penalty: float = _help("Divides (negative: multiplies) logits of seen tokens.", 1.0)
-
-
-@dataclass
-class InferenceEngineConfig(Section):
-    """Asynchronous rollout: the client of the inference servers."""
-
-    max_concurrent_rollouts: int | None = _help(
-        "Most episodes in flight; null: one batch per allowed version.", None, AT_LEAST_1
-    )
-    max_head_offpolicyness: int = _help(
-        "Largest staleness of a trained sample, in versions (eta); 0 is synchronous.", 0, NOT_NEGATIVE
-    )
-    adaptive_lead: bool = _help("Limit the lead to what keeps the trainer busy.", True)
-    num_workers: int = _help("Rollout workers (processes that run episodes); 0: run them in the trainer's process.", 0)
-    pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
-    server_addrs: list[str] = _help("Servers that already run, as [host:port, ...]; then launchers start none.", list)
-    weight_update: str = _choice(
-        "How weights reach the servers; auto: shm if all servers can read it, else disk.",
-        *("auto", "disk", "shm", "broadcast"),
-    )
-    setup_timeout_s: float = _help("Deadline for servers to pass their health check.", 300.0)
-    request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
-    request_retries: int = _help("Attempts at one request before its episode fails.", 3)
-    health_timeout_s: float = _help(
-        "A server without an answer for so long is evicted; its requests continue elsewhere.", 30.0
-    )
-    segment_tokens: int = _help("Tokens requested at a time: a killed server loses at most so many of an answer.", 4096)
-    episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0)
-    batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
-    max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
-    dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
-
-    def problems(self) -> Iterator[str]:
-        for address in self.server_addrs:
-            if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):[0-9]{1,5}", address):
-                yield f"server_addrs has {address!r}: write host:port, without http://"
-            if self.server_addrs.count(address) > 1:
-                yield f"server_addrs has {address} more than once"
-
-
-@dataclass
-class ServerConfig(Section):
-    """The embedded inference server."""
-
-    model_path: str = _help("Hugging Face folder or hub name of the model.", "")
-    dtype: str = _help("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
-    device: str = _help("cpu, cuda, or auto (cuda if there is one).", "auto")
-    tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
-    host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
-    port: int = _help("Port to listen on; 0 takes a free one.", 0, Range(0, 65535))
-    api_key: str | None = _help("Bearer token that requests must carry.", None)
-    max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
-    max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
-    context_length: int | None = _help("Longest prompt plus continuation, in tokens; null: the model's.", None)
-    block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
-    max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
-    mem_fraction: float = _help(
-        "Share of free memory for the KV cache; halved if a trainer shares the GPU.", 0.8, Range(0, 1, True)
-    )
-    deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
-    seed: int = _help("Seed of requests that have none.", 0)
-    join: str = _help("Run directory of a running job that this server joins.", "")
-
-    def problems(self) -> Iterator[str]:
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
-            yield f"server.host={self.host} is not loopback: set server.api_key too"
 
 
 @dataclass
@@ -146,6 +68,18 @@ class FreqConfig(Section):
     freq_epochs: int | None = _help("Every n epochs.", None)
     freq_steps: int | None = _help("Every n steps.", None)
     freq_secs: int | None = _help("Every n seconds.", None)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it happens at all."""
+        return any((self.freq_epochs, self.freq_steps, self.freq_secs))
+
+
+@dataclass
+class EvaluatorConfig(FreqConfig):
+    """When validation sets are run."""
+
+    at_start_and_end: bool = _help("Also before the first and after the last step, if there is a validation set.", True)
 
 
 @dataclass
@@ -217,18 +151,20 @@ class BaseExperimentConfig(Section):
     total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
-    valid_dataset: ValidationDatasetConfig | None = _help("Validation data.", None)
+    valid_dataset: ValidationDatasetConfig | None = _help("Validation data; statistics call it `valid`.", None)
+    valid_datasets: dict[str, ValidationDatasetConfig] = _help("Several validation sets, by name.", dict)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: FreqConfig = _help("When models are saved, besides the last.", FreqConfig)
-    evaluator: FreqConfig = _help("When the validation set is run.", FreqConfig)
+    evaluator: EvaluatorConfig = _help("When validation sets are run.", EvaluatorConfig)
     recover: RecoverConfig = _help("Whether and when recover checkpoints are written.", RecoverConfig)
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
     def problems(self) -> Iterator[str]:
         if self.total_train_steps is not None and self.total_train_steps < 1:
             yield f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out"
-        if self.valid_dataset is None and any(vars(self.evaluator).values()):
+        yield from self._validation_problems()
+        if not self.validation_sets and self.evaluator.is_set:
             yield (
                 "evaluator is set, but there is no validation set: set valid_dataset.path "
                 "(any word if the script makes its own rows)"
@@ -243,6 +179,19 @@ class BaseExperimentConfig(Section):
         for part in vars(self).values():
             if isinstance(part, TrainEngineConfig) and train is not None:
                 part.check_tensor_parallel(train.tensor)
+
+    def _validation_problems(self) -> Iterator[str]:
+        for name in self.valid_datasets:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+                yield f"valid_datasets has {name!r}, which becomes a file name: use letters, digits, '.', '_' and '-'"
+            if name == "valid" and self.valid_dataset is not None:
+                yield "valid_dataset is the set `valid`, and valid_datasets has another one: rename that"
+
+    @property
+    def validation_sets(self) -> dict[str, ValidationDatasetConfig]:
+        """All validation sets by name."""
+        single = {} if self.valid_dataset is None else {"valid": self.valid_dataset}
+        return {**single, **self.valid_datasets}
 
     @property
     def num_shares(self) -> int:
@@ -284,7 +233,8 @@ class DPOConfig(BaseExperimentConfig):
 class GRPOConfig(BaseExperimentConfig):
     """Reinforcement learning with verifiable rewards (the whole GRPO/PPO family)."""
 
-    gconfig: GenerationHyperparameters = _help("Sampling.", GenerationHyperparameters)
+    gconfig: GenerationHyperparameters = _help("Sampling of training.", GenerationHyperparameters)
+    eval_gconfig: EvalGenerationConfig = _help("Sampling of evaluations.", EvalGenerationConfig)
     rollout: InferenceEngineConfig = _help("Asynchronous rollout.", InferenceEngineConfig)
     actor: PPOActorConfig = _help("The trained policy.", PPOActorConfig)
     critic: PPOCriticConfig | None = _help("The value function of algorithm=ppo.", None)
@@ -324,10 +274,18 @@ class GRPOConfig(BaseExperimentConfig):
             )
 
     def _length_problems(self) -> Iterator[str]:
-        limit, new = self.server.context_length, self.gconfig.max_new_tokens
-        if limit is not None and limit <= new:
-            wrong = f"server.context_length={limit} leaves no room for a prompt"
-            yield f"{wrong}: it must be more than gconfig.max_new_tokens={new}"
+        limit, lengths = self.server.context_length, {"gconfig": self.gconfig.max_new_tokens}
+        if self.validation_sets:
+            lengths["eval_gconfig"] = self.evaluation_gconfig.max_new_tokens
+        for name, new in lengths.items():
+            if limit is not None and limit <= new:
+                wrong = f"server.context_length={limit} leaves no room for a prompt"
+                yield f"{wrong}: it must be more than {name}.max_new_tokens={new}"
+
+    @property
+    def evaluation_gconfig(self) -> GenerationHyperparameters:
+        """Sampling of evaluations: `gconfig` with what `eval_gconfig` sets."""
+        return self.eval_gconfig.apply(self.gconfig)
 
     def _minibatch_problems(self) -> Iterator[str]:
         ranks, prompts, n_samples = self.num_shares, self.train_dataset.batch_size, self.gconfig.n_samples
@@ -346,6 +304,7 @@ class EvalConfig(GRPOConfig):
     """Evaluation without training: the same keys, without the conditions that only training has."""
 
     def problems(self) -> Iterator[str]:
-        if self.valid_dataset is None:
+        yield from self._validation_problems()
+        if not self.validation_sets:
             yield "evaluation needs a dataset: set valid_dataset.path"
         yield from self._length_problems()

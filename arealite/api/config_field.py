@@ -69,8 +69,13 @@ class Section:
         for each in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
             name, value = each.name, getattr(self, each.name)
             words, limits = each.metadata.get("words"), each.metadata.get("limits")
+            sections = value if isinstance(value, dict) else {}
             if hasattr(value, "check"):
                 check_section(name, value)
+            elif any(hasattr(inner, "check") for inner in sections.values()):
+                for key, inner in sections.items():
+                    check_text(name, key)
+                    check_section(f"{name}.{key}", inner)
             elif words is not None:
                 if value not in words:
                     raise ConfigError(f"{name} is {value!r}; use one of {words}")

@@ -114,7 +114,7 @@ class MainConfig(BaseExperimentConfig):
         if self.trainer.type not in TRAINERS:
             known = ", ".join(str(name or "null") for name in TRAINERS)
             raise ConfigError(f"trainer.type is {self.trainer.type!r}; use one of {known}")
-        if self.trainer.type is None and self.valid_dataset is None:
+        if self.trainer.type is None and not self.validation_sets:
             raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
         if self.allocation_mode:
             AllocationMode.from_str(self.allocation_mode)
@@ -130,7 +130,7 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     common["allocation_mode"] = config.allocation_mode or default
     if config.trainer.type is None:
         # An evaluation reads no training data: the launcher must not look for the default one.
-        common["train_dataset"] = config.valid_dataset
+        common["train_dataset"] = next(iter(config.validation_sets.values()))
     flat = script_config(**common, **vars(tree))
     flat.check()
     return flat
@@ -140,9 +140,8 @@ def _check_tasks(config: MainConfig) -> None:
     """Raise if a dataset belongs to no built-in task. Preference loops read pairs from any dataset."""
     if config.trainer.type in ("rw", "dpo"):
         return
-    for dataset in (config.train_dataset if config.trainer.type else None, config.valid_dataset):
-        if dataset is not None:
-            find_task(dataset)
+    for dataset in (*([config.train_dataset] if config.trainer.type else []), *config.validation_sets.values()):
+        find_task(dataset)
 
 
 def _write_config(flat: BaseExperimentConfig, folder: Path) -> Path:

@@ -165,6 +165,8 @@ def _pick_keys(values: Any, text: str) -> LaunchConfig:
     if config.server.model_path:
         config.model_paths["server.model_path"] = config.server.model_path
     config.dataset_paths = {f"{name}.path": str(paths[name]) for name in _DATASETS if paths[name]}
+    for name, dataset in (values.get("valid_datasets") or {}).items():
+        config.dataset_paths[f"valid_datasets.{name}.path"] = str(dataset.get("path"))
     rollout = values.get("rollout") or {}
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")

@@ -57,7 +57,7 @@ class Run:
         tokenizer: PreTrainedTokenizerBase | None = None,
         evaluate: Callable[[], dict[str, float]] | None = None,
     ):
-        if evaluate is None and any(vars(config.evaluator).values()):
+        if evaluate is None and config.evaluator.is_set:
             raise ConfigError(
                 "evaluator is set, but this script gives its Run no `evaluate`: remove evaluator from the "
                 "configuration, or use `python -m arealite.cli.main`, whose loops evaluate"

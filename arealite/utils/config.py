@@ -156,8 +156,7 @@ def _expand_home(values: DictConfig) -> DictConfig:
 def _read_override(override: str, kind: Any) -> DictConfig:
     key, _, text = override.partition("=")
     for name in key.split("."):
-        section = _dataclass_of(kind)
-        kind = typing.get_type_hints(section).get(name) if section else None
+        kind = _kind_inside(kind, name)
     # Text fields take the value as typed, unless it is null or quoted: `#1`, `a: b` and an empty value are no YAML.
     null = ("~", "null") if kind is str else ("", "~", "null")
     typed = _without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
@@ -195,10 +194,9 @@ def _keep_text(node: yaml.Node, kind: Any) -> None:
     elif isinstance(node, yaml.SequenceNode) and typing.get_origin(kind) is list:
         for item in node.value:
             _keep_text(item, typing.get_args(kind)[0])
-    elif isinstance(node, yaml.MappingNode) and dataclasses.is_dataclass(kind):
-        kinds = typing.get_type_hints(kind)
+    elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            _keep_text(value, kind if key.value == "<<" else kinds.get(str(key.value)))
+            _keep_text(value, kind if key.value == "<<" else _kind_inside(kind, str(key.value)))
 
 
 class _Loader(yaml.SafeLoader):
@@ -234,13 +232,23 @@ def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") ->
         path = f"{prefix}{key}"
         if key not in kinds:
             raise ConfigError(f"unknown key {path!r} in {source}: {_nearest(key, cls, prefix)}")
-        child, node = _dataclass_of(kinds[key]), values._get_node(key)
-        if child is None or OmegaConf.is_interpolation(values, key) or values[key] is None:
-            continue
-        if not isinstance(node, DictConfig):
-            inside = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(child))
-            raise ConfigError(f"{path} in {source} is a section, not one value: set {inside}")
-        _check_keys(node, child, source, f"{path}.")
+        child, named, node = _dataclass_of(kinds[key]), _named_sections(kinds[key]), values._get_node(key)
+        if named is not None and isinstance(node, DictConfig) and not node._is_none():
+            for name in map(str, node):
+                _check_section(node, name, named, source, f"{path}.{name}")
+        elif child is not None:
+            _check_section(values, key, child, source, path)
+
+
+def _check_section(values: DictConfig, key: str, cls: type, source: str, path: str) -> None:
+    """Check the keys of one section of `values`."""
+    node: Any = values._get_node(key)
+    if OmegaConf.is_interpolation(values, key) or values[key] is None:
+        return
+    if not isinstance(node, DictConfig):
+        inside = ", ".join(f"{path}.{field.name}" for field in dataclasses.fields(cls))
+        raise ConfigError(f"{path} in {source} is a section, not one value: set {inside}")
+    _check_keys(node, cls, source, f"{path}.")
 
 
 def _nearest(key: str, cls: type, prefix: str) -> str:
@@ -304,6 +312,9 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
             words = " | ".join(field.metadata.get("words", ()))
             text += f" ({words})" if words else ""
             yield path, _type_name(kind), _default_text(field), text
+            named = _named_sections(kind)
+            if named is not None:
+                yield from _leaves(named, f"{path}.NAME.")
             continue
         if kind is not child and field.default is None:
             yield path, _type_name(kind), "null", text
@@ -326,6 +337,17 @@ def _dataclass_of(kind: Any) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
+def _named_sections(kind: Any) -> type | None:
+    """Return the dataclass of `dict[str, X]`; None if there is none."""
+    return _dataclass_of(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
+
+
+def _kind_inside(kind: Any, name: str) -> Any:
+    """Return the type of the value `name` of a section; None if it is not known."""
+    section = _dataclass_of(kind)
+    return typing.get_type_hints(section).get(name) if section else _named_sections(kind)
+
+
 def _without_null(kind: Any) -> Any:
     """Return `X` for `X` and `X | None`."""
     options = [o for o in typing.get_args(kind) if o is not type(None)] if _is_union(kind) else []
@@ -341,4 +363,6 @@ def _type_name(kind: Any) -> str:
         return " | ".join(_type_name(option) for option in typing.get_args(kind))
     if kind is type(None):
         return "null"
+    if _named_sections(kind) is not None:
+        return "dict[str, section]"
     return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))

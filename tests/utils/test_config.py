@@ -109,7 +109,7 @@ def test_free_form_sections_take_any_key():
             "unknown key 'actor.optimizr' in override 'actor.optimizr.lr=1': did you mean actor.optimizer?",
         ),
         ("actor.optimizer.lrr=1", "did you mean actor.optimizer.lr?"),
-        ("max_new_tokens=5", "did you mean gconfig.max_new_tokens?"),
+        ("max_new_tokens=5", "did you mean gconfig.max_new_tokens or eval_gconfig.max_new_tokens?"),
         ("nonsense=5", "known here: experiment_name"),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr in override 'actor.optimizer.lr=fast' (expected float | null)"),
         ("gconfig.n_samples=1.5", "(expected int)"),
@@ -231,3 +231,42 @@ def test_a_launched_process_logs_to_its_file_and_not_to_the_console(tmp_path):
 def test_reading_a_configuration_does_not_import_torch():
     code = "import sys, arealite.utils.config, arealite.launcher.local; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_sections_by_name(tmp_path):
+    text = "valid_datasets: {gsm8k: {path: 007, max_length: 8}, mawps: {path: m}}\nvalid_dataset: {path: v}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    config = load("--config", str(tmp_path / "a.yaml"), "valid_datasets.mawps.split=1.10", "valid_datasets.c.path=c")
+    assert {name: data.path for name, data in config.validation_sets.items()} == {
+        "valid": "v", "gsm8k": "007", "mawps": "m", "c": "c",
+    }  # fmt: skip
+    assert config.valid_datasets["mawps"].split == "1.10" and config.valid_datasets["gsm8k"].max_length == 8
+    assert all(data.is_validation for data in config.validation_sets.values())
+    again = tmp_path / "b.yaml"
+    again.write_text(to_yaml(config))
+    assert load_config(["--config", str(again)], GRPOConfig) == config
+    assert "valid_datasets.NAME.path" in help_text(GRPOConfig)
+
+
+def test_mistakes_in_sections_by_name():
+    assert "unknown key 'valid_datasets.a.pth'" in refusal("valid_datasets.a.pth=x")
+    assert "did you mean valid_datasets.a.path?" in refusal("valid_datasets.a.pth=x")
+    assert "valid_datasets.a in override 'valid_datasets.a=x' is a section" in refusal("valid_datasets.a=x")
+    assert "valid_datasets.a.path=…" in refusal("valid_datasets.a.split=x")
+    assert "valid_datasets.a.batch_size must be at least 1" in refusal(
+        "valid_datasets.a.path=x", "valid_datasets.a.batch_size=0"
+    )
+    assert "which becomes a file name" in refusal("valid_datasets.a/b.path=x")
+    assert "rename that" in refusal("valid_datasets.valid.path=x", "valid_dataset.path=y")
+
+
+def test_evaluations_are_greedy_with_the_lengths_of_training_unless_set():
+    gconfig = load("gconfig.max_new_tokens=77", "gconfig.stop=[x]").evaluation_gconfig
+    assert (gconfig.n_samples, gconfig.temperature, gconfig.max_new_tokens, gconfig.stop) == (1, 0, 77, ["x"])
+    own = ("eval_gconfig.n_samples=8", "eval_gconfig.temperature=0.6", "eval_gconfig.max_new_tokens=9")
+    gconfig = load(*own).evaluation_gconfig
+    assert (gconfig.n_samples, gconfig.temperature, gconfig.max_new_tokens) == (8, 0.6, 9)
+    assert "n_samples=8 greedy answers would be equal" in refusal("eval_gconfig.n_samples=8")
+    assert "eval_gconfig.max_new_tokens=900" in refusal(
+        "valid_dataset.path=v", "server.context_length=600", "eval_gconfig.max_new_tokens=900"
+    )

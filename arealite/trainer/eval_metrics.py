@@ -1,0 +1,109 @@
+"""Metrics of an evaluation: pass@k, maj@k, 95% intervals, and a paired test of two evaluations.
+
+Pure functions on plain numbers; `trainer.evaluator` applies them. A question has n answers. An answer is solved if its
+reward is at least 1: partial credit is no pass.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import comb
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+# Rewards pass through float32.
+SOLVED = 1.0 - 1e-4
+# Two-sided 95% quantile of the normal distribution.
+_Z = 1.959964
+# Subsets of answers for maj@k: all of them up to this many, else so many drawn at random.
+_MAX_SUBSETS = 256
+
+
+class Interval(NamedTuple):
+    """A 95% confidence interval."""
+
+    low: float
+    high: float
+
+
+def powers_of_two(n: int) -> list[int]:
+    """Return 1, 2, 4, … up to n."""
+    return [1 << i for i in range(n.bit_length())]
+
+
+def pass_at_k(n: int, num_solved: int, k: int) -> float:
+    """Return the probability that k of n answers, drawn without replacement, contain a solved one.
+
+    1 − C(n−c, k) / C(n, k), an unbiased estimate of the probability for k new answers (arXiv 2107.03374).
+    """
+    return 1.0 - comb(n - num_solved, k) / comb(n, k)
+
+
+def majority_at_k(votes: Sequence[int], solved: Sequence[bool], k: int) -> float:
+    """Return the probability that the most frequent of k answers, drawn without replacement, is right.
+
+    Equal answers have equal `votes`. A tie is broken at random: the right share of the most frequent answers counts.
+    """
+    n = len(votes)
+    groups: dict[int, list[bool]] = {}
+    for vote, is_solved in zip(votes, solved, strict=True):
+        groups.setdefault(vote, []).append(is_solved)
+    score = {vote: fmean(members) for vote, members in groups.items()}
+    subsets: Iterable[Sequence[int]]
+    if comb(n, k) <= _MAX_SUBSETS:
+        subsets = combinations(votes, k)
+    else:
+        # The same subsets for every question and checkpoint.
+        draw = random.Random(n * 1_000 + k)
+        subsets = [draw.sample(list(votes), k) for _ in range(_MAX_SUBSETS)]
+    return fmean(_winner_score(subset, score) for subset in subsets)
+
+
+def _winner_score(votes: Sequence[int], score: dict[int, float]) -> float:
+    counts = Counter(votes)
+    most = max(counts.values())
+    return fmean(score[vote] for vote, count in counts.items() if count == most)
+
+
+def interval(scores: Sequence[float], num_answers: int) -> Interval:
+    """Return the interval of the mean of scores in [0, 1], one for each question.
+
+    Wilson's interval, for as many independent answers as the variance between questions corresponds to (answers to one
+    question are correlated). It does not collapse where all scores are 0 or 1, as the bootstrap does.
+    `num_answers` over all questions is an upper limit of that number.
+    """
+    num_questions, mean = len(scores), fmean(scores)
+    variance = fmean((score - mean) ** 2 for score in scores)
+    effective = float(num_answers)
+    if variance > 0:
+        effective = min(effective, num_questions * mean * (1 - mean) / variance)
+    elif mean in (0.0, 1.0):
+        effective = num_questions
+    square = _Z**2 / effective
+    center = (mean + square / 2) / (1 + square)
+    half = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
+    # Rounding must not exclude the mean itself.
+    return Interval(min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half)))
+
+
+def paired_p_value(differences: Sequence[int]) -> float:
+    """Return the p-value of "neither of two evaluations is better", from the difference of each question.
+
+    A difference is a whole number, such as the difference of solved answers. The exact permutation test: under the
+    hypothesis each difference has either sign with the same probability. For differences of ±1 it is McNemar's exact
+    test.
+    """
+    sizes = [abs(d) for d in differences if d]
+    probability = np.ones(1)
+    for size in sizes:
+        wider = np.zeros(len(probability) + 2 * size)
+        wider[: len(probability)] += 0.5 * probability
+        wider[2 * size :] += 0.5 * probability
+        probability = wider
+    total = sum(sizes)
+    distance = np.abs(np.arange(-total, total + 1))
+    return min(1.0, float(probability[distance >= abs(sum(differences))].sum()))
