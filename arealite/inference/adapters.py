@@ -5,7 +5,6 @@ model in another way (DoRA, trained biases, whole modules, an initialization tha
 name, before any weight is changed.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.weights.disk import ADAPTER_STEM, read_tensors
+from arealite.weights.files import read_json
 from arealite.weights.transport import Weights
 
 SETTINGS = "adapter_config.json"
@@ -26,6 +26,11 @@ _UNSUPPORTED = (
 )  # fmt: skip
 # Above any rank, and any alpha that leaves weights finite.
 _HUGE = 1e9
+_MAX_PATTERNS = 10_000
+# What patterns may consist of, and how often what makes matching slow may occur: repetitions and alternatives.
+_MAX_LENGTH = 256
+_PLAIN = re.compile(r"(?:[\w$^|().-]|\\[.d]|\[[0-9-]+\]|(?:\\d|\[0-9\])\+|\.\*)*")
+_SLOW = {"+*": 2, "(": 2, "|": 32}
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", "kaiming")
 
 
@@ -49,33 +54,29 @@ def read_adapter(path: str | Path) -> Adapter:
     """Read the adapter in a PEFT folder; raises `WeightUpdateError` if it is torn or cannot be merged."""
     folder = Path(path)
     tensors = read_tensors(folder, ADAPTER_STEM)
-    try:
-        settings = json.loads((folder / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
-        raise WeightUpdateError(f"cannot read {folder / SETTINGS}: {error}") from error
+    settings = read_json(folder / SETTINGS)
     if not isinstance(settings, dict):
-        raise WeightUpdateError(f"{folder / SETTINGS} must hold an object, got {settings!r:.60}")
+        raise WeightUpdateError(f"{folder / SETTINGS} must hold an object, got {type(settings).__name__}")
     _check_settings(settings, folder)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         found = re.fullmatch(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight", key)
         if found is None:
-            raise WeightUpdateError(f"{folder} holds {key!r}, which is neither a lora_A nor a lora_B weight")
+            raise WeightUpdateError(f"{folder} holds {key!r:.100}, which is neither a lora_A nor a lora_B weight")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     layers = {f"{module}.weight": _low_rank(module, pair, settings, folder) for module, pair in pairs.items()}
     return Adapter(layers, tensors)
 
 
 def _check_settings(settings: dict[str, Any], folder: Path) -> None:
-    rejected = [f"{key}={settings[key]}" for key in _UNSUPPORTED if settings.get(key)]
-    rejected += [f"bias={settings['bias']}"] if settings.get("bias", "none") != "none" else []
-    start = settings.get("init_lora_weights", True)
-    rejected += [f"init_lora_weights={start}"] if start not in _PLAIN_STARTS else []
-    if settings.get("peft_type") != "LORA":
-        rejected.insert(0, f"peft_type={settings.get('peft_type')}")
+    rejected = ["peft_type"] if settings.get("peft_type") != "LORA" else []
+    rejected += [key for key in _UNSUPPORTED if settings.get(key)]
+    rejected += ["bias"] if settings.get("bias", "none") != "none" else []
+    rejected += ["init_lora_weights"] if settings.get("init_lora_weights", True) not in _PLAIN_STARTS else []
     if rejected:
+        given = ", ".join(f"{key}={_shown(settings.get(key))}" for key in rejected)
         raise WeightUpdateError(
-            f"{folder} is an adapter with {', '.join(rejected)}; the embedded engine merges plain LoRA "
+            f"{folder} is an adapter with {given}; the embedded engine merges plain LoRA "
             "(peft_type=LORA, bias=none): push merged weights instead"
         )
 
@@ -98,15 +99,33 @@ def _low_rank(module: str, pair: dict[str, torch.Tensor], settings: dict[str, An
 def _setting(settings: dict[str, Any], name: str, patterns_name: str, module: str, folder: Path) -> int | float:
     """Return a number by PEFT's rule: of the first pattern that matches the module, else the default."""
     patterns = settings.get(patterns_name) or {}
-    try:
-        matching = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
-        value = next(matching, settings.get(name))
-    except (re.error, AttributeError) as error:
+    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
         raise WeightUpdateError(
-            f"{folder / SETTINGS}: {patterns_name} must map regular expressions to numbers, got "
-            f"{patterns!r:.200}: {error}"
-        ) from error
+            f"{folder / SETTINGS}: {patterns_name} must map at most {_MAX_PATTERNS} patterns to numbers"
+        )
+    value = next((v for p, v in patterns.items() if _matches(p, module, folder)), settings.get(name))
     # NaN fails this comparison too.
     if not (isinstance(value, int | float) and abs(value) < _HUGE):
-        raise WeightUpdateError(f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {value!r:.60}")
+        raise WeightUpdateError(f"{folder / SETTINGS}: {name} of {module} must be a finite number, got {_shown(value)}")
     return value
+
+
+def _matches(pattern: str, module: str, folder: Path) -> bool:
+    r"""Whether PEFT's `(.*\.)?(pattern)$` matches the module. No pattern takes more than some milliseconds."""
+    is_short = all(sum(map(pattern.count, marks)) <= most for marks, most in _SLOW.items())
+    try:
+        if not is_short or max(len(pattern), len(module)) > _MAX_LENGTH or not _PLAIN.fullmatch(pattern):
+            raise ValueError("only module names, . \\d+ [0-9]+ .* and (a|b) are supported, and few of them")
+        # One attempt for each part of the name, in place of `(.*\.)?`.
+        starts = [0, *(i + 1 for i, character in enumerate(module) if character == ".")]
+        return any(re.compile(pattern).fullmatch(module, start) for start in starts)
+    except (re.error, ValueError) as error:
+        raise WeightUpdateError(
+            f"{folder / SETTINGS}: a key of rank_pattern or alpha_pattern cannot be used ({error})"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    """Return a setting for a message: flags and names as they are, of anything else its type."""
+    is_plain = isinstance(value, bool | int | float | None) or re.fullmatch(r"\w{1,20}", str(value))
+    return f"{value!s:.20}" if is_plain else type(value).__name__

@@ -24,6 +24,7 @@ from arealite.inference.scheduler import Scheduler
 from arealite.inference.sequence import Request, Sequence, resolve
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import ServedWeights, Staged, WeightSource
+from arealite.weights.segment import release_removed
 
 
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Runner:
@@ -230,6 +231,10 @@ class EngineCore:
         self._mark_version(self._base_version if version is None else version)
         self.last_update_s = time.perf_counter() - begin
         return num_running
+
+    def release_removed(self) -> None:
+        """Release mapped weights of runs that have ended."""
+        release_removed()
 
     def set_version(self, version: int) -> None:
         """Mark all tokens from the next step on with this version."""

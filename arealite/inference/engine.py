@@ -196,6 +196,14 @@ class Engine:
         future.add_done_callback(lambda _: self._updating.release())
         return future
 
+    def release_removed(self) -> None:
+        """Release mapped weights of runs that have ended, unless an update is being read."""
+        if self._updating.acquire(blocking=False):
+            try:
+                self._call(self.core.release_removed).add_done_callback(lambda _: self._updating.release())
+            except ServerError:
+                self._updating.release()
+
     def release_memory(self) -> Future[None]:
         """Free the memory of KV cache, graphs and weights until `resume_memory`. Running requests wait."""
         return self._call(self.core.release)

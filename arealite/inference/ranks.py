@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -43,6 +44,8 @@ from arealite.utils.process_pool import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.layout import TensorLayout
+
+logger = logging.getLogger("arealite.server")
 
 _HOST = "127.0.0.1"
 _CLOSE_S = 5.0
@@ -255,6 +258,7 @@ class LeaderCore(RankCore):
     flush_cache = _send_first(RankCore.flush_cache)
     release = _send_first(RankCore.release)
     reclaim = _send_first(RankCore.reclaim)
+    release_removed = _send_first(RankCore.release_removed)
 
     def step(self) -> None:
         self.ranks.send("step", self.checksum)
@@ -368,4 +372,5 @@ class RankWorker:
         except WeightUpdateError as error:
             return str(error)
         except Exception as error:  # also a bug: rank 0 waits for an answer and reports it
-            return repr(error)
+            logger.exception("the update was not read")
+            return type(error).__name__

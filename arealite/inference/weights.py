@@ -24,6 +24,7 @@ from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, read_adapter
 from arealite.inference.sharding import Shards
+from arealite.weights.files import unreadable
 from arealite.weights.fingerprint import Fingerprints, fingerprints
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Weights
@@ -120,12 +121,13 @@ class ServedWeights:
             _check_type(name, saved[name], path)
         config = copy.deepcopy(self.model.config)
         settings: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        settings |= {"use_safetensors": True, "local_files_only": True}
         try:
             # In float32: loading in another dtype makes it the default of all threads meanwhile.
             loading: Any = type(self.model).from_pretrained(path, config=config, dtype=torch.float32, **settings)
             loaded, info = loading
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _rejection(path, f"cannot read the weights: {error}") from error
+            raise unreadable(path, error) from error
         for kind, names in info.items():
             if names:
                 raise _rejection(path, f"it does not fit this model: {kind} {sorted(map(str, names))[:3]}")
@@ -140,7 +142,7 @@ class ServedWeights:
         extra = sorted(set(weights) - set(targets) - aliases)
         if missing or extra:
             kind, names = ("lacks", missing) if missing else ("has unknown", extra)
-            problem = f"{kind} {len(names)} tensor(s), first {names[0]!r}: it is not a checkpoint of this model"
+            problem = f"{kind} {len(names)} tensor(s), first {names[0]!r:.200}: it is not a checkpoint of this model"
             raise _rejection(source, problem)
         for name, target in targets.items():
             self._check_shape(name, target, list(weights[name].shape), source)

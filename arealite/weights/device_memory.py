@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
+from arealite.weights.files import cause_of, read_small
 from arealite.weights.layout import TensorLayout
 
 SUFFIX = ".cuda"
 _ALIGN = 256
 # Positions, in what torch's `_share_cuda_` returns after the device, of the counter of the buffer's users.
 _COUNTER = slice(3, 5)
+_GPU_NAME = re.compile(r"[\w-]{1,64}")
 # Segments that this process created: CUDA cannot map the handles of its own process.
 _created: dict[Path, DeviceWeights] = {}
-_mapped: dict[Path, tuple[str, DeviceWeights]] = {}
+_mapped: dict[Path, tuple[bytes, DeviceWeights]] = {}
 
 
 class DeviceWeights:
@@ -56,20 +59,29 @@ class DeviceWeights:
         if path in _created:
             return _created[path]
         try:
-            text = path.read_text()
+            text = read_small(path)
             if path not in _mapped or _mapped[path][0] != text:
                 _mapped[path] = (text, cls._map(path, json.loads(text)))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise WeightUpdateError(f"cannot map the weights of {path}: {error}") from error
+        except WeightUpdateError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            raise WeightUpdateError(f"cannot map the weights of {path}: {cause_of(error)}") from error
         return _mapped[path][1]
+
+    @classmethod
+    def release_removed(cls) -> None:
+        """Forget mappings whose file is gone: an ended run's weights would stay in GPU memory."""
+        for path in [path for path in _mapped if not path.exists()]:
+            cls.detach(path)
 
     @classmethod
     def _map(cls, path: Path, fields: dict[str, Any]) -> DeviceWeights:
         gpus = visible_gpus()
         if fields["gpu"] not in gpus:
+            gpu = fields["gpu"] if _GPU_NAME.fullmatch(str(fields["gpu"])) else "?"
             raise WeightUpdateError(
-                f"the trainer's weights are on GPU {fields['gpu']}, which this process does not see: start it with "
-                "that GPU visible, or set rollout.weight_update=disk"
+                f"the trainer's weights are on GPU {gpu}, which this process does not see: start it with that GPU "
+                "visible, or set rollout.weight_update=disk"
             )
         device = gpus.index(fields["gpu"])
         handle = [base64.b64decode(f) if isinstance(f, str) else f for f in fields["handle"]]

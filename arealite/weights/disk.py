@@ -3,7 +3,6 @@
 Works for every server that sees the trainer's file system. A version that a server may still read is never changed.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
+from arealite.weights.files import opened, read_json, safetensors_header, unreadable
+from arealite.weights.layout import TensorLayout
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights
 
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
@@ -52,12 +53,20 @@ def read_tensors(folder: Path, stem: str) -> Weights:
             raise WeightUpdateError(f"{folder} is not a folder: give the path of saved weights")
         names = [f"{stem}.safetensors"]
         if index.exists() and not (folder / names[0]).exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
         for name in names:
-            with safe_open(folder / name, framework="pt") as file:
-                weights.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise WeightUpdateError(
-            f"cannot read the weights in {folder}: {error}. The old weights are still served"
-        ) from error
+            if Path(name).name != name:
+                raise WeightUpdateError(f"{index} names files outside its folder")
+            weights.update(_read_file(folder / name))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise unreadable(folder, error) from error
     return weights
+
+
+def _read_file(path: Path) -> Weights:
+    """Map one file. Its size is compared with its header first: a mapping beyond the end would kill the process."""
+    with opened(path) as descriptor:
+        TensorLayout.from_safetensors(*safetensors_header(descriptor))
+        # The file that was checked, whatever the path names by now.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

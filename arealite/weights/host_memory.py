@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
+from arealite.weights.files import cause_of, opened, safetensors_header
 from arealite.weights.layout import TensorLayout
 
 logger = logging.getLogger("arealite.weights")
@@ -32,13 +33,13 @@ class SharedWeights:
 
     def __init__(self, path: Path, descriptor: int):
         self.path = path
+        header, size = safetensors_header(descriptor)
+        layout = TensorLayout.from_safetensors(header, size)
         self._map = file_map = mmap.mmap(descriptor, 0)
         self._identity = _identity(os.fstat(descriptor))
         memory = torch.frombuffer(file_map, dtype=torch.uint8)
         self._pinned = _pin(memory)
-        start = 8 + int.from_bytes(file_map[:8], "little")
-        layout = TensorLayout.from_safetensors(file_map[8:start], len(file_map) - start)
-        self.tensors = layout.views(memory[start:])
+        self.tensors = layout.views(memory[8 + len(header) :])
 
     @classmethod
     def create(cls, path: str | Path, like: Mapping[str, torch.Tensor]) -> SharedWeights:
@@ -65,27 +66,42 @@ class SharedWeights:
 
     @classmethod
     def attach(cls, path: str | Path) -> SharedWeights:
-        """Map a segment of another process; raises `WeightUpdateError` if it cannot be mapped."""
+        """Map a segment of another process; raises `WeightUpdateError` if it cannot be mapped.
+
+        The size is checked at each call: reading a mapping beyond the end of its file would kill the process.
+        """
         path = Path(path)
         try:
-            if path not in _mapped or _mapped[path]._identity != _identity(path.stat()):
-                if path in _mapped:
-                    _mapped.pop(path)._unpin()
-                with path.open("r+b") as file:
-                    _mapped[path] = cls(path, file.fileno())
-            return _mapped[path]
+            with opened(path, for_writing=True, is_private=True) as descriptor:
+                if path not in _mapped or _mapped[path]._identity != _identity(os.fstat(descriptor)):
+                    cls.detach(path)
+                    _mapped[path] = cls(path, descriptor)
+                return _mapped[path]
+        except WeightUpdateError:
+            raise
         except OSError as error:
             raise WeightUpdateError(
                 f"cannot attach shared weights {path}: {error.strerror} (on another machine? then set "
                 "rollout.weight_update=disk or broadcast)"
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise WeightUpdateError(f"{path} does not hold shared weights: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+            raise WeightUpdateError(f"{path} does not hold shared weights ({cause_of(error)})") from error
+
+    @classmethod
+    def release_removed(cls) -> None:
+        """Forget mappings of files that are gone: the weights of an ended run would stay in memory.
+
+        None of the segments may be in use meanwhile.
+        """
+        for path in [path for path in _mapped if not path.exists()]:
+            cls.detach(path)
 
     @classmethod
     def detach(cls, path: str | Path) -> None:
         """Forget a mapping, so that the next `attach` maps the segment again."""
-        _mapped.pop(Path(path), None)
+        held = _mapped.pop(Path(path), None)
+        if held is not None:
+            held._unpin()
 
     def flush(self) -> None:
         """Do nothing: other processes see a copy into host memory at once."""
@@ -118,5 +134,5 @@ def _pin(memory: torch.Tensor) -> int:
     return 0
 
 
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
+def _identity(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_dev, stat.st_ino, stat.st_size

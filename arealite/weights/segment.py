@@ -56,7 +56,9 @@ class SegmentTransport(Transport):
         """Return what this process reads in another process's probe; the reason if it cannot."""
         try:
             return fingerprint(cls.segment_class.attach(path).tensors["probe"])
-        except (WeightUpdateError, KeyError) as error:
+        except KeyError:
+            return f"{path} is not a probe"
+        except WeightUpdateError as error:
             return str(error)
         finally:
             cls.segment_class.detach(path)
@@ -85,3 +87,9 @@ class DeviceMemoryTransport(SegmentTransport):
 
     segment_class = DeviceWeights
     suffix = SUFFIX
+
+
+def release_removed() -> None:
+    """Forget all mapped segments whose files are gone. None of them may be in use meanwhile."""
+    SharedWeights.release_removed()
+    DeviceWeights.release_removed()

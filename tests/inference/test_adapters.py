@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from arealite.api.errors import WeightUpdateError
-from arealite.inference.adapters import read_adapter
+from arealite.inference.adapters import _matches, read_adapter
 from arealite.inference.weights import WeightSource
 from tests.inference.conftest import forward_logprobs, make_model, prompts, run, submit_and_see_start
 
@@ -132,6 +133,9 @@ BAD = {
     "NaN": (lambda s, t: t[Q + "lora_A.weight"].fill_(torch.nan), "q_proj.weight holds NaN"),
     "integers": (lambda s, t: t.update({Q + "lora_A.weight": torch.ones(4, 48).long()}), "int64"),
     "bad pattern": (lambda s, t: s.update(rank_pattern={"(": 4}), "rank_pattern"),
+    "slow pattern": (lambda s, t: s.update(rank_pattern={"(.*|.*)*(.*)*x": 4}), "cannot be used"),
+    "slow alternatives": (lambda s, t: s.update(rank_pattern={"(.|.)" * 40 + "x": 4}), "cannot be used"),
+    "many repetitions": (lambda s, t: s.update(alpha_pattern={".*" * 9 + "x": 4}), "cannot be used"),
     "no patterns": (lambda s, t: s.update(alpha_pattern=["q_proj"]), "alpha_pattern"),
     "no pair": (lambda s, t: t.pop(Q + "lora_B.weight"), "counterpart"),
     "unknown tensor": (lambda s, t: t.update({Q + "weird": torch.ones(1)}), "weird"),
@@ -166,3 +170,33 @@ def test_settings_that_are_not_an_object_are_rejected(content, tmp_path):
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(WeightUpdateError, match="object"):
         read_adapter(tmp_path)
+
+
+SECRET = "do not tell"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[SECRET], {"peft_type": SECRET}, {"rank_pattern": SECRET}, {"rank_pattern": {f"({SECRET}": 1}}, {"r": SECRET}],
+)
+def test_a_refusal_does_not_quote_the_settings(settings, tmp_path):
+    make_adapter(tmp_path, make_model(), 1)
+    if isinstance(settings, dict):
+        settings = json.loads((tmp_path / "adapter_config.json").read_text()) | settings
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightUpdateError) as caught:
+        read_adapter(tmp_path)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_match"),
+    [
+        ("q_proj", True), ("proj", False), ("self_attn.q_proj", True), ("^q_proj", False), (r"layers\.\d+\..*", True),
+        (r"^model\.layers\.(0|1)\.self_attn\.q_proj$", True), ("k_proj|q_proj", True), (r"layers\.[2-9]\..*", False),
+    ],
+)  # fmt: skip
+def test_patterns_match_as_in_peft(pattern, is_match, tmp_path):
+    module = "model.layers.1.self_attn.q_proj"
+    assert bool(re.match(rf"(.*\.)?({pattern})$", module)) == is_match
+    assert _matches(pattern, module, tmp_path) == is_match

@@ -45,6 +45,7 @@ class WeightLoading:
 
     def arealite_load_segment(self, path: str) -> None:
         """Load weights from shared memory."""
+        SharedWeights.release_removed()
         shared = SharedWeights.attach(path)
         copies = ((name, tensor.clone()) for name, tensor in shared.tensors.items())
         self.reload_weights(weights_iterator=copies)
