@@ -111,7 +111,7 @@ def _setting(settings: dict[str, Any], name: str, patterns_name: str, module: st
 
 
 def _matches(pattern: str, module: str, folder: Path) -> bool:
-    r"""Whether PEFT's `(.*\.)?(pattern)$` matches the module. No pattern takes more than some milliseconds."""
+    r"""Return whether PEFT's `(.*\.)?(pattern)$` matches the module, within milliseconds."""
     is_short = all(sum(map(pattern.count, marks)) <= most for marks, most in _SLOW.items())
     try:
         if not is_short or max(len(pattern), len(module)) > _MAX_LENGTH or not _PLAIN.fullmatch(pattern):

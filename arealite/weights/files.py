@@ -68,7 +68,10 @@ def read_json(path: str | Path) -> Any:
 
 
 def safetensors_header(descriptor: int) -> tuple[bytes, int]:
-    """Return the JSON of a safetensors header and the number of bytes that follow; `ValueError` if there is none."""
+    """Return the JSON of a safetensors header and the number of bytes that follow.
+
+    Raises `ValueError` if there is none.
+    """
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
