@@ -64,7 +64,10 @@ def read_tensors(folder: Path, stem: str) -> Weights:
 
 
 def _read_file(path: Path) -> Weights:
-    """Map one file. Its size is compared with its header first: a mapping beyond the end would kill the process."""
+    """Map one file, if it is as long as its header says.
+
+    Reading a mapping beyond the end of its file would kill the process.
+    """
     with opened(path) as descriptor:
         TensorLayout.from_safetensors(*safetensors_header(descriptor))
         # The file that was checked, whatever the path names by now.

@@ -1,4 +1,4 @@
-"""Opens weight files that another process names: only regular files, never waiting, never more than allowed.
+"""Opens weight files that another process names: regular files only, and without waiting.
 
 Used by everything that reads published weights. A path comes from an HTTP request, so it may name a FIFO, a device, a
 link, somebody else's file or any private file of this user. Errors say what kind of thing was found, never what is in
