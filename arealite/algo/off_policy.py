@@ -81,6 +81,17 @@ def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: T
     }
 
 
+def fresh_kl(prox_logp: Tensor, logprobs: Tensor, age: Tensor, mask: Tensor, owner: Tensor) -> Stat:
+    """Return KL(behaviour‖prox) by k3 over sequences whose tokens all have `age` 0.
+
+    The proximal policy itself sampled them, so it measures how differently server and trainer compute.
+    """
+    is_old = sequence_mean((age != 0).to(logprobs.dtype), mask, owner) > 0
+    kept = mask & ~is_old
+    delta = torch.where(kept, logprobs - prox_logp, 0.0).detach()
+    return Stat(kl_estimate(delta, torch.zeros_like(delta), "k3").sum(), kept.sum())
+
+
 def m2po_mask(prox_logp: Tensor, logprobs: Tensor, threshold: float = 0.04) -> Tensor:
     """Return the mask of M2PO (arXiv 2510.01161) over all trained tokens of the batch, `[N]`.
 

@@ -23,7 +23,7 @@ from arealite.algo.advantages import (
     token_rewards,
     whiten,
 )
-from arealite.algo.off_policy import behaviour_stats, behaviour_weights, interpolated_prox, m2po_mask
+from arealite.algo.off_policy import behaviour_stats, behaviour_weights, fresh_kl, interpolated_prox, m2po_mask
 from arealite.algo.policy_losses import LOSSES, Clip, LossAndStats, Tokens, aggregation_weights, weighted_sum
 from arealite.api.algorithms import Objective, resolve_objective
 from arealite.api.alloc_mode import ParallelStrategy
@@ -293,6 +293,8 @@ def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Ob
     high = config.eps_clip if objective.eps_clip_higher is None else objective.eps_clip_higher
     loss, stats = LOSSES[objective.loss](tokens, Clip(config.eps_clip, high), config.c_clip)
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
+    if "versions" in mb and config.use_decoupled_loss and config.prox_logp != "interpolate":
+        stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask, owner)
     # KL between the policy at the start of the update and now.
     moved = kl_estimate(prox, logp.detach(), "k3")
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())

@@ -1,0 +1,263 @@
+"""Alarms: reads the statistics of each step and says what goes wrong, why, and what to set.
+
+Pure: no torch, no files. `Guard` calls `Alarms.check` once a step and shows the lines. A rule is either an entry of
+`LIMITS` (a statistic far out of its usual range) or a small function of the history. An alarm is raised once, and again
+only after several steps without its condition.
+
+The usual range of a statistic is estimated by the median and the MAD of the steps before, so that a few outliers do not
+widen it. A floor keeps statistics that are nearly 0 from alarming over nothing.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+# Steps kept: the best reward is that of so many steps.
+_HISTORY = 1000
+# Steps that define the usual range, and how many of them are needed.
+_USUAL, _MIN_USUAL = 50, 5
+# Rewards are compared as means over this many steps.
+_WINDOW = 5
+# Steps without its condition after which an alarm may be raised again.
+_REARM = 5
+# Standard deviations from the median at which the usual range ends.
+_NUM_STD = 6
+# The standard deviation of normal noise is so many times its median absolute deviation.
+_MAD_TO_STD = 1.4826
+
+Stats = Mapping[str, float | None]
+
+
+class Alarm(NamedTuple):
+    """One line for the user. A collapse is what `on_collapse` acts on."""
+
+    name: str
+    text: str
+    is_collapse: bool = False
+
+
+class Limits(NamedTuple):
+    """Bounds of one statistic.
+
+    Too high is what is above `factor` times the usual value, above six standard deviations from it, and above `floor`.
+    Values above `limit` are too high from the first step on. `low_factor` times the usual value is too low. The
+    condition must hold for `patience` steps in a row.
+    """
+
+    key: str
+    title: str
+    factor: float
+    floor: float
+    cause: str
+    advice: str
+    limit: float = math.inf
+    low_factor: float = 0.0
+    patience: int = 2
+
+
+_SMALLER_STEPS = "lower actor.optimizer.lr or actor.ppo_n_minibatches, or lengthen the warm-up"
+LIMITS = (
+    Limits(
+        "prox_kl", "KL between the policies before and after minibatches of one update", factor=20, floor=0.01,
+        limit=0.1, patience=1,
+        cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
+    ),
+    Limits(
+        "behav_kl/k3", "KL between the policies that sampled and that are trained", factor=10, floor=0.03, limit=0.05,
+        cause="the policy changes too fast between versions, or servers hold other weights than they should",
+        advice="lower actor.optimizer.lr or rollout.max_head_offpolicyness",
+    ),
+    Limits(
+        "behav_kl/fresh", "KL between server and trainer under the same weights", factor=10, floor=0.01, limit=0.03,
+        patience=3,
+        cause="server and trainer compute different log-probs (dtype, temperature, attention, wrong weights)",
+        advice="use the same dtype and temperature on both sides, or set "
+        "actor.behav_imp_weight_mode=token_clamp actor.behav_imp_weight_cap=2",
+    ),
+    Limits(
+        "ratio/max", "largest probability ratio of a token within one update", factor=20, floor=100, limit=200,
+        patience=1,
+        cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
+    ),
+    Limits(
+        "grad_norm", "gradient norm before clipping", factor=10, floor=0.5, patience=3,
+        cause="the policy has left the region in which it was trained, or the rewards changed their scale",
+        advice="lower actor.optimizer.lr, and check the rewards",
+    ),
+    Limits(
+        "truncated_share", "share of answers cut off at gconfig.max_new_tokens", factor=2, floor=0.3, patience=3,
+        cause="the policy no longer ends its answers, or they have become longer than the limit",
+        advice="lower actor.optimizer.lr if the reward falls too, else raise gconfig.max_new_tokens",
+    ),
+    Limits(
+        "answer_len", "mean length of answers", factor=2.5, floor=16, low_factor=0.3, patience=3,
+        cause="the policy found a degenerate way to answer",
+        advice="look at the answers (arealite report RUN_DIR), and lower actor.optimizer.lr if the reward falls too",
+    ),
+)  # fmt: skip
+
+
+class Alarms:
+    """Keeps the history of one run and the alarms that are active."""
+
+    def __init__(self) -> None:
+        self._history: deque[Stats] = deque(maxlen=_HISTORY)
+        # Steps without the condition, for each alarm that was raised.
+        self._quiet: dict[str, int] = {}
+        self._to_skip = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no alarm is active."""
+        return not self._quiet
+
+    def check(self, stats: Stats) -> list[Alarm]:
+        """Add a step to the history; return the alarms that it raises."""
+        if self._to_skip:
+            self._to_skip -= 1
+            return []
+        self._history.append({key: stats.get(key) for key in _KEYS})
+        found = [alarm for rule in RULES if (alarm := rule(self._history)) is not None]
+        names = {alarm.name for alarm in found}
+        self._quiet = {name: 0 if name in names else steps + 1 for name, steps in self._quiet.items()}
+        self._quiet = {name: steps for name, steps in self._quiet.items() if steps < _REARM}
+        raised = [alarm for alarm in found if alarm.name not in self._quiet]
+        self._quiet |= {alarm.name: 0 for alarm in raised}
+        return raised
+
+    def restart(self, num_skipped: int) -> None:
+        """Forget the history and ignore the next steps: the policy has been replaced."""
+        self._history.clear()
+        self._quiet.clear()
+        self._to_skip = num_skipped
+
+    @property
+    def is_near_best(self) -> bool:
+        """Whether the reward is, up to noise, the best so far."""
+        drop = _RewardDrop.of(self._history)
+        return drop is None or drop.best - drop.now <= drop.noise
+
+
+History = Sequence[Stats]
+
+
+def _values(history: History, key: str) -> list[float]:
+    """Return the finite values of a statistic, the oldest first."""
+    found = (stats.get(key) for stats in history)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def _usual(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return median and standard deviation of the usual range; None if there are too few values."""
+    if len(values) < _MIN_USUAL:
+        return None
+    middle = median(values[-_USUAL:])
+    return middle, _MAD_TO_STD * median(abs(value - middle) for value in values[-_USUAL:])
+
+
+def out_of_range(history: History, limits: Limits) -> Alarm | None:
+    """Compare the last steps with the limits of one statistic."""
+    values = _values(history, limits.key)
+    before, recent = values[: -limits.patience], values[-limits.patience :]
+    if len(recent) < limits.patience or not _is_current(history, limits.key):
+        return None
+    usual, high, low = _usual(before), limits.limit, -math.inf
+    if usual is not None:
+        middle, std = usual
+        high = min(high, max(limits.floor, limits.factor * middle, middle + _NUM_STD * std))
+        low = min(limits.low_factor * middle, middle - _NUM_STD * std) if limits.low_factor else low
+    if not (min(recent) > high or max(recent) < low):
+        return None
+    compared = f"usually {usual[0]:.3g}" if usual is not None else f"limit {high:.3g}"
+    happened = f"{limits.title} ({limits.key}) is {recent[-1]:.3g}, {compared}"
+    return Alarm(limits.key, _line(happened, limits.cause, limits.advice))
+
+
+def _is_current(history: History, key: str) -> bool:
+    """Whether the last step has this statistic (a step without any gradient has few)."""
+    return history[-1].get(key) is not None
+
+
+def _line(happened: str, cause: str, advice: str) -> str:
+    return f"{happened}. Likely cause: {cause}. What to do: {advice}"
+
+
+class _RewardDrop(NamedTuple):
+    """Means of the reward over a few steps: the best so far and the last, and what noise explains."""
+
+    best: float
+    now: float
+    noise: float
+
+    @classmethod
+    def of(cls, history: History) -> "_RewardDrop | None":
+        rewards = _values(history, "reward")
+        if len(rewards) < _WINDOW + 3:
+            return None
+        means = [fmean(rewards[i - _WINDOW : i]) for i in range(_WINDOW, len(rewards) + 1)]
+        # Differences of neighbours measure noise also while the reward rises. A difference has twice the variance.
+        steps = [abs(b - a) for a, b in pairwise(rewards)]
+        std = _MAD_TO_STD * median(steps) / math.sqrt(2)
+        # The difference of two means; 4 because the best is the largest of many.
+        return cls(max(means), means[-1], 4 * std * math.sqrt(2 / _WINDOW))
+
+
+def reward_fell(history: History) -> Alarm | None:
+    """The reward is far below its own best: by more than noise, and by a third of it."""
+    drop = _RewardDrop.of(history)
+    if drop is None or drop.best - drop.now <= max(drop.noise, abs(drop.best) / 3):
+        return None
+    happened = f"the reward fell from {drop.best:.3g} (best mean of {_WINDOW} steps) to {drop.now:.3g}"
+    advice = f"go back to an earlier checkpoint (on_collapse=rollback does), {_SMALLER_STEPS}"
+    return Alarm("reward", _line(happened, "the policy is being destroyed by too large steps", advice), True)
+
+
+def entropy_exploded(history: History) -> Alarm | None:
+    """The entropy is several times what it was: the policy becomes random."""
+    values = _values(history, "entropy")
+    usual, recent = _usual(values[:-3]), values[-3:]
+    if usual is None or min(recent) <= max(2.5 * usual[0], usual[0] + 0.5, usual[0] + _NUM_STD * usual[1]):
+        return None
+    happened = f"the entropy rose to {recent[-1]:.3g} nats, usually {usual[0]:.3g}"
+    return Alarm("entropy/high", _line(happened, "the policy becomes random: too large steps", _SMALLER_STEPS), True)
+
+
+def entropy_collapsed(history: History) -> Alarm | None:
+    """The entropy is a small share of that at the start, and the reward has not gained by it."""
+    values, drop = _values(history, "entropy"), _RewardDrop.of(history)
+    if len(values) < 4 * _MIN_USUAL or drop is None:
+        return None
+    start, now = median(values[:_MIN_USUAL]), max(values[-3:])
+    first = fmean(_values(history, "reward")[:_WINDOW])
+    has_gained = drop.now - first > drop.noise and drop.best - drop.now <= drop.noise
+    if now >= 0.1 * start or has_gained:
+        return None
+    happened = f"the entropy fell to {now:.3g} nats from {start:.3g}, and the reward did not rise"
+    advice = "raise actor.eps_clip_higher (0.28) or actor.entropy_coef, add actor.kl_loss_coef, or lower the rate"
+    return Alarm("entropy/low", _line(happened, "the policy answers always the same", advice))
+
+
+def update_cut_short(history: History) -> Alarm | None:
+    """The trust region skipped minibatches."""
+    skipped, kl = (history[-1].get(key) for key in ("skipped_minibatches", "prox_kl"))
+    if not skipped:
+        return None
+    happened = f"{skipped:.0f} minibatches were skipped: the update moved the policy by more than actor.max_update_kl"
+    happened += "" if kl is None else f" (mean KL of its minibatches {kl:.3g})"
+    return Alarm("skipped_minibatches", _line(happened, "the optimizer steps are too large", _SMALLER_STEPS))
+
+
+Rule = Callable[[History], Alarm | None]
+
+
+def _bound(limits: Limits) -> Rule:
+    return lambda history: out_of_range(history, limits)
+
+
+RULES: tuple[Rule, ...] = (
+    reward_fell, entropy_exploded, entropy_collapsed, update_cut_short, *(_bound(limits) for limits in LIMITS)
+)  # fmt: skip
+_KEYS = ("reward", "entropy", "skipped_minibatches", *(limits.key for limits in LIMITS))

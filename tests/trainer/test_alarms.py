@@ -1,0 +1,121 @@
+"""Alarms on recorded statistics of a destroyed run and of healthy ones, and on series made for each rule.
+
+The recordings in `data/` are of Qwen2.5-Coder-0.5B-Instruct on GSM8K (destroyed: learning rate 1.7e-5 without warm-up;
+healthy: the settings of the example) and of the demo.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from arealite.trainer.alarms import Alarms
+
+DATA = Path(__file__).parent / "data"
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+
+
+def raised(steps: list[dict]) -> list[tuple[int, str]]:
+    alarms = Alarms()
+    return [(number, alarm.name) for number, stats in enumerate(steps) for alarm in alarms.check(stats)]
+
+
+def test_a_destroyed_run_is_reported_within_five_steps_of_its_turn():
+    steps = read("destroyed")
+    rewards = [step["reward"] for step in steps]
+    turn = max(i for i, reward in enumerate(rewards) if reward > 0.9 * max(rewards))
+    found = dict((name, number) for number, name in raised(steps))
+    # The first update already moves the policy too far; the other alarms follow the reward.
+    assert found["skipped_minibatches"] == 0
+    assert max(found[name] for name in ("reward", "truncated_share", "behav_kl/k3")) <= turn + 5
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(DATA.glob("*.jsonl")) if path.stem != "destroyed"])
+def test_healthy_runs_raise_no_alarm(name):
+    assert raised(read(name)) == []
+
+
+def noisy(count: int, seed: int = 0, **changes) -> list[dict]:
+    """A healthy series: the reward rises, everything else fluctuates by 10%. `changes` are functions of the step."""
+    rng, usual = random.Random(seed), {
+        "entropy": 0.3, "grad_norm": 0.4, "ratio/max": 1.4, "behav_kl/k3": 3e-4, "prox_kl": 1e-4,
+        "behav_kl/fresh": 1e-4, "truncated_share": 0.04, "answer_len": 280.0,
+    }  # fmt: skip
+    steps = []
+    for step in range(count):
+        stats = {key: value * rng.uniform(0.9, 1.1) for key, value in usual.items()}
+        stats["reward"] = 0.15 + 0.25 * step / (step + 50) + rng.gauss(0, 0.03)
+        stats["skipped_minibatches"] = 0.0
+        stats |= {key.replace("__", "/"): change(step) * rng.uniform(0.9, 1.1) for key, change in changes.items()}
+        steps.append(stats)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_noise_raises_no_alarm(seed):
+    assert raised(noisy(300, seed)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("reward", {"reward": lambda step: 0.4 if step < 30 else 0.1}),
+        ("entropy/high", {"entropy": lambda step: 0.3 if step < 30 else 1.2}),
+        ("entropy/low", {"entropy": lambda step: 0.3 if step < 30 else 0.01, "reward": lambda _: 0.2}),
+        ("skipped_minibatches", {"skipped_minibatches": lambda step: float(step >= 30)}),
+        ("prox_kl", {"prox_kl": lambda step: 1e-4 if step < 30 else 0.015}),
+        ("behav_kl/k3", {"behav_kl__k3": lambda step: 3e-4 if step < 30 else 0.08}),
+        ("behav_kl/fresh", {"behav_kl__fresh": lambda step: 1e-4 if step < 30 else 0.02}),
+        ("ratio/max", {"ratio__max": lambda step: 1.4 if step < 30 else 300.0}),
+        ("grad_norm", {"grad_norm": lambda step: 0.4 if step < 30 else 9.0}),
+        ("truncated_share", {"truncated_share": lambda step: 0.04 if step < 30 else 0.8}),
+        ("answer_len", {"answer_len": lambda step: 280.0 if step < 30 else 900.0}),
+        ("answer_len", {"answer_len": lambda step: 280.0 if step < 30 else 20.0}),
+    ],
+)
+def test_each_rule_raises_one_alarm_soon_after_the_change(name, changes):
+    ((step, found),) = raised(noisy(60, **changes))
+    assert found == name and 30 <= step <= 35
+
+
+def test_every_line_says_what_to_do():
+    alarms = Alarms()
+    lines = [alarm.text for stats in read("destroyed") for alarm in alarms.check(stats)]
+    assert lines and all("Likely cause: " in line and "What to do: " in line and "\n" not in line for line in lines)
+
+
+def test_an_alarm_is_raised_again_only_after_recovery():
+    once = noisy(60, skipped_minibatches=lambda step: float(30 <= step < 33 or 35 <= step < 40 or step >= 50))
+    assert [step for step, _ in raised(once)] == [30, 50]
+
+
+def test_absolute_limits_hold_from_the_first_step_on():
+    bad = {"behav_kl__k3": lambda _: 0.09, "ratio__max": lambda _: 900.0, "behav_kl__fresh": lambda _: 0.05}
+    assert raised(noisy(3, **bad)) == [(0, "ratio/max"), (1, "behav_kl/k3"), (2, "behav_kl/fresh")]
+
+
+def test_missing_and_null_values_are_ignored():
+    steps = noisy(40)
+    for step in steps[10:]:
+        step["grad_norm"] = step["entropy"] = None
+        del step["ratio/max"]
+    assert raised([*steps, {"idle_steps": 1.0}, {"loss": 0.5}]) == []
+
+
+def test_falling_entropy_that_comes_with_reward_is_learning():
+    steps = noisy(80, entropy=lambda step: 0.5 * 0.94**step, reward=lambda step: min(0.95, 0.3 + 0.01 * step))
+    assert raised(steps) == []
+
+
+def test_a_restart_forgets_the_history():
+    alarms = Alarms()
+    for stats in noisy(40, reward=lambda _: 0.4):
+        assert not alarms.check(stats)
+    alarms.restart(num_skipped=3)
+    # The first steps still train on answers of the old policy.
+    for stats in noisy(3, reward=lambda _: 0.0, ratio__max=lambda _: 5000.0) + noisy(30, reward=lambda _: 0.1):
+        assert not alarms.check(stats)
