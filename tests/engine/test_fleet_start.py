@@ -1,5 +1,7 @@
 """The start of a job: servers that die before the trainer connects."""
 
+import threading
+
 import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
@@ -33,12 +35,12 @@ def test_a_server_that_died_is_replaced_by_its_successor(model_path, tmp_path, m
 def test_waiting_for_servers_has_a_deadline_when_all_have_died(tmp_path, monkeypatch):
     monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
     engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=2.0))
-    try:
-        with pytest.raises(WaitTimeout, match="server"):
-            engine.initialize([f"127.0.0.1:{free_port()}"])
-        assert not engine.router.servers
-    finally:
-        engine.destroy()
+    before = set(threading.enumerate())
+    with pytest.raises(WaitTimeout, match="server"):
+        engine.initialize([f"127.0.0.1:{free_port()}"])
+    assert not engine.router.servers
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert "rollout" not in names, "an engine that did not start leaves no event loop that looks for servers"
 
 
 @pytest.mark.timeout(60)

@@ -69,7 +69,12 @@ class RemoteEngine(CollectingEngine):
             )
         self.start_executor(train_batch_size)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
-        self.executor.run_coroutine(self._connect(addresses, wait), wait)
+        try:
+            self.executor.run_coroutine(self._connect(addresses, wait), wait)
+        except BaseException:
+            # The caller has no engine to destroy. Its thread would go on looking for servers until the process ends.
+            self.destroy()
+            raise
 
     async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
         self.client.connect()

@@ -8,6 +8,7 @@ fingerprints equal what the trainer published, or the run stops and the tensor i
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -231,6 +232,11 @@ class Fleet:
                 logger.warning("cannot read the leases of servers: %s", error)
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
+            except RuntimeError:
+                # The process ends without `destroy`: no thread can be started any more.
+                if not threading.main_thread().is_alive():
+                    return
+                raise
             for address in living - set(self.router.servers):
                 self._add(address)
             for address, server in list(self.router.servers.items()):
