@@ -41,5 +41,5 @@ def get_gsm8k_rl(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> l
 
 def _load(config: DatasetConfig) -> list[Row]:
     rows = load_dataset(config)
-    require_columns(rows, ["question", "answer"], config.path)
+    require_columns(rows, ["question", "answer"], config.path, must_be_text=True)
     return rows

@@ -10,7 +10,9 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ def load_dataset(config: DatasetConfig) -> list[Row]:
     return rows
 
 
-def require_columns(rows: list[Row], columns: list[str], source: str = "the dataset") -> None:
+def require_columns(
+    rows: list[Row], columns: list[str], source: str = "the dataset", must_be_text: bool = False
+) -> None:
     """Raise `DatasetError` unless every row has these columns."""
     for number, row in enumerate(rows, 1):
         missing = [column for column in columns if column not in row]
@@ -49,12 +53,18 @@ def require_columns(rows: list[Row], columns: list[str], source: str = "the data
                 f"{source} needs the columns {', '.join(columns)}; row {number} lacks {', '.join(missing)} "
                 f"and has {', '.join(map(str, row)) or 'none'}"
             )
+        for column in columns if must_be_text else ():
+            if not isinstance(row[column], str):
+                kind = type(row[column]).__name__
+                raise DatasetError(f"{source}, row {number}: `{column}` must be text, not {kind}")
 
 
 def _files(path: Path, config: DatasetConfig) -> list[Path]:
     """Return the files of the split that `config` names, or of the one that its role implies."""
     if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise DatasetError(f"the dataset {path} is neither a file nor a folder")
     if any(path.rglob("*.arrow")):
         raise DatasetError(
             f"{path} was written by `save_to_disk` of datasets: write it with `to_parquet`, or give your script's "
@@ -96,55 +106,108 @@ def _split_for_role(splits: list[str], config: DatasetConfig, choices: str) -> s
 
 
 def _read(file: Path) -> Iterator[Row]:
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file)
-        return
-    opener = gzip.open if file.suffix == ".gz" else open
-    readers = {".json": lambda text, _: json.load(text), ".csv": _csv_rows}
+    """Yield the rows of a file. Whatever is wrong with the file is a `DatasetError` that says where."""
+    lines: _Lines | None = None
     try:
-        with opener(file, "rt", encoding="utf-8-sig", newline="") as text:
-            yield from _as_rows(readers.get(file.suffix, _json_lines)(text, file), file)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{file} is not valid JSON: {error}") from error
-    except (UnicodeDecodeError, OSError) as error:
-        raise DatasetError(f"cannot read {file}: {error}") from error
+        if file.suffix == ".parquet":
+            yield from _check_rows(_parquet_rows(file))
+            return
+        opener = gzip.open if file.suffix == ".gz" else open
+        # Bytes that are not UTF-8 become lone surrogates, so that the error can name the row.
+        with opener(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+            lines = _Lines(text)
+            if file.suffix == ".json":
+                yield from _check_rows(json.load(text))
+            else:
+                yield from _check_rows(_csv_rows(lines) if file.suffix == ".csv" else _json_lines(lines))
+    except (ValueError, OSError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error) as error:
+        place = f"{file}, line {lines.number}" if lines is not None and lines.number else file
+        raise DatasetError(f"cannot read {place}: {_reason(error)}") from error
 
 
-def _json_lines(text: Any, file: Path) -> Iterator[Any]:
-    for number, line in enumerate(text, 1):
+class _Lines:
+    """Iterates over the lines of a text and counts them."""
+
+    def __init__(self, text: Any):
+        self.text, self.number = text, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.number += 1
+        line = self.text.readline()
+        if not line:
+            self.number -= 1
+            raise StopIteration
+        return line
+
+
+def _json_lines(lines: _Lines) -> Iterator[Any]:
+    for line in lines:
         if line.strip():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise DatasetError(f"{file}, line {number} is not valid JSON: {error.msg}") from error
+                raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
 
 
-def _csv_rows(text: Any, file: Path) -> Iterator[Row]:
-    reader = csv.DictReader(text, strict=True)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise DatasetError(f"{file}, line {reader.line_num} has another number of values than the header")
-            yield row
-    except csv.Error as error:
-        raise DatasetError(f"{file} is not valid CSV after line {reader.line_num}: {error}") from error
-
-
-def _as_rows(values: Any, file: Path) -> Iterator[Row]:
-    if isinstance(values, dict):
-        raise DatasetError(f"{file} holds one object; a list of rows is needed")
-    for number, row in enumerate(values, 1):
-        if not isinstance(row, dict):
-            raise DatasetError(f"{file}: row {number} is {type(row).__name__}, not an object with columns")
+def _csv_rows(lines: _Lines) -> Iterator[Row]:
+    # The default limit of 128 KB is less than a long answer with its reasoning.
+    csv.field_size_limit(sys.maxsize)
+    for row in csv.DictReader(lines, strict=True):
+        if None in row or None in row.values():
+            raise ValueError("it has another number of values than the header")
         yield row
 
 
-def _read_parquet(file: Path) -> list[Row]:
+def _parquet_rows(file: Path) -> list[Row]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DatasetError(f"reading {file} needs pyarrow: pip install 'arealite[hub]'") from error
-    return pyarrow.parquet.read_table(file).to_pylist()
+        raise ValueError("it needs pyarrow: pip install 'arealite[hub]'") from error
+    try:
+        return pyarrow.parquet.read_table(file).to_pylist()
+    # Most of them are a ValueError or OSError too, but not all.
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_rows(values: Any) -> Iterator[Row]:
+    """Yield the rows; raises `ValueError` for one that is no object or holds text that is not UTF-8."""
+    if not isinstance(values, Iterable) or isinstance(values, dict | str):
+        raise ValueError(f"it holds one value ({type(values).__name__}); a list of rows is needed")
+    for number, row in enumerate(values, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is {type(row).__name__}, not an object with columns")
+        try:
+            _encode(row)
+        except UnicodeEncodeError:
+            raise ValueError(f"row {number} holds text that is not valid UTF-8") from None
+        yield row
+
+
+def _encode(value: Any) -> None:
+    """Raise `UnicodeEncodeError` for a text with lone surrogates, which no tokenizer accepts."""
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _encode(key)
+            _encode(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _encode(inner)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what is wrong with a file."""
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error}"
+    return " ".join(str(error).split())[:500]
 
 
 def _load_from_hub(config: DatasetConfig) -> list[Row]:
@@ -157,8 +220,8 @@ def _load_from_hub(config: DatasetConfig) -> list[Row]:
         ) from error
     try:
         loaded = datasets.load_dataset(config.path, config.name, split=config.split)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"cannot load {config.path!r} from the hub: {error}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DatasetError(f"cannot load {config.path!r} from the hub: {_reason(error)}") from error
     if config.split is not None:
         return list(loaded)
     splits = list(loaded)

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import os
 import sys
 import types
 
+import pyarrow.parquet
 import pytest
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, ValidationDatasetConfig
@@ -110,27 +112,77 @@ def test_csv(tmp_path):
 
 
 def test_parquet(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     assert load(tmp_path / "a.parquet") == ROWS
 
 
+GOOD_LINE = b'{"a": 1}\n'
+DEEP = b"[" * 100_000 + b"]" * 100_000
+COMPRESSED = gzip.compress(b"".join(b'{"a": %d}\n' % i for i in range(1000)))
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("name", "content", "expected"),
     [
-        ("a.jsonl", "", "is empty"),
-        ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 is not valid JSON"),
-        ("a.jsonl", "[1, 2]\n", "row 1 is list, not an object"),
-        ("a.json", '{"a": 1}', "holds one object; a list of rows is needed"),
-        ("a.json", "[1", "is not valid JSON"),
-        ("a.csv", "q,a\n1,2\n3\n", "line 3 has another number of values than the header"),
-        ("a.csv", 'q,a\n1,"2', "is not valid CSV after line 1"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3: not valid JSON"),
+        ("a.jsonl", b"[1, 2]\n", "row 1 is list, not an object"),
+        ("a.jsonl", GOOD_LINE + b'{"a": ' + DEEP + b"}\n", "line 2: its values are nested too deeply"),
+        ("a.jsonl", GOOD_LINE + b'{"a": ' + b"1" * 10_000 + b"}\n", "line 2: .*digits"),
+        ("a.jsonl", GOOD_LINE * 5000 + b'{"a": "\xff"}\n', "row 5001 holds text that is not valid UTF-8"),
+        ("a.jsonl", GOOD_LINE + b'{"a": ["\\ud800"]}\n', "row 2 holds text that is not valid UTF-8"),
+        ("a.jsonl.gz", COMPRESSED[: len(COMPRESSED) // 2], "line .*ended before the end-of-stream"),
+        ("a.jsonl.gz", COMPRESSED[:20] + b"\xff\xff\xff" + COMPRESSED[23:], "line 1: .*decompressing"),
+        ("a.jsonl.gz", b"plain text", "Not a gzipped file"),
+        ("a.jsonl.gz", b"", "is empty"),
+        ("a.json", b'{"a": 1}', r"holds one value \(dict\); a list of rows is needed"),
+        ("a.json", b"5", r"holds one value \(int\)"),
+        ("a.json", b"null", r"holds one value \(NoneType\)"),
+        ("a.json", b'"text"', r"holds one value \(str\)"),
+        ("a.json", b"[1", "not valid JSON"),
+        ("a.json", b"", "not valid JSON"),
+        ("a.json", DEEP, "nested too deeply"),
+        ("a.json", b'[{"a": ' + b"1" * 10_000 + b"}]", "digits"),
+        ("a.json", b'[{"a": "\xff"}]', "row 1 holds text that is not valid UTF-8"),
+        ("a.csv", b"q,a\n1,2\n3\n", "line 3: it has another number of values than the header"),
+        ("a.csv", b'q,a\n1,"2', "line 2: unexpected end of data"),
+        ("a.csv", b"q,a\n1,\xff\n", "row 1 holds text that is not valid UTF-8"),
+        ("a.csv", b"", "is empty"),
+        ("a.parquet", b"", "a.parquet"),
+        ("a.parquet", b"PAR1" + b"x" * 1000 + b"PAR1", "a.parquet"),
     ],
 )
-def test_bad_files(tmp_path, name, text, expected):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DatasetError, match=expected):
+def test_bad_files_are_one_line_with_the_file_and_the_row(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=expected) as caught:
         load(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_damaged_parquet_files_are_errors_of_the_dataset(tmp_path):
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": i, "b": "x" * i} for i in range(100)]), file)
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:20] + b"\xff" * 100 + whole[120:]):
+        file.write_bytes(damaged)
+        with pytest.raises(DatasetError, match=r"cannot read .*a\.parquet: "):
+            load(file)
+
+
+def test_csv_fields_may_be_long(tmp_path):
+    text = "x" * 1_000_000
+    (tmp_path / "a.csv").write_text(f"q,a\n{text},1\n")
+    assert load(tmp_path / "a.csv") == [{"q": text, "a": "1"}]
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DatasetError, match="neither a file nor a folder"):
+        load(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").mkdir()
+    with pytest.raises(DatasetError, match=r"holds no \.jsonl"):
+        load(tmp_path / "b.jsonl")
 
 
 def test_a_folder_of_save_to_disk_is_an_error_with_advice(tmp_path):
@@ -160,6 +212,12 @@ def test_required_columns():
     require_columns(ROWS, ["q", "a"])
     with pytest.raises(DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"):
         require_columns(ROWS, ["question", "a"])
+
+
+def test_columns_that_must_be_text(tmp_path):
+    require_columns([{"q": "a"}], ["q"], must_be_text=True)
+    with pytest.raises(DatasetError, match=r"d.jsonl, row 2: `a` must be text, not NoneType"):
+        require_columns([{"a": ""}, {"a": None}], ["a"], "d.jsonl", must_be_text=True)
 
 
 def test_a_folder_without_tokenizer_is_an_error(tmp_path):
