@@ -20,6 +20,8 @@ from arealite.api.errors import AllocationError
 
 GEN_BACKENDS = ("sglang", "vllm", "embedded")
 TRAIN_BACKENDS = ("fsdp",)
+# Of one side.
+MAX_DEVICES = 100_000
 _LETTERS = dict(d="data", p="pipeline", t="tensor", m="tensor", c="context", e="expert")
 _EXAMPLE = "for example sglang.d4p1t1+d4p1t1, embedded:d1+fsdp:d1, d8 or vllm.d4t2+eval"
 
@@ -63,6 +65,8 @@ class AllocationMode:
     def from_str(cls, text: str) -> AllocationMode:
         if not text.strip():
             _fail(text, 0, "allocation_mode is empty")
+        if len(text) > 100:
+            _fail(f"{text[:100]}…", 100, "it is longer than 100 characters")
         left, plus, right = text.partition("+")
         backend, strategy = _side(text, 0, left)
         generates, start = backend in GEN_BACKENDS, len(left) + 1
@@ -123,12 +127,15 @@ def _side(text: str, start: int, side: str) -> tuple[str | None, ParallelStrateg
             _fail(text, start + found.start(), f"{kind} parallelism is given twice")
         if not number:
             _fail(text, start + found.end(), "expected a number")
-        if int(number) == 0:
-            _fail(text, start + found.start(2), "a degree of parallelism is at least 1")
+        if len(number) > 6 or not 1 <= int(number) <= MAX_DEVICES:
+            _fail(text, start + found.start(2), f"a degree of parallelism is from 1 to {MAX_DEVICES}")
         degrees[kind] = int(number)
     if not degrees:
         _fail(text, start + begin, "expected a parallel strategy such as d4p1t1")
-    return backend, ParallelStrategy(**degrees)
+    strategy = ParallelStrategy(**degrees)
+    if strategy.world_size > MAX_DEVICES:
+        _fail(text, start + begin, f"these are {strategy.world_size} devices; at most {MAX_DEVICES}")
+    return backend, strategy
 
 
 def _fail(text: str, column: int, message: str) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config_field import AT_LEAST_1, Section
+from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SEED, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 from arealite.api.generation_args import (
@@ -48,7 +48,7 @@ class DatasetConfig(Section):
     split: str | None = _help("Split of a hub dataset or local folder; default: by role (train, test).", None)
     batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)
     shuffle: bool = _help("Shuffle in each epoch, by the seed.", True)
-    max_length: int | None = _help("Leave out rows with more tokens.", None)
+    max_length: int | None = _help("Leave out rows with more tokens.", None, AT_LEAST_1)
 
     # Which split is read if `split` is not set.
     is_validation: ClassVar[bool] = False
@@ -65,9 +65,9 @@ class ValidationDatasetConfig(DatasetConfig):
 class FreqConfig(Section):
     """How often something happens; all null: never, unless the field that uses it says otherwise."""
 
-    freq_epochs: int | None = _help("Every n epochs.", None)
-    freq_steps: int | None = _help("Every n steps.", None)
-    freq_secs: int | None = _help("Every n seconds.", None)
+    freq_epochs: int | None = _help("Every n epochs.", None, NOT_NEGATIVE)
+    freq_steps: int | None = _help("Every n steps.", None, NOT_NEGATIVE)
+    freq_secs: int | None = _help("Every n seconds.", None, NOT_NEGATIVE)
 
     @property
     def is_set(self) -> bool:
@@ -90,7 +90,7 @@ class RecoverConfig(FreqConfig):
         "auto: recover if there is a checkpoint; resume: require one.",
         "disabled", "auto", "resume",
     )  # fmt: skip
-    retries: int = _help("Restarts by the launcher after a failure.", 0)
+    retries: int = _help("Restarts by the launcher after a failure.", 0, Range(0, 1000))
 
     def problems(self) -> Iterator[str]:
         if self.retries and self.mode == "disabled":
@@ -110,18 +110,18 @@ class ClusterConfig(Section):
     """The machines."""
 
     n_nodes: int | None = _help(
-        "Machines; null: one, and on Ray and Slurm as many as allocation_mode needs.", None, AT_LEAST_1
+        "Machines; null: one, and on Ray and Slurm as many as allocation_mode needs.", None, Range(1, 100_000)
     )
     min_nodes: int | None = _help(
-        "torchrun only: machines may leave and join, down to this many; null: all must stay.", None
+        "torchrun only: machines may leave and join, down to this many; null: all must stay.", None, AT_LEAST_1
     )
-    n_gpus_per_node: int = _help("GPUs (on CPU, processes) of each machine.", 8, AT_LEAST_1)
+    n_gpus_per_node: int = _help("GPUs (on CPU, processes) of each machine.", 8, Range(1, 1024))
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
     def problems(self) -> Iterator[str]:
         most = self.n_nodes or 1
-        if self.min_nodes is not None and not 1 <= self.min_nodes <= most:
-            yield f"cluster.min_nodes={self.min_nodes} must be between 1 and cluster.n_nodes={most}"
+        if self.min_nodes is not None and self.min_nodes > most:
+            yield f"cluster.min_nodes={self.min_nodes} is more than cluster.n_nodes={most}"
 
 
 @dataclass
@@ -129,12 +129,14 @@ class LauncherConfig(Section):
     """How launchers start and end processes."""
 
     threads_per_process: int | None = _help(
-        "Threads of each process; null: OMP_NUM_THREADS, or an equal share of the cores.", None
+        "Threads of each process; null: OMP_NUM_THREADS, or an equal share of the cores.", None, Range(0, 4096)
     )
-    trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0)
-    stop_timeout_s: float = _help("Grace period between SIGTERM and SIGKILL.", 10.0)
-    server_restarts: int = _help("How often dead servers are restarted before the run fails.", 2)
-    max_servers: int | None = _help("Ray only: add servers up to this many while requests wait; idle ones end.", None)
+    trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0, PORT)
+    stop_timeout_s: float = _help("Grace period between SIGTERM and SIGKILL.", 10.0, SECONDS)
+    server_restarts: int = _help("How often dead servers are restarted before the run fails.", 2, NOT_NEGATIVE)
+    max_servers: int | None = _help(
+        "Ray only: add servers up to this many while requests wait; idle ones end.", None, Range(0, 100_000)
+    )
     slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` is put before the command.", dict)
 
 
@@ -146,9 +148,9 @@ class BaseExperimentConfig(Section):
     trial_name: str = _help("Second part of the run directory's name.")
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
     controller: bool = _help("Ray only: one driver runs the script, engines run in actors.", False)
-    seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1)
+    seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1, SEED)
     total_train_epochs: int = _help("Passes over the training data.", 1, AT_LEAST_1)
-    total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None)
+    total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None, AT_LEAST_1)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
     valid_dataset: ValidationDatasetConfig | None = _help("Validation data; statistics call it `valid`.", None)
@@ -161,8 +163,6 @@ class BaseExperimentConfig(Section):
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
     def problems(self) -> Iterator[str]:
-        if self.total_train_steps is not None and self.total_train_steps < 1:
-            yield f"total_train_steps={self.total_train_steps} trains nothing: give 1 or more, or leave it out"
         yield from self._validation_problems()
         if not self.validation_sets and self.evaluator.is_set:
             yield (

@@ -1,13 +1,14 @@
 """Declares configuration fields (help text, limits) and checks sections.
 
-Used by the config dataclasses only. A section yields what is wrong with several fields together in its `problems`.
+Used by the config dataclasses only. Every number has a finite range, so NaN and infinity are never accepted. A section
+yields what is wrong with several fields together in its `problems`.
 """
 
 import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from math import inf
+from numbers import Real
 from typing import Any, cast
 
 from arealite.api.errors import ConfigError
@@ -18,25 +19,23 @@ MISSING: Any = "???"
 
 @dataclass(frozen=True)
 class Range:
-    """The range in which a number must lie; `above` excludes `low` itself."""
+    """The finite range in which a number must lie; `above` excludes `low` itself."""
 
     low: float
-    high: float = inf
+    high: float = 10**9
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
-        if self.high < inf:
-            mark = "in ({:g}, {:g}]" if self.above else "from {:g} to {:g}"
-            return mark.format(self.low, self.high)
-        if self.above:
-            return f"larger than {self.low:g}" if self.low else "positive"
-        return f"at least {self.low:g}"
+        return f"larger than {self.low} and at most {self.high}" if self.above else f"from {self.low} to {self.high}"
 
 
 NOT_NEGATIVE, POSITIVE, AT_LEAST_1, SHARE = Range(0), Range(0, above=True), Range(1), Range(0, 1)
+ANY_NUMBER, SEED, PORT = Range(-(10**9)), Range(0, 2**32 - 1), Range(0, 65535)
+# A deadline: up to three years.
+SECONDS = Range(0, 10**8, above=True)
 
 
 def help_field(text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False) -> Any:
@@ -80,8 +79,9 @@ class Section:
                 if value not in words:
                     raise ConfigError(f"{name} is {value!r}; use one of {words}")
             elif limits is not None and value is not None:
-                if value not in limits:
-                    raise ConfigError(f"{name} must be {limits}, got {value}")
+                for number in cast(list[Any], value) if isinstance(value, list) else [value]:
+                    if not isinstance(number, Real) or number not in limits:
+                        raise ConfigError(f"{name} must be a number {limits}, got {number!r}")
             elif "help" in each.metadata and not each.metadata.get("any_text"):
                 check_text(name, value)
         for problem in self.problems():
@@ -100,14 +100,14 @@ def check_section(name: str, section: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise for a control character or line break in a text, or in the texts of a list or dict.
+    """Raise for a control character, line break or lone surrogate in a text, or in the texts of a list or dict.
 
     Configuration becomes command lines, file names and lines of batch scripts, where such a character has a meaning.
     """
     if isinstance(value, str):
-        found = next((c for c in value if unicodedata.category(c) in ("Cc", "Zl", "Zp")), None)
+        found = next((c for c in value if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
         if found is not None:
-            raise ConfigError(f"{name} must not contain the control character {found!r}, got {value!r}")
+            raise ConfigError(f"{name} must not contain the control character {found!r}, got {value[:200]!r}")
     elif isinstance(value, dict):
         for key, inner in cast(dict[Any, Any], value).items():
             check_text(name, str(key))

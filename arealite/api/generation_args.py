@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, SHARE, Range, Section
+from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SEED, SHARE, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 
@@ -18,17 +18,19 @@ class GenerationHyperparameters(Section):
 
     n_samples: int = _help("Samples per prompt (the group size of GRPO).", 1, AT_LEAST_1)
     max_new_tokens: int = _help("Longest continuation, in tokens.", 512, AT_LEAST_1)
-    min_new_tokens: int = _help("No stop token is sampled before this many tokens.", 0)
+    min_new_tokens: int = _help("No stop token is sampled before this many tokens.", 0, NOT_NEGATIVE)
     temperature: float = _help("Sampling temperature; 0 is greedy.", 1.0, NOT_NEGATIVE)
     top_p: float = _help("Sample from the smallest set of tokens with this probability.", 1.0, Range(0, 1, True))
     top_k: int = _help("Sample from the k most likely tokens; 0: from all.", 0, NOT_NEGATIVE)
     min_p: float = _help("Drop tokens less likely than this share of the likeliest.", 0.0, SHARE)
-    stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list)
+    stop_token_ids: list[int] = _help("Extra token ids that end a continuation.", list, NOT_NEGATIVE)
     stop: list[str] = _help("Strings that end a continuation.", list, any_text=True)
     ignore_eos: bool = _help("Go on after the end-of-text token.", False)
-    frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0)
-    presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0)
-    repetition_penalty: float = _help("Divides (negative: multiplies) logits of seen tokens.", 1.0)
+    frequency_penalty: float = _help("Subtracted per earlier occurrence of a token.", 0.0, Range(-1000, 1000))
+    presence_penalty: float = _help("Subtracted once a token has occurred.", 0.0, Range(-1000, 1000))
+    repetition_penalty: float = _help(
+        "Divides (negative: multiplies) logits of seen tokens.", 1.0, Range(0, 1000, True)
+    )
 
 
 @dataclass
@@ -62,23 +64,27 @@ class InferenceEngineConfig(Section):
         "Largest staleness of a trained sample, in versions (eta); 0 is synchronous.", 0, NOT_NEGATIVE
     )
     adaptive_lead: bool = _help("Limit the lead to what keeps the trainer busy.", True)
-    num_workers: int = _help("Rollout workers (processes that run episodes); 0: run them in the trainer's process.", 0)
+    num_workers: int = _help(
+        "Rollout workers (processes that run episodes); 0: run them in the trainer's process.", 0, Range(0, 1024)
+    )
     pause_mode: str = _choice("What a weight update does to open requests.", "abort", "in_place")
     server_addrs: list[str] = _help("Servers that already run, as [host:port, ...]; then launchers start none.", list)
     weight_update: str = _choice(
         "How weights reach the servers; auto: shm if all servers can read it, else disk.",
         *("auto", "disk", "shm", "broadcast"),
     )
-    setup_timeout_s: float = _help("Deadline for servers to pass their health check.", 300.0)
-    request_timeout_s: float = _help("Deadline of one generation request.", 3600.0)
-    request_retries: int = _help("Attempts at one request before its episode fails.", 3)
+    setup_timeout_s: float = _help("Deadline for servers to pass their health check.", 300.0, SECONDS)
+    request_timeout_s: float = _help("Deadline of one generation request.", 3600.0, SECONDS)
+    request_retries: int = _help("Attempts at one request before its episode fails.", 3, AT_LEAST_1)
     health_timeout_s: float = _help(
-        "A server without an answer for so long is evicted; its requests continue elsewhere.", 30.0
+        "A server without an answer for so long is evicted; its requests continue elsewhere.", 30.0, SECONDS
     )
-    segment_tokens: int = _help("Tokens requested at a time: a killed server loses at most so many of an answer.", 4096)
-    episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0)
-    batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0)
-    max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64)
+    segment_tokens: int = _help(
+        "Tokens requested at a time: a killed server loses at most so many of an answer.", 4096, AT_LEAST_1
+    )
+    episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0, SECONDS)
+    batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0, SECONDS)
+    max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64, AT_LEAST_1)
     dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
 
     def problems(self) -> Iterator[str]:
@@ -96,20 +102,22 @@ class ServerConfig(Section):
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
     dtype: str = _help("float32, bfloat16, float16; auto: bfloat16 on CUDA, else float32.", "auto")
     device: str = _help("cpu, cuda, or auto (cuda if there is one).", "auto")
-    tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, AT_LEAST_1)
+    tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, Range(1, 1024))
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
-    port: int = _help("Port to listen on; 0 takes a free one.", 0, Range(0, 65535))
+    port: int = _help("Port to listen on; 0 takes a free one.", 0, PORT)
     api_key: str | None = _help("Bearer token that requests must carry.", None)
     max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
-    max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None)
-    context_length: int | None = _help("Longest prompt plus continuation, in tokens; null: the model's.", None)
+    max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None, AT_LEAST_1)
+    context_length: int | None = _help(
+        "Longest prompt plus continuation, in tokens; null: the model's.", None, AT_LEAST_1
+    )
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     mem_fraction: float = _help(
         "Share of free memory for the KV cache; halved if a trainer shares the GPU.", 0.8, Range(0, 1, True)
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
-    seed: int = _help("Seed of requests that have none.", 0)
+    seed: int = _help("Seed of requests that have none.", 0, SEED)
     join: str = _help("Run directory of a running job that this server joins.", "")
 
     def problems(self) -> Iterator[str]:

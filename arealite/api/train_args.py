@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Range, Section
+from arealite.api.config_field import (
+    ANY_NUMBER,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    SHARE,
+    Range,
+    Section,
+)
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 from arealite.api.errors import ConfigError
@@ -42,7 +52,7 @@ class TrainEngineConfig(Section):
 
     path: str = _help("Hugging Face folder or hub name of the model.")
     init_from_scratch: bool = _help("Random weights; only config and tokenizer are read from `path`.", False)
-    seed: int = _help("Seed of weights that are not loaded: a new head, adapters, random weights.", 1)
+    seed: int = _help("Seed of weights that are not loaded: a new head, adapters, random weights.", 1, SEED)
     dtype: str = _choice("Compute type.", "bfloat16", "float32", "float16")
     param_dtype: str = _choice("Type of the weights that the optimizer updates.", "float32", "bfloat16", "float16")
     device: str = _choice("auto: cuda if there is one.", "auto", "cpu", "cuda")
@@ -56,7 +66,7 @@ class TrainEngineConfig(Section):
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
     logprob_chunk_size: int = _help("Tokens per chunk of logits.", 1024, AT_LEAST_1)
-    collective_timeout_s: float = _help("Timeout of collectives between ranks.", 1800.0, POSITIVE)
+    collective_timeout_s: float = _help("Timeout of collectives between ranks.", 1800.0, SECONDS)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
 
@@ -106,7 +116,7 @@ class NormConfig(Section):
     mean_level: str = _choice("The mean is over the group, the batch, or not subtracted.", "group", "batch", "none")
     std_level: str = _choice("The std is over the group, the batch, or not used.", "group", "batch", "none")
     leave_one_out: bool = _help("Exclude the row itself from its mean (RLOO).", False)
-    eps: float = _help("Added to the std.", 1e-6)
+    eps: float = _help("Added to the std.", 1e-6, NOT_NEGATIVE)
 
     def problems(self) -> Iterator[str]:
         if self.leave_one_out and self.mean_level != "group":
@@ -144,7 +154,7 @@ class PPOActorConfig(TrainEngineConfig):
         "recompute: a pass over the batch; first_pass: only for later minibatches; interpolate: no pass.",
         "recompute", "first_pass", "interpolate",
     )  # fmt: skip
-    behav_imp_weight_cap: float | None = _help("Largest prox/behaviour weight; null is off.", 5.0)
+    behav_imp_weight_cap: float | None = _help("Largest prox/behaviour weight; null is off.", 5.0, POSITIVE)
     behav_imp_weight_floor: float = _help("Smallest prox/behaviour weight.", 0.0, NOT_NEGATIVE)
     behav_imp_weight_mode: str = _choice(
         "What happens outside these bounds (token_clamp: TIS, sequence_mask: MIS, prefix_clamp: product over the "
@@ -153,23 +163,25 @@ class PPOActorConfig(TrainEngineConfig):
     )  # fmt: skip
     m2_threshold: float = _help("M2PO: largest mean (prox - behaviour)^2 kept.", 0.04, NOT_NEGATIVE)
     temperature: float = _help("Temperature of the log-probs; equal to gconfig.temperature.", 1.0, POSITIVE)
-    reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0)
-    reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0)
+    reward_scaling: float = _help("Rewards become (r + bias) * scaling.", 1.0, ANY_NUMBER)
+    reward_bias: float = _help("Rewards become (r + bias) * scaling.", 0.0, ANY_NUMBER)
     reward_clip: float = _help("Shaped rewards are clipped to +- this.", 20.0, NOT_NEGATIVE)
-    max_answer_length: int | None = _help("gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None)
+    max_answer_length: int | None = _help(
+        "gconfig.max_new_tokens, for loss_mean=constant and overlong_buffer.", None, AT_LEAST_1
+    )
     overlong_buffer: int | None = _help(
-        "Penalty from 0 to -1 over the last so many tokens before max_answer_length.", None
+        "Penalty from 0 to -1 over the last so many tokens before max_answer_length.", None, AT_LEAST_1
     )
     reward_norm: NormConfig | None = _help("Normalisation of rewards into advantages.", None)
     norm_advantages: bool | None = _help("Whiten advantages over all tokens of the batch.", None)
     kl_ctl: float = _help("Weight of the KL to the reference in the reward.", 0.0, NOT_NEGATIVE)
-    kl_target: float | None = _help("Adapt kl_ctl to keep the KL per sequence near this.", None)
+    kl_target: float | None = _help("Adapt kl_ctl to keep the KL per sequence near this.", None, POSITIVE)
     kl_loss_coef: float = _help("Weight of the KL to the reference in the loss.", 0.0, NOT_NEGATIVE)
     kl_estimator: str | None = _help(
         "k1, k2 or k3, of the KL to the reference; null: k1 in the reward, k3 in the loss.", None
     )
-    entropy_coef: float = _help("Weight of the entropy bonus.", 0.0)
-    distill_coef: float = _help("Weight of the reverse KL to the teacher.", 0.0)
+    entropy_coef: float = _help("Weight of the entropy bonus.", 0.0, ANY_NUMBER)
+    distill_coef: float = _help("Weight of the reverse KL to the teacher.", 0.0, NOT_NEGATIVE)
     discount: float = _help("GAE gamma.", 1.0, SHARE)
     gae_lambda: float = _help("GAE lambda.", 1.0, SHARE)
     skip_zero_advantage: bool = _help("Skip sequences whose advantages are all 0.", True)
@@ -186,7 +198,7 @@ class PPOCriticConfig(TrainEngineConfig):
     """The value function of PPO."""
 
     ppo_n_minibatches: int = _help("Optimizer steps per training batch.", 1, AT_LEAST_1)
-    value_eps_clip: float | None = _help("Clip range of new values around the old; null is off.", 0.5)
+    value_eps_clip: float | None = _help("Clip range of new values around the old; null is off.", 0.5, NOT_NEGATIVE)
     value_norm: bool = _help("Learn values of normalised returns (running mean and std).", False)
 
 
@@ -198,7 +210,7 @@ class PreferenceConfig(TrainEngineConfig):
 
     loss: str = _choice("Which preference loss.", "dpo", "ipo", "kto", "orpo", "simpo")
     beta: float = _help("Strength of the pull to the reference (simpo: of the margin).", 0.1, POSITIVE)
-    margin: float = _help("simpo: target margin between chosen and rejected.", 0.0)
+    margin: float = _help("simpo: target margin between chosen and rejected.", 0.0, ANY_NUMBER)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

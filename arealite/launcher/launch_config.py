@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api import cli_args
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
-from arealite.utils.config import CHECK_ONLY_ENV, load_config, load_plain, to_yaml
+from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, to_yaml
 from arealite.utils.rundir import run_path
 
 _CHECK_TIMEOUT_S = 300.0
@@ -148,32 +149,43 @@ def _resolve_in_script(script: str, argv: list[str]) -> str:
         return answer.read_text()
 
 
+def _section(values: Any, name: str) -> Any:
+    """Return a section of the configuration; empty if there is none."""
+    section = values.get(name)
+    if section is not None and not isinstance(section, DictConfig):
+        raise ConfigError(f"{name} is a section, not one value: set {name}.KEY")
+    return section or {}
+
+
 def _pick_keys(values: Any, text: str) -> LaunchConfig:
     """Pick the keys of `LaunchConfig`; missing ones get their defaults."""
     known = {f.name for f in dataclasses.fields(LaunchConfig)}
     picked = {str(k): v for k, v in values.items() if k in known}
-    node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), picked)
-    config = OmegaConf.to_object(node)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LaunchConfig), picked))
+    except OmegaConfBaseException as error:
+        raise bad_value(error, "the configuration", LaunchConfig) from error
     assert isinstance(config, LaunchConfig)
-    model = values.get("actor") or values.get("model") or {}
+    model = _section(values, "actor") or _section(values, "model")
     config.model_path = config.server.model_path or model.get("path", "")
     config.train_device = model.get("device", "auto")
     config.lora_rank = model.get("lora_rank", 0)
-    paths = {name: (values.get(name) or {}).get("path") for name in (*_MODELS, *_DATASETS)}
+    paths = {name: _section(values, name).get("path") for name in (*_MODELS, *_DATASETS)}
     config.models = [name for name in _MODELS if paths[name]] or ["model"]
     config.model_paths = {f"{name}.path": str(paths[name]) for name in _MODELS if paths[name]}
     if config.server.model_path:
         config.model_paths["server.model_path"] = config.server.model_path
     config.dataset_paths = {f"{name}.path": str(paths[name]) for name in _DATASETS if paths[name]}
-    for name, dataset in (values.get("valid_datasets") or {}).items():
+    for name, dataset in _section(values, "valid_datasets").items():
         config.dataset_paths[f"valid_datasets.{name}.path"] = str(dataset.get("path"))
-    rollout = values.get("rollout") or {}
+    rollout = _section(values, "rollout")
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")
     config.server_addrs = list(rollout.get("server_addrs") or [])
     config.resolved_yaml = text or OmegaConf.to_yaml(values)
-    for name in ("recover", "cluster", "launcher"):
+    for name in ("recover", "cluster", "launcher", "server"):
         check_section(name, getattr(config, name))
+    check_section("rollout", cli_args.InferenceEngineConfig(setup_timeout_s=config.setup_timeout_s))
     for name in ("experiment_name", "trial_name", "sglang", "vllm"):
         check_text(name, getattr(config, name))
     return config

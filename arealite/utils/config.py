@@ -9,22 +9,27 @@ import dataclasses
 import difflib
 import logging
 import os
-import re
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.process import raise_file_limit
+from arealite.utils.yaml_reader import (
+    MAX_CHARACTERS,
+    dataclass_of,
+    is_union,
+    kind_inside,
+    named_sections,
+    read_yaml,
+    without_null,
+)
 
 T = TypeVar("T")
 # Path, set by a launcher: `load_config` writes the resolved configuration there and ends the process.
@@ -34,6 +39,8 @@ LOG_FILE_ENV = "AREALITE_LOG_FILE"
 # Exit code for an error that would come again; launchers do not restart after it.
 REFUSED = 2
 _PERMANENT = (ConfigError, DatasetError, CheckpointError)
+# Each is merged on its own, so that an error can name it.
+MAX_OVERRIDES = 500
 USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
 
 
@@ -48,7 +55,7 @@ def load_config(argv: list[str], cls: type[T]) -> T:
         try:
             node = OmegaConf.merge(node, values)
         except OmegaConfBaseException as error:
-            raise _bad_value(error, source, cls) from error
+            raise bad_value(error, source, cls) from error
     config = _to_dataclass(node, cls)
     check = getattr(config, "check", None)
     if check is not None:
@@ -65,8 +72,8 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
     for source, values in _sources(argv, cls):
         try:
             node = OmegaConf.merge(node, values)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{source} contradicts an earlier value: {error}") from error
+        except (OmegaConfBaseException, TypeError) as error:
+            raise ConfigError(f"{source} contradicts an earlier value: {_first_line(error)}") from error
     assert isinstance(node, DictConfig)
     return node
 
@@ -133,13 +140,15 @@ def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfi
             overrides.append(argument)
         else:
             raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
+    if len(overrides) > MAX_OVERRIDES:
+        raise ConfigError(f"{len(overrides)} overrides are given; at most {MAX_OVERRIDES}. Write a --config file")
     for path in files:
         yield path, _expand_home(_read_file(path, cls))
     for override in overrides:
         try:
-            yield f"override {override!r}", _expand_home(_read_override(override, cls))
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(f"cannot read the override {override!r}: {error}") from error
+            yield f"override {_shorten(override)!r}", _expand_home(_read_override(override, cls))
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(f"cannot read the override {_shorten(override)!r}: {_first_line(error)}") from error
 
 
 def _expand_home(values: DictConfig) -> DictConfig:
@@ -155,74 +164,41 @@ def _expand_home(values: DictConfig) -> DictConfig:
 
 def _read_override(override: str, kind: Any) -> DictConfig:
     key, _, text = override.partition("=")
+    if not all(key.split(".")):
+        raise ValueError("a part of its key is empty")
     for name in key.split("."):
-        kind = _kind_inside(kind, name)
+        kind = kind_inside(kind, name)
     # Text fields take the value as typed, unless it is null or quoted: `#1`, `a: b` and an empty value are no YAML.
     null = ("~", "null") if kind is str else ("", "~", "null")
-    typed = _without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
+    typed = without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
     values = OmegaConf.create({})
-    OmegaConf.update(values, key, text if typed else _read_yaml(text, kind))
+    OmegaConf.update(values, key, text if typed else read_yaml(text, kind))
     return values
 
 
 def _read_file(path: str, cls: type | None) -> DictConfig:
     try:
-        values = _read_yaml(Path(path).read_text(encoding="utf-8"), cls)
+        with open(path, encoding="utf-8") as file:
+            # One more than is allowed: `read_yaml` says so.
+            values = read_yaml(file.read(MAX_CHARACTERS + 1), cls)
+        if not isinstance(values, dict | None):
+            raise ValueError(f"it must hold `key: value` pairs at its top level, not a {type(values).__name__}")
+        return OmegaConf.create(values or {})
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict | None):
-        raise ConfigError(f"{path} must hold `key: value` pairs at its top level, not a {type(values).__name__}")
-    return OmegaConf.create(values or {})
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} is not a valid configuration: {_first_line(error)}") from error
 
 
-def _read_yaml(text: str, kind: Any) -> Any:
-    loader = _Loader(text)
-    node = loader.get_single_node()
-    if node is None:
-        return None
-    _keep_text(node, kind)
-    return loader.construct_document(node)
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _keep_text(node: yaml.Node, kind: Any) -> None:
-    """Keep values of text fields as written: a trial named 1.10 is not 1.1, one named `on` is not True."""
-    kind = _without_null(kind)
-    if kind is str and node.tag in (_TAG + "int", _TAG + "float", _TAG + "bool"):
-        node.tag = _TAG + "str"
-    elif isinstance(node, yaml.SequenceNode) and typing.get_origin(kind) is list:
-        for item in node.value:
-            _keep_text(item, typing.get_args(kind)[0])
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            _keep_text(value, kind if key.value == "<<" else _kind_inside(kind, str(key.value)))
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which `24:00:00`, `007` and dates stay text. A repeated key is an error."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if isinstance(key, str) and key != "<<" and key in keys[:i]:
-                raise yaml.MarkedYAMLError(None, None, f"the key {key} appears twice", node.start_mark)
-        return node
-
-
-_NUMBERS = {
-    "int": r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)",
-    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
-    r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
-}
-_TAG = "tag:yaml.org,2002:"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if tag.removeprefix(_TAG) not in (*_NUMBERS, "timestamp")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}  # fmt: skip
-for _kind, _form in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_form})$"), list("-+.0123456789"))
+def _first_line(error: Exception) -> str:
+    """Return an error's message; OmegaConf adds lines about its nodes, of which the first names the key."""
+    key = getattr(error, "full_key", None)
+    lines = str(getattr(error, "msg", None) or error).splitlines() or [type(error).__name__]
+    return _shorten(f"{key}: {lines[0]}" if key else lines[0])
 
 
 def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") -> None:
@@ -232,7 +208,10 @@ def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") ->
         path = f"{prefix}{key}"
         if key not in kinds:
             raise ConfigError(f"unknown key {path!r} in {source}: {_nearest(key, cls, prefix)}")
-        child, named, node = _dataclass_of(kinds[key]), _named_sections(kinds[key]), values._get_node(key)
+        child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
+        expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
+        if expected is not None and isinstance(node, DictConfig | ListConfig) and not isinstance(node, expected):
+            raise ConfigError(f"{path} in {source} must be {_type_name(kinds[key])}")
         if named is not None and isinstance(node, DictConfig) and not node._is_none():
             for name in map(str, node):
                 _check_section(node, name, named, source, f"{path}.{name}")
@@ -259,11 +238,12 @@ def _nearest(key: str, cls: type, prefix: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
 
-def _bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:
+def bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:
+    """Return the error for a value that OmegaConf rejects: its key, the type it must have, and why."""
     key = error.full_key or "a value"
     kinds = {path: kind for path, kind, *_ in _leaves(cls, "")}
     expected = f" (expected {kinds[key]})" if key in kinds else ""
-    reason = str(error.msg or error).splitlines()[0]
+    reason = _shorten(str(error.msg or error).splitlines()[0])
     return ConfigError(f"{key} in {source}{expected}: {reason}")
 
 
@@ -273,7 +253,7 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
         missing = sorted(OmegaConf.missing_keys(node))
         config = None if missing else OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
-        raise _bad_value(error, "the merged configuration", cls) from error
+        raise bad_value(error, "the merged configuration", cls) from error
     if missing:
         helps = {path: text for path, _, _, text in _leaves(cls, "")}
         lines = "".join(f"\n  {key}=…   {helps.get(key, '')}" for key in missing)
@@ -307,12 +287,12 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     for field in dataclasses.fields(cls):
         kind, path = kinds[field.name], f"{prefix}{field.name}"
         text = field.metadata.get("help", "")
-        child = _dataclass_of(kind)
+        child = dataclass_of(kind)
         if child is None:
             words = " | ".join(field.metadata.get("words", ()))
             text += f" ({words})" if words else ""
             yield path, _type_name(kind), _default_text(field), text
-            named = _named_sections(kind)
+            named = named_sections(kind)
             if named is not None:
                 yield from _leaves(named, f"{path}.NAME.")
             continue
@@ -331,38 +311,11 @@ def _default_text(field: dataclasses.Field) -> str:
     return "null" if field.default is None else str(field.default) or "''"
 
 
-def _dataclass_of(kind: Any) -> type | None:
-    """Return the dataclass of `X` or `X | None`; None if there is none."""
-    kind = _without_null(kind)
-    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
-
-
-def _named_sections(kind: Any) -> type | None:
-    """Return the dataclass of `dict[str, X]`; None if there is none."""
-    return _dataclass_of(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
-
-
-def _kind_inside(kind: Any, name: str) -> Any:
-    """Return the type of the value `name` of a section; None if it is not known."""
-    section = _dataclass_of(kind)
-    return typing.get_type_hints(section).get(name) if section else _named_sections(kind)
-
-
-def _without_null(kind: Any) -> Any:
-    """Return `X` for `X` and `X | None`."""
-    options = [o for o in typing.get_args(kind) if o is not type(None)] if _is_union(kind) else []
-    return options[0] if len(options) == 1 else kind
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def _type_name(kind: Any) -> str:
-    if _is_union(kind):
+    if is_union(kind):
         return " | ".join(_type_name(option) for option in typing.get_args(kind))
     if kind is type(None):
         return "null"
-    if _named_sections(kind) is not None:
+    if named_sections(kind) is not None:
         return "dict[str, section]"
     return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))

@@ -42,7 +42,7 @@ def test_degrees():
         ("sglang.d4t2m2", 11, "tensor parallelism is given twice"),
         ("trt.d4+d4", 0, "unknown backend 'trt'"),
         ("sglang.d+d4", 8, "expected a number"),
-        ("sglang.d0+d4", 8, "at least 1"),
+        ("sglang.d0+d4", 8, "from 1 to 100000"),
         ("sglang.d4+", 10, "expected a parallel strategy"),
         ("d4+d4", 0, "the left side generates"),
         ("sglang.d4+vllm.d4", 10, "the right side trains"),

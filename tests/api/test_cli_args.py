@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import typing
 
 import pytest
@@ -29,18 +30,47 @@ def test_types_resolve():
         assert typing.get_type_hints(cls)
 
 
+def numeric_fields():
+    """Every number of every section: its class, name and declared range."""
+    for cls in CLASSES:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            kinds = {hints[field.name], *typing.get_args(hints[field.name])}
+            if kinds & {int, float}:
+                yield pytest.param(cls, field, id=f"{cls.__name__}.{field.name}")
+
+
+@pytest.mark.parametrize(("cls", "field"), list(numeric_fields()))
+def test_every_number_has_a_finite_range_and_all_else_is_refused_by_its_name(cls, field):
+    limits = field.metadata.get("limits")
+    assert limits is not None, "declare the range of this number"
+    assert math.isfinite(limits.low) and math.isfinite(limits.high)
+    for value in (-1, math.nan, math.inf, -math.inf, 10**30, -(10**30), 0, limits.high, limits.high + 1, "text"):
+        is_legal = not isinstance(value, str) and limits.low <= value <= limits.high
+        is_legal = is_legal and not (limits.above and value == limits.low)
+        given = [value] if "list" in str(field.type) else value
+        try:
+            cls(**{field.name: given}).check()
+        except ConfigError as error:
+            own = f"{field.name} must be a number {limits}, got {value!r}"
+            # A legal value may contradict another field.
+            assert (str(error) == own) != is_legal
+        else:
+            assert is_legal, f"{value!r} was accepted"
+
+
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
         (cli_args.GenerationHyperparameters(n_samples=0), "n_samples"),
         (cli_args.GenerationHyperparameters(temperature=-1), "temperature"),
         (cli_args.OptimizerConfig(lr_scheduler_type="step"), "use one of"),
-        (cli_args.OptimizerConfig(lr=0), "positive"),
+        (cli_args.OptimizerConfig(lr=0), "larger than 0"),
         (cli_args.TrainEngineConfig(path="m", dtype="int8"), "dtype"),
         (cli_args.TrainEngineConfig(path="m", device="tpu"), "device"),
         (cli_args.NormConfig(mean_level="batch", leave_one_out=True), "leave_one_out needs mean_level=group"),
         (cli_args.PPOActorConfig(path="m", c_clip=0.5), "c_clip"),
-        (cli_args.InferenceEngineConfig(max_head_offpolicyness=-1), "must be at least 0"),
+        (cli_args.InferenceEngineConfig(max_head_offpolicyness=-1), "from 0 to"),
         (cli_args.InferenceEngineConfig(pause_mode="stop"), "pause_mode"),
         (cli_args.ServerConfig(host="0.0.0.0"), "set server.api_key"),
         (cli_args.ServerConfig(mem_fraction=2), "mem_fraction"),

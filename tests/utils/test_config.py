@@ -117,17 +117,30 @@ def test_free_form_sections_take_any_key():
         ("actor=null", "actor in override 'actor=null'"),
         ("seed=${nope}", "Interpolation key 'nope' not found"),
         ("--wrong", "cannot read the argument '--wrong'"),
-        ("gconfig.top_p=7", "gconfig.top_p must be in (0, 1], got 7"),
+        ("gconfig.top_p=7", "gconfig.top_p must be a number larger than 0 and at most 1, got 7"),
         ("actor.dtype=float8", "actor.dtype is 'float8'; use one of"),
-        ("actor.optimizer.lr=-1", "actor.optimizer.lr must be positive"),
-        ("actor.optimizer.beta2=2", "actor.optimizer.beta2 must be from 0 to 1, got 2"),
-        ("actor.eps_clip=-1", "actor.eps_clip must be from 0 to 1, got -1"),
-        ("actor.temperature=0", "actor.temperature must be positive"),
+        ("actor.optimizer.lr=-1", "actor.optimizer.lr must be a number larger than 0"),
+        ("actor.optimizer.beta2=2", "actor.optimizer.beta2 must be a number from 0 to 1, got 2"),
+        ("actor.eps_clip=-1", "actor.eps_clip must be a number from 0 to 1, got -1"),
+        ("actor.temperature=0", "actor.temperature must be a number larger than 0"),
         ("actor.behav_imp_weight_floor=9", "no token would be trained"),
         ("actor.ppo_n_minibatches=33", "is more than the 32 sequences of a rank and step"),
-        ("total_train_epochs=0", "total_train_epochs must be at least 1, got 0"),
+        ("total_train_epochs=0", "total_train_epochs must be a number from 1 to 1000000000, got 0"),
         ("recover.retries=2", "set recover.mode=auto"),
         ("seed=[1", "cannot read the override"),
+        ("recover.retries=-1", "recover.retries must be a number from 0 to 1000, got -1"),
+        ("rollout.num_workers=-1", "rollout.num_workers must be a number from 0 to 1024, got -1"),
+        ("rollout.request_timeout_s=.nan", "rollout.request_timeout_s must be a number larger than 0 and at most"),
+        ("actor.optimizer.lr=.inf", "actor.optimizer.lr must be a number larger than 0 and at most 1000000000"),
+        ("seed=.nan", "seed in override 'seed=.nan' (expected int)"),
+        (f"seed={'1' * 10_000}", "digits"),
+        (f"allocation_mode=d{'1' * 20}", "a degree of parallelism is from 1 to 100000"),
+        (f"allocation_mode=d{'1' * 10_000}", "longer than 100 characters"),
+        ("allocation_mode=d99999t99999", "these are 9999800001 devices; at most 100000"),
+        ("sglang..x=1", "a part of its key is empty"),
+        ("sglang=[1]", "sglang in override 'sglang=[1]' must be dict"),
+        ("rollout.server_addrs={a: 1}", "must be list[str]"),
+        ("trial_name=\ud800", "control character"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(override, expected):
@@ -140,10 +153,52 @@ def test_unknown_key_names_its_file(tmp_path):
     assert "a.yaml" in message and "rollout.max_head_offpolicyness" in message
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "12\n", "a: {b: 1, b: 2}\n"])
-def test_files_that_are_no_configuration(tmp_path, text):
+def alias_bomb(first: str, form: str) -> str:
+    """Nine values, nine lists of those, nine lists of those lists, and so on."""
+    lines = [f"  a0: &a0 {first}"]
+    lines += [f"  a{i}: &a{i} {form.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 12)]
+    return "sglang:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n- b\n", "`key: value` pairs at its top level"),
+        ("a: [1\n", "line 2: "),
+        ("12\n", "`key: value` pairs at its top level"),
+        ("sglang: {b: 1, b: 2}\n", "line 1: the key b appears twice"),
+        ("seed: 1\nseed: 2\n", "line 2: the key seed appears twice"),
+        (alias_bomb("[x, x, x, x, x, x, x, x, x]", "[{}]"), "sglang: more than 4000 keys and values"),
+        (alias_bomb("{b: 1}", "{{<<: [{}]}}"), "more than 4000 keys and values"),
+        ("sglang: &a {b: [*a]}", "*a is an alias of a value that holds it"),
+        ("sglang: {a: " + "[" * 5000 + "]" * 5000 + "}", "sglang.a: nested more than 20 levels deep"),
+        ("sglang: {a: " + "{a: " * 5000 + "}" * 5001, "nested more than 20 levels deep"),
+        ("sglang:\n" + "".join(f"  k{i}: {i}\n" for i in range(10_000)), "sglang: more than 4000 keys and values"),
+        ("sglang: {a: " + "x" * 2_000_000 + "}", "at most 1000000 are read"),
+        (f"seed: {'1' * 10_000}", "line 1: cannot read '1111"),
+        ("sglang: {a: !!int abc}", "line 1: cannot read 'abc'"),
+        ("sglang: {a: !!timestamp 2020-01-01}", "sglang.a: Value 'date' is not a supported primitive type"),
+        ("sglang: {a: !!python/object:os.system x}", "line 1: could not determine a constructor"),
+        ("sglang: {a: '${'}", "sglang.a: "),
+        ("sglang: {null: 3}", "sglang: Incompatible key type"),
+        ("sglang: {? [a] : 3}", "line 1: found unhashable key"),
+        ("sglang: !!omap [a: 1]", "must be dict"),
+        ("seed: 0b_", "expected int"),
+        ("a: \x01", "special characters are not allowed"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, text, expected):
     (tmp_path / "a.yaml").write_text(text)
+    message = refusal("--config", str(tmp_path / "a.yaml"))
+    assert "a.yaml" in message and expected in message
+    assert "\n" not in message and len(message) < 600
+
+
+def test_unreadable_files_and_too_many_overrides(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"trial_name: \xff\n")
     assert "a.yaml" in refusal("--config", str(tmp_path / "a.yaml"))
+    assert "cannot read the config file" in refusal("--config", str(tmp_path))
+    assert "at most 500" in refusal(*(f"sglang.k{i}=1" for i in range(501)))
     assert "cannot read the config file" in refusal("--config", str(tmp_path / "none.yaml"))
     assert "--config needs a file" in refusal("--config")
 
@@ -253,7 +308,7 @@ def test_mistakes_in_sections_by_name():
     assert "did you mean valid_datasets.a.path?" in refusal("valid_datasets.a.pth=x")
     assert "valid_datasets.a in override 'valid_datasets.a=x' is a section" in refusal("valid_datasets.a=x")
     assert "valid_datasets.a.path=…" in refusal("valid_datasets.a.split=x")
-    assert "valid_datasets.a.batch_size must be at least 1" in refusal(
+    assert "valid_datasets.a.batch_size must be a number from 1" in refusal(
         "valid_datasets.a.path=x", "valid_datasets.a.batch_size=0"
     )
     assert "which becomes a file name" in refusal("valid_datasets.a/b.path=x")
