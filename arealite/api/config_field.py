@@ -100,7 +100,7 @@ def check_section(name: str, section: Any) -> None:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise for a control character, line break or lone surrogate in a text, or in the texts of a list or dict.
+    """Raise for a control character, line break or lone surrogate in a text, list or dict.
 
     Configuration becomes command lines, file names and lines of batch scripts, where such a character has a meaning.
     """
