@@ -24,6 +24,8 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 
 API_KEY_ENV = "AREALITE_API_KEY"
+# Stands for the key in configuration files and on command lines, which other users can read.
+KEY_REFERENCE = f"${{oc.env:{API_KEY_ENV}}}"
 OWN_KEYS = ("command", "env")
 # vLLM accepts these ranks only.
 _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -124,7 +126,7 @@ class Embedded(Backend):
         changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}
         arguments = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changed.items()]
         # Every user of a machine can read a command line: the key travels in the environment.
-        arguments += [f"api_key=${{oc.env:{API_KEY_ENV}}}"] if server.api_key else []
+        arguments += [f"api_key={KEY_REFERENCE}"] if server.api_key else []
         return [sys.executable, "-m", "arealite.cli.serve", *arguments]
 
     def env(self, config: ServerSettings) -> dict[str, str]:

@@ -11,6 +11,7 @@ launcher that `mode` names. `--help` lists all keys; `--dry-run` prints what wou
 import dataclasses
 import hashlib
 import importlib
+import os
 import tempfile
 import typing
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.alloc_mode import AllocationMode
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import (
     BaseExperimentConfig,
     DatasetConfig,
@@ -38,7 +40,7 @@ from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError
 from arealite.trainer import dpo, evaluate, ppo, rw, sft
 from arealite.trainer.tasks import find_task
-from arealite.utils.config import load_config, run_main, to_yaml
+from arealite.utils.config import load_config, public_yaml, run_main
 from arealite.utils.rundir import RunDir, write_file
 
 # The loop and the configuration of each `trainer.type`.
@@ -149,11 +151,14 @@ def _write_config(flat: BaseExperimentConfig, folder: Path) -> Path:
 
     The launcher writes config.yaml itself, when it has made sure that no other run uses the folder.
     """
-    text = to_yaml(flat)
+    if isinstance(flat, GRPOConfig) and flat.server.api_key:
+        # The file refers to this variable: other users may read the file.
+        os.environ[API_KEY_ENV] = flat.server.api_key
+    text = public_yaml(flat)
     path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, text, private=isinstance(flat, GRPOConfig) and flat.server.api_key is not None)
+        write_file(path, text, private=False)
     except OSError as error:
         raise RunDir(folder).unwritable(error) from error
     return path

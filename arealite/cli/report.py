@@ -20,6 +20,7 @@ from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
 from arealite.utils.console import COLUMNS, Column, clock, step_table
 from arealite.utils.rundir import RunDir
+from arealite.utils.text import clean
 
 _MAX_TEXT = 400
 _right = partial(rich_table.Column, justify="right")
@@ -82,7 +83,7 @@ def episodes_table(database: sqlite3.Connection) -> Table:
     table = Table("outcome", "reason", _right("count"), title="episodes")
     query = "SELECT state, COALESCE(reason, ''), COUNT(*) FROM episodes GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 20"
     for state, reason, count in database.execute(query):
-        table.add_row(state, escape(reason[:_MAX_TEXT]), str(count))
+        table.add_row(state, escape(_cut(reason)), str(count))
     return table
 
 
@@ -101,7 +102,7 @@ def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) 
 
 
 def _cut(text: str) -> str:
-    printable = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    printable = clean(text)
     return printable if len(printable) <= _MAX_TEXT else f"{printable[:_MAX_TEXT]} …"
 
 

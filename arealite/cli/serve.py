@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,11 +22,14 @@ from arealite.inference.http.server import bind, serve
 from arealite.utils.config import load_config, run_main
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
+from arealite.utils.rundir import RunDir
 
 
 def main(argv: list[str]) -> int:
     """Serve until a signal; returns the exit code."""
     config = load_config(argv, ServerConfig)
+    if config.join and not config.api_key:
+        config = replace(config, api_key=RunDir(config.join).read_key())
     disable_progress_bar()
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()

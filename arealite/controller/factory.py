@@ -27,7 +27,7 @@ from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.process import CONTROLLER_ENV, MARK_ENV
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
-_ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", "AREALITE_API_KEY", "AREALITE_ATTEMPT")
+_ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", "AREALITE_ATTEMPT")
 _ENVIRONMENT += (MARK_ENV, "OMP_NUM_THREADS")
 
 P = ParamSpec("P")
@@ -119,4 +119,4 @@ class Driver:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         options = {"num_cpus": 1, "num_gpus": int(on_gpu), "scheduling_strategy": where}
         actor = self.ray.remote(RankActor).options(runtime_env={"env_vars": env}, **options)
-        return actor.remote(main)
+        return actor.remote(main, str(self.job.path))

@@ -10,10 +10,12 @@ import os
 import pickle
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.controller.messages import (
@@ -33,6 +35,7 @@ from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
 from arealite.utils.process import CONTROLLER_ENV, raise_file_limit
+from arealite.utils.rundir import RunDir
 from arealite.weights.process_group import fill_outbox, get_outbox
 
 
@@ -40,10 +43,11 @@ class RankActor:
     """The Ray actor class of all ranks.
 
     `main` is the preparation data of `multiprocessing.spawn`: with it, classes and functions that the driver's script
-    defines can be unpickled here.
+    defines can be unpickled here. The API key is read from the job: Ray shows the environment that it gives to actors
+    on command lines and in its logs.
     """
 
-    def __init__(self, main: dict[str, Any]):
+    def __init__(self, main: dict[str, Any], job_path: str):
         log = os.open(os.environ[LOG_FILE_ENV], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -52,6 +56,9 @@ class RankActor:
         raise_file_limit()
         # A Ray that the driver itself started passes the driver's environment on.
         os.environ.pop(CONTROLLER_ENV, None)
+        key = RunDir(Path(job_path).parent).read_key()
+        if key is not None:
+            os.environ[API_KEY_ENV] = key
         multiprocessing.spawn.prepare(main)
         self.engine: Any = None
         self.objects: dict[int, Any] = {}

@@ -14,6 +14,7 @@ from arealite.core.episode import Episode, EpisodeId
 from arealite.core.event_loop import keep_running
 from arealite.core.staleness_manager import Counts, StalenessManager
 from arealite.utils.console import show_message
+from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.executor")
 _MAX_TEXT = 10_000
@@ -21,12 +22,12 @@ _STDLIB = os.path.dirname(os.__file__)
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of an error; long messages are cut.
+    """Return type and message of an error as clean text; long messages are cut.
 
     An error that cannot be printed is named by its type.
     """
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = clean(f"{type(error).__name__}: {error}")
         return text if len(text) < _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
     except BaseException as second:
         return f"{type(error).__name__}, which raises {type(second).__name__} when it is printed"

@@ -1,7 +1,7 @@
 """A job: one script, its configuration and its nodes, in the form that launchers pass to every node.
 
-Saved as job.json in the run directory, readable only by its owner because it may hold the servers' API key. Each node
-computes the same placement from it.
+Saved as job.json in the run directory. Each node computes the same placement from it. The API key of the servers is not
+part of it: the key is in a file that only the run's owner can read.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from arealite.api.backends import API_KEY_ENV, BACKENDS
+from arealite.api.backends import API_KEY_ENV, BACKENDS, KEY_REFERENCE
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
 from arealite.utils.rundir import RunDir, run_path, write_file
+from arealite.utils.text import clean_stream, text_decoder
 
 # How long processes of a killed run may take to end, besides their grace period.
 _ENDING_S = 5.0
+_KEY = "server.api_key="
 
 
 class LogFollower:
-    """Copies what is appended to a log file to the console."""
+    """Copies what is appended to a log file to the console, as clean text."""
 
     def __init__(self, path: Path):
         self.path = path
+        self._decoder = text_decoder()
         self.position = path.stat().st_size if path.exists() else 0
 
     def copy(self) -> None:
@@ -43,7 +47,7 @@ class LogFollower:
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self.position)
-                sys.stdout.write(file.read().decode(errors="replace"))
+                sys.stdout.write(clean_stream(self._decoder.decode(file.read())))
                 self.position = file.tell()
             sys.stdout.flush()
 
@@ -90,11 +94,23 @@ class Job:
         cluster = self.config.cluster
         root = (Path(self.cwd) / Path(cluster.fileroot).expanduser()).absolute()
         self.config.cluster = dataclasses.replace(cluster, fileroot=str(root))
+        self._protect_servers()
+
+    def _protect_servers(self) -> None:
+        """Make an API key unless there is one, and remove a given one from the arguments, which become command lines.
+
+        Without a key, every user of the machine could read what servers generate and replace their weights.
+        """
         server = self.config.server
-        if len(self.devices) > 1 and server.host == "127.0.0.1" and not self.config.server_addrs:
-            # Other machines must reach the servers, so the servers require a key.
-            key = server.api_key or secrets.token_hex(16)
-            self.config.server = dataclasses.replace(server, host="0.0.0.0", api_key=key)
+        key, host = server.api_key or os.environ.get(API_KEY_ENV), server.host
+        if not self.config.server_addrs:
+            key = key or secrets.token_hex(16)
+            # Other machines must reach the servers.
+            host = "0.0.0.0" if len(self.devices) > 1 and host == "127.0.0.1" else host
+        self.config.server = dataclasses.replace(server, host=host, api_key=key)
+        self.argv = [f"{_KEY}{KEY_REFERENCE}" if a.startswith(_KEY) else a for a in self.argv]
+        if server.api_key and any(a.startswith("server=") and "api_key" in a for a in self.argv):
+            raise ConfigError(f"`server={{api_key: …}}` shows the key to all users: set {_KEY}… or {API_KEY_ENV}")
 
     @property
     def run_dir(self) -> RunDir:
@@ -114,11 +130,9 @@ class Job:
         return make_placement(self.config, self.devices, self.on_gpu)
 
     def command(self) -> list[str]:
-        """Return the script's command line, with an environment variable in place of an API key."""
+        """Return the script's command line."""
         target = [self.script] if self.script.endswith(".py") else ["-m", self.script]
-        hidden = f"server.api_key=${{oc.env:{API_KEY_ENV}}}"
-        argv = [hidden if a.startswith("server.api_key=") and self.config.server.api_key else a for a in self.argv]
-        return [sys.executable, *target, *argv]
+        return [sys.executable, *target, *self.argv]
 
     def describe(self) -> str:
         """List what would be started, and where."""
@@ -138,12 +152,14 @@ class Job:
         print(f"run directory: {self.run_dir.path}" + (f"\nnote: {note}" if note else ""), flush=True)
 
     def save(self) -> Path:
-        """Write config.yaml and job.json; returns the path of job.json."""
+        """Write config.yaml, job.json and the key; returns the path of job.json."""
         with self.lock():
+            self.run_dir.write_key(self.config.server.api_key)
+            values = dataclasses.asdict(self)
+            values["config"]["server"]["api_key"] = None
             try:
-                has_key = self.config.server.api_key is not None
-                write_file(self.run_dir.config_path, self.config.resolved_yaml, private=has_key)
-                write_file(self.path, json.dumps(dataclasses.asdict(self), indent=1), private=True)
+                write_file(self.run_dir.config_path, self.config.resolved_yaml, private=False)
+                write_file(self.path, json.dumps(values, indent=1), private=True)
             except OSError as error:
                 raise self.run_dir.unwritable(error) from error
         return self.path
@@ -154,11 +170,17 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
+        """Read a saved job, with its key."""
+        run_dir = RunDir(Path(path).parent)
         try:
             values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+            node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), values.pop("config"))
+            config = OmegaConf.to_object(node)
+            assert isinstance(config, LaunchConfig)
+            key = run_dir.read_key()
+            if key is None and not config.server_addrs:
+                raise ConfigError(f"there is no API key in {run_dir.key_path}")
+            config.server = dataclasses.replace(config.server, api_key=key)
+            return cls(config=config, **values)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, OmegaConfBaseException) as error:
             raise ConfigError(f"cannot read the job {path}: {error}") from error
-        node = OmegaConf.merge(OmegaConf.structured(LaunchConfig), values.pop("config"))
-        config = OmegaConf.to_object(node)
-        assert isinstance(config, LaunchConfig)
-        return cls(config=config, **values)

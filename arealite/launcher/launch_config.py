@@ -21,8 +21,8 @@ from arealite.api import cli_args
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
-from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, to_yaml
-from arealite.utils.rundir import run_path
+from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_yaml
+from arealite.utils.rundir import RunDir, run_path
 
 _CHECK_TIMEOUT_S = 300.0
 # Sections of a configuration that become engines.
@@ -66,7 +66,7 @@ class LaunchConfig:
     @property
     def private_file(self) -> Path:
         """File of the run directory with server flags that must not appear on a command line."""
-        return self._run_path / "server_flags.yaml"
+        return RunDir(self._run_path).private / "server_flags.yaml"
 
     @property
     def package_link(self) -> Path:
@@ -82,7 +82,7 @@ def read_launch_config(script: str, argv: list[str], has_controller_mode: bool =
     """Load what `argv` configures `script` with. Raises for all that the script would reject."""
     tree = _parse(script) if script.endswith(".py") else None
     text = _resolve(script, tree, argv) if tree is not None else ""
-    config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig), text)
+    config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig))
     config.reads_datasets = tree is not None and _reads_datasets(tree)
     if config.controller and not has_controller_mode:
         raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
@@ -142,7 +142,13 @@ def _resolve_in_script(script: str, argv: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "config.yaml"
         command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}
-        result = subprocess.run(command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S)
+        try:
+            result = subprocess.run(command, env=env, text=True, capture_output=True, timeout=_CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"{script} did not call load_config within {_CHECK_TIMEOUT_S:.0f} s: load the configuration before "
+                "other work"
+            ) from error
         if result.returncode != 0 or not answer.exists():
             output = (result.stderr or result.stdout).strip().removeprefix("error: ")
             raise ConfigError(output or f"{script} ended before it loaded its configuration")
@@ -157,7 +163,7 @@ def _section(values: Any, name: str) -> Any:
     return section or {}
 
 
-def _pick_keys(values: Any, text: str) -> LaunchConfig:
+def _pick_keys(values: Any) -> LaunchConfig:
     """Pick the keys of `LaunchConfig`; missing ones get their defaults."""
     known = {f.name for f in dataclasses.fields(LaunchConfig)}
     picked = {str(k): v for k, v in values.items() if k in known}
@@ -182,7 +188,7 @@ def _pick_keys(values: Any, text: str) -> LaunchConfig:
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")
     config.server_addrs = list(rollout.get("server_addrs") or [])
-    config.resolved_yaml = text or OmegaConf.to_yaml(values)
+    config.resolved_yaml = public_yaml(values)
     for name in ("recover", "cluster", "launcher", "server"):
         check_section(name, getattr(config, name))
     check_section("rollout", cli_args.InferenceEngineConfig(setup_timeout_s=config.setup_timeout_s))

@@ -11,6 +11,7 @@ Also a command: `python -m arealite.launcher.node JOB.json [NODE]`; NODE is SLUR
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -26,12 +27,14 @@ from arealite.launcher.job import Job
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
-from arealite.utils.config import LOG_FILE_ENV, run_main
+from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 from arealite.utils.process import CONTROLLER_ENV
+from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
+_NUMBER = re.compile("-?[0-9]{1,9}")
 
 
 class NodeFailure(AReaLiteError):
@@ -60,14 +63,14 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
             print(f"{interrupt}: ending {len(supervisor.children)} processes", file=sys.stderr)
             code = 128 + interrupt.number
         except AReaLiteError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(clean(f"error: {error}"), file=sys.stderr, flush=True)
             code = error.code if isinstance(error, NodeFailure) else 1
         part.elastic.close()
         # The other nodes read this and end too.
         try:
             names.publish(f"ended/{node}", str(code))
         except OSError as error:
-            print(f"warning: cannot notify the other nodes: {error}", file=sys.stderr, flush=True)
+            print(clean(f"warning: cannot notify the other nodes: {error}"), file=sys.stderr, flush=True)
     return code
 
 
@@ -142,7 +145,10 @@ class NodePart:
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""
         for name, code in self.names.list("ended/").items():
-            self.ended[int(name.removeprefix("ended/"))] = int(code)
+            # A damaged entry counts as a failure of its node.
+            node = name.removeprefix("ended/")
+            if _NUMBER.fullmatch(node):
+                self.ended[int(node)] = int(code) if _NUMBER.fullmatch(code) else 1
         for node, code in self.ended.items():
             if code and self.is_required(node):
                 raise NodeFailure(f"node {node} failed; see its log", code)
@@ -203,6 +209,7 @@ class NodePart:
         """Publish servers that have become healthy; raises if one has passed its deadline."""
         for index, (child, address, deadline) in list(self.starting.items()):
             if health_problem(address, self.config.server.api_key) is None:
+                child.hide_secret()
                 del self.starting[index]
                 self.servers[index] = child
                 self.addresses.append(address)
@@ -218,7 +225,12 @@ class NodePart:
                 )
 
     def handle_server_end(self, child: Child) -> None:
-        """Start a dead server again at a new address: at the old one clients expect its former weights."""
+        """Start a dead server again at a new address: at the old one clients expect its former weights.
+
+        A server that refuses its configuration or its model would do so again: the job ends.
+        """
+        if child.code == REFUSED:
+            raise NodeFailure(f"{child.name} cannot start: {child.error_message()}", REFUSED)
         if child in self.spanning or not self.is_up:
             raise ServerError(f"a server died while it was starting: {child.describe_end()}")
         running = {i: c for i, (c, _, _) in self.starting.items()} | self.servers

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
+from codecs import IncrementalDecoder
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from arealite.api.errors import AReaLiteError
+from arealite.launcher.watchdog import remove_paths
 from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
+from arealite.utils.text import clean_stream, text_decoder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes of a launcher that was ended by a signal; the job is not started again after them.
 INTERRUPTED = tuple(128 + number for number in _SIGNALS)
+# How long a killed process may take to end, and how much of its last output is read (64 KiB each).
+_REAP_TIMEOUT_S, _MAX_LAST_READS = 10.0, 1024
 
 
 class Interrupted(AReaLiteError):
@@ -63,6 +69,7 @@ class Child:
     log_start: int
     started: float = field(default_factory=time.monotonic)
     code: int | None = None
+    decoder: IncrementalDecoder = field(default_factory=text_decoder)
 
     @property
     def name(self) -> str:
@@ -78,10 +85,31 @@ class Child:
         return f"{how}; the last lines of {where}:\n{self.last_lines()}"
 
     def last_lines(self) -> str:
+        return "\n".join(f"  | {line}" for line in self._tail().splitlines())
+
+    def error_message(self) -> str:
+        """Return the message with which a command of this package ended; for others, how they ended."""
+        text = self._tail()
+        start = f"\n{text}".rfind("\nerror: ")
+        return self.describe_end() if start < 0 else text[start:].removeprefix("error: ")
+
+    def hide_secret(self) -> None:
+        """Overwrite the secret in the log: SGLang prints all of its settings. Its length stays the same."""
+        secret = (self.spec.secret or "").encode()
+        if not secret or not self.spec.log_path.exists():
+            return
+        with self.spec.log_path.open("r+b") as log:
+            offset = self.log_start
+            while len(portion := os.pread(log.fileno(), 1 << 20, offset)) >= len(secret):
+                found = portion.find(secret)
+                if found >= 0:
+                    os.pwrite(log.fileno(), b"*" * len(secret), offset + found)
+                # A portion may end inside the secret.
+                offset += len(portion) - len(secret) + 1 if found < 0 else found + len(secret)
+
+    def _tail(self) -> str:
         text = tail(self.spec.log_path, since=self.log_start)
-        if self.spec.secret:
-            text = text.replace(self.spec.secret, "***")
-        return "\n".join(f"  | {line}" for line in text.splitlines())
+        return text.replace(self.spec.secret, "***") if self.spec.secret else text
 
 
 class Supervisor:
@@ -99,19 +127,22 @@ class Supervisor:
         self._old_handlers: dict[int, object] = {}
         self._watchdog: subprocess.Popen | None = None
         self._has_lost_log = False
+        self._paths: list[Path] = []
 
     def __enter__(self) -> Supervisor:
         self._watchdog = subprocess.Popen(
             [sys.executable, "-m", "arealite.launcher.watchdog"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
+            bufsize=0,
             start_new_session=True,
             pass_fds=[] if self._lock is None else [self._lock],
         )
+        assert self._watchdog.stdin is not None
+        os.set_blocking(self._watchdog.stdin.fileno(), False)
         self._notify_watchdog(f"{self._mark} {self.stop_timeout_s}")
         os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
@@ -131,6 +162,7 @@ class Supervisor:
 
     def remove_at_end(self, path: Path) -> None:
         """Have a file or folder removed after the last child is gone, also if this process is killed."""
+        self._paths.append(path)
         self._notify_watchdog(f"={path}")
 
     def start(self, spec: ChildSpec) -> Child:
@@ -210,9 +242,16 @@ class Supervisor:
         return ended
 
     def _reap(self, child: Child) -> None:
-        child.code = child.process.wait()
-        while self._copy_output(child):
-            pass
+        try:
+            child.code = child.process.wait(_REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # Not even SIGKILL ends a process that waits for a device or a file server.
+            print(f"warning: process {child.process.pid} ({child.name}) cannot be ended", flush=True)
+            child.code = -signal.SIGKILL
+        for _ in range(_MAX_LAST_READS):
+            if not self._copy_output(child):
+                break
+        child.hide_secret()
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         self.children.remove(child)
@@ -231,16 +270,17 @@ class Supervisor:
             self._selector.unregister(pipe)
             pipe.close()
             return False
+        text = clean_stream(child.decoder.decode(data))
         try:
-            with child.spec.log_path.open("ab") as log:
-                log.write(data)
+            with child.spec.log_path.open("a", encoding="utf-8") as log:
+                log.write(text)
         except OSError as error:
             # A full disk loses lines of a log and does not stop the run.
             if not self._has_lost_log:
                 print(f"warning: cannot write {child.spec.log_path}: {error.strerror}", flush=True)
             self._has_lost_log = True
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -250,24 +290,37 @@ class Supervisor:
             for child in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.process.pid, signal.SIGKILL)
-        os.write(self._wake_write, b"!")
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"!")
 
     def _end_watchdog(self) -> None:
+        """Let the watchdog end; kill it after a deadline. It may have been stopped or killed before."""
         assert self._watchdog is not None and self._watchdog.stdin is not None
-        # The watchdog may have been killed.
-        with contextlib.suppress(BrokenPipeError):
-            self._watchdog.stdin.close()
         assert self._watchdog.stdout is not None
-        self._watchdog.stdout.read()
+        self._watchdog.stdin.close()
+        self._signal_watchdog(signal.SIGCONT)
+        # The watchdog writes nothing: its output is readable at its end.
+        ended, _, _ = select.select([self._watchdog.stdout], [], [], self.stop_timeout_s + _REAP_TIMEOUT_S)
+        if not ended:
+            print("warning: the watchdog process does not end: killing it", flush=True)
+        self._signal_watchdog(signal.SIGKILL)
         self._watchdog.stdout.close()
         self._watchdog.wait()
+        remove_paths(self._paths)
 
     def _notify_watchdog(self, line: str) -> None:
         assert self._watchdog is not None and self._watchdog.stdin is not None
-        # Without the watchdog, the kernel still ends children with their parent (PR_SET_PDEATHSIG).
+        # If it was killed, the kernel still ends children with their parent (PR_SET_PDEATHSIG).
         with contextlib.suppress(BrokenPipeError):
-            self._watchdog.stdin.write(line + "\n")
-            self._watchdog.stdin.flush()
+            if self._watchdog.stdin.write(f"{line}\n".encode()) is None:
+                # The pipe is full: it was stopped long ago, and knows processes that have ended since.
+                self._signal_watchdog(signal.SIGKILL)
+
+    def _signal_watchdog(self, number: signal.Signals) -> None:
+        """Send a signal to the group of the watchdog, which it leads until it is waited for."""
+        assert self._watchdog is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._watchdog.pid, number)
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -87,7 +87,8 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
     count, host = len(job.devices), os.uname().nodename
     for name, holder in names.list("node/").items():
         # Left by a run that was killed on this machine.
-        if holder.startswith(f"{host}/") and not psutil.pid_exists(int(holder.split("/")[1])):
+        pid = holder.removeprefix(f"{host}/")
+        if pid.isdecimal() and len(pid) < 10 and not psutil.pid_exists(int(pid)):
             names.withdraw(name)
     me = f"{host}/{os.getpid()}"
     node = next((n for n in range(count) if names.claim(f"node/{n}", me)), None)

@@ -30,6 +30,11 @@ def main() -> None:
         else:
             (pids.add if kind == "+" else pids.discard)(int(value))
     end_families(pids, float(grace_s), [mark])
+    remove_paths(paths)
+
+
+def remove_paths(paths: list[Path]) -> None:
+    """Remove files and folders that still exist."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from arealite.api.backends import KEY_REFERENCE
 from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.process import raise_file_limit
+from arealite.utils.text import CleanFormatter, clean, clean_process_output
 from arealite.utils.yaml_reader import (
     MAX_CHARACTERS,
     dataclass_of,
@@ -79,8 +81,16 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
 
 
 def to_yaml(config: Any) -> str:
-    """Return a configuration as YAML that `--config` reads back."""
+    """Return a configuration as YAML that `--config` reads back, with its API key."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def public_yaml(config: Any) -> str:
+    """Return a configuration as YAML in which an API key is a reference to the environment."""
+    node = config if isinstance(config, DictConfig) else OmegaConf.structured(config)
+    if OmegaConf.select(node, "server.api_key") is not None:
+        node = OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}})
+    return OmegaConf.to_yaml(node)
 
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
@@ -94,18 +104,18 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(clean(f"error: {error}"), file=sys.stderr)
         raise SystemExit(REFUSED if isinstance(error, _PERMANENT) else 1) from None
     except RuntimeError as error:
         if GROUP_TIMED_OUT not in str(error):
             raise
         logging.getLogger("arealite").info("a collective timed out", exc_info=True)
-        print(
+        text = (
             f"error: rank {os.environ.get('RANK', '0')} waited for another rank until the deadline "
             f"(collective_timeout_s of the trained model): {error}\n"
-            "  Likely cause: that rank hangs or is very slow; the end of its log shows where",
-            file=sys.stderr,
+            "  Likely cause: that rank hangs or is very slow; the end of its log shows where"
         )
+        print(clean(text), file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -114,14 +124,20 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
 
 
 def log_to_file() -> None:
-    """Send log records to the launcher's log file; the console shows the table and the last error only."""
+    """Send log records to the launcher's log file; the console shows the table and the last error only.
+
+    Without a launcher, warnings go to standard error. Both contain clean text only.
+    """
+    clean_process_output()
     path = os.environ.get(LOG_FILE_ENV)
+    handler, form = logging.StreamHandler(), "%(message)s"
     if path is not None:
-        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        handler, form = logging.FileHandler(path), "%(asctime)s %(levelname)s %(name)s: %(message)s"
         # A full disk must not print a traceback for each record.
         logging.raiseExceptions = False
-        logging.basicConfig(filename=path, level=logging.WARNING, format=form)
         logging.getLogger("arealite").setLevel(logging.INFO)
+    handler.setFormatter(CleanFormatter(form))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:

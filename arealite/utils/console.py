@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from arealite.utils.process import rank
+from arealite.utils.text import clean
 
 # Steps that the table shows.
 _NUM_ROWS = 8
@@ -172,6 +173,7 @@ _shown: list[_Screen] = []
 
 def show_message(text: str) -> None:
     """Print a message, above the live table if there is one; then it is in the log too."""
+    text = clean(text)
     print(text, flush=True)
     for screen in _shown:
         screen.live.console.print(text, markup=False, highlight=False, soft_wrap=True)

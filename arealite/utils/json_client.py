@@ -12,6 +12,7 @@ import orjson
 
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import HttpError, ServerError
+from arealite.utils.text import clean
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -70,7 +71,7 @@ class JsonClient:
 
 def _error_text(raw: bytes) -> str:
     """Return the message inside an error answer, in any of the forms that servers use."""
-    text = raw.decode(errors="replace")
+    text = clean(raw.decode(errors="replace"))
     try:
         parsed = orjson.loads(raw)
     except ValueError:
@@ -80,4 +81,4 @@ def _error_text(raw: bytes) -> str:
     error = parsed.get("error", parsed.get("message", parsed.get("detail", text)))
     if isinstance(error, dict):
         error = error.get("message", error)
-    return str(error)
+    return clean(str(error))

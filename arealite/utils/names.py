@@ -3,24 +3,34 @@
 Entries are leases and expire if not renewed.
 
 `FileNames` keeps one small file per name in a folder that all machines share (the run directory). Ages come from the
-file server's clock, so the clocks of the machines need not agree.
+file server's clock, so the clocks of the machines need not agree. Only the run's owner can enter the folder: clients
+send their API key to the addresses in it. An entry that is damaged or no regular file is ignored with a warning.
 """
 
+import errno
 import json
+import logging
+import math
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, WaitTimeout
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, make_private_folder
+
+logger = logging.getLogger("arealite.names")
 
 DEFAULT_TTL_S = 30.0
 ELASTIC_PREFIX, _ELASTIC_TTL_S = "server/", 6.0
 # A shared folder cannot notify: it is polled.
 _POLL_INTERVAL_S = 0.2
+_MAX_ENTRY_BYTES = 4096
+# Errors that concern one entry: withdrawn, a link, a socket, or not readable.
+_OF_ENTRY = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM)
 
 
 class NamesError(AReaLiteError, OSError):
@@ -39,8 +49,9 @@ class FileNames:
         self._own: set[str] = set()
         self._renewed = 0.0
         self._probe = f".now-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._damaged: set[Path] = set()
         with self._folder_errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.folder)
 
     def publish(self, name: str, value: str) -> None:
         """Set or replace a name. Readers see the whole value or the old one."""
@@ -74,11 +85,9 @@ class FileNames:
             return
         self._renewed = time.monotonic()
         for name in self._own:
-            try:
+            # Another process, such as a launcher that cleans up, may have withdrawn it.
+            with suppress(FileNotFoundError), self._folder_errors(but=(errno.ENOENT,)):
                 os.utime(self._path(name))
-            except FileNotFoundError:
-                # Withdrawn by another process, such as a launcher that cleans up.
-                continue
 
     def get(self, name: str) -> str | None:
         """Return the value; None if the name was never published, withdrawn, or has expired."""
@@ -108,7 +117,8 @@ class FileNames:
             path.with_name(f".{path.name}.{state.st_ino}-{state.st_mtime_ns}").touch(exist_ok=False)
         except FileExistsError:
             return False
-        path.unlink(missing_ok=True)
+        with self._folder_errors():
+            path.unlink(missing_ok=True)
         return True
 
     def _now(self) -> float:
@@ -119,24 +129,40 @@ class FileNames:
 
     def _read(self, path: Path, now: float) -> str | None:
         try:
-            age_s = now - path.stat().st_mtime
-            entry = json.loads(path.read_text())
-        except (FileNotFoundError, ValueError):
-            # Withdrawn, or left empty by a machine that crashed.
+            with self._folder_errors(but=_OF_ENTRY):
+                written_at, text = _read_entry(path)
+            entry = json.loads(text)
+            value, ttl_s = entry["value"], float(entry["ttl_s"])
+            if not isinstance(value, str) or not math.isfinite(ttl_s):
+                raise ValueError("not a value with a time to live")
+        except FileNotFoundError:
+            # Withdrawn.
             return None
-        return entry["value"] if age_s <= entry["ttl_s"] else None
+        except NamesError:
+            raise
+        # A machine that crashed leaves an empty file.
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            if path not in self._damaged:
+                self._damaged.add(path)
+                logger.warning("ignoring the damaged entry %s of the name service: %s", path, type(error).__name__)
+            return None
+        return value if now - written_at <= ttl_s else None
 
     def _write(self, path: Path, value: str) -> Path:
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         with self._folder_errors():
             aside.write_text(json.dumps({"value": value, "ttl_s": self.ttl_s}))
+            self._damaged.discard(path)
             return aside.replace(path)
 
     @contextmanager
-    def _folder_errors(self) -> Iterator[None]:
+    def _folder_errors(self, but: tuple[int, ...] = ()) -> Iterator[None]:
+        """Turn errors of the file system into `NamesError`, except for those with a number in `but`."""
         try:
             yield
         except OSError as error:
+            if error.errno in but:
+                raise
             raise NamesError(
                 f"the folder {self.folder}, through which processes of this run find each other, cannot be used: "
                 f"{error.strerror}"
@@ -144,6 +170,18 @@ class FileNames:
 
     def _path(self, name: str) -> Path:
         return self.folder / _encode(name)
+
+
+def _read_entry(path: Path) -> tuple[float, bytes]:
+    """Return (time of the last renewal, content) of a regular file. Never waits, as a pipe would let it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_ENTRY_BYTES:
+            raise ValueError("not a small regular file")
+        return state.st_mtime, os.read(descriptor, _MAX_ENTRY_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def _encode(name: str) -> str:

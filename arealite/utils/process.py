@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arealite.api.errors import ConfigError
+from arealite.utils.text import clean
 
 MARK_ENV = "AREALITE_PROCESS"
 # The path of job.json, set in the driver of controller mode only: the process whose engines live in Ray actors.
@@ -122,11 +123,11 @@ def is_computing(pid: int | None) -> bool:
 
 
 def tail(path: Path, lines: int = 25, since: int = 0) -> str:
-    """Return the last lines of a log for an error message; nothing before byte `since`."""
+    """Return the last lines of a log for an error message, as clean text; nothing before byte `since`."""
     try:
         with path.open("rb") as file:
             file.seek(max(since, path.stat().st_size - 64 * 1024))
-            text = file.read().decode(errors="replace")
+            text = clean(file.read().decode(errors="replace"))
     except OSError:
         return "(no log)"
     return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"

@@ -11,6 +11,8 @@ import hashlib
 import logging
 import os
 import re
+import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -22,7 +24,8 @@ import psutil
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
-from arealite.utils.config import to_yaml
+from arealite.utils.config import public_yaml
+from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.rundir")
 # A lock on a shared folder cannot notify: it is polled.
@@ -48,6 +51,9 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         # Where processes of this run publish their addresses.
         self.names = path / "names"
+        # What only the owner of the run may read. `key_path` holds the API key that the run's servers require.
+        self.private = path / "private"
+        self.key_path = self.private / "api_key"
         # Where weights pass from the trainer to servers: by disk, and in shared memory. The second name depends only on
         # the path, so a restarted trainer reuses what a killed one left.
         self.weights = path / "weights"
@@ -58,12 +64,32 @@ class RunDir:
         """Make the folders and, if a configuration is given, write config.yaml."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
+            _take_folder(self.path, 0o7775)
             if config is not None:
-                has_key = getattr(getattr(config, "server", None), "api_key", None) is not None
-                write_file(self.config_path, to_yaml(config), private=has_key)
+                write_file(self.config_path, public_yaml(config), private=False)
         except OSError as error:
             raise self.unwritable(error) from error
         return self
+
+    def write_key(self, key: str | None) -> None:
+        """Keep the API key of this run where only its owner can read it; None removes it."""
+        try:
+            make_private_folder(self.private)
+            if key is None:
+                self.key_path.unlink(missing_ok=True)
+            else:
+                write_file(self.key_path, key, private=True)
+        except OSError as error:
+            raise self.unwritable(error) from error
+
+    def read_key(self) -> str | None:
+        """Return the API key of this run; None if it has none."""
+        try:
+            return self.key_path.read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API key of the run in {self.key_path}: {error}") from error
 
     def unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -78,16 +104,27 @@ class RunDir:
         The kernel releases the lock when all processes that inherited the descriptor are gone.
         """
         try:
-            descriptor = os.open(self.create().path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = self._open_lock(self.create().path / "lock")
         except OSError as error:
             raise self.unwritable(error) from error
         try:
             self._acquire(descriptor, time.monotonic() + wait_s)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            except OSError as error:
+                # A full disk: the lock itself holds.
+                logger.warning("cannot write the owner of the lock of %s: %s", self.path, error.strerror)
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def _open_lock(self, path: Path) -> int:
+        """Open the lock file, or make it. Replaces anything that is no regular file; a folder is an error."""
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            logger.warning("%s is not a regular file: replacing it", path)
+            path.unlink(missing_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
     def _acquire(self, descriptor: int, deadline: float) -> None:
         """Take the lock. Waits until the deadline if its owner is gone: its processes may still be ending."""
@@ -96,7 +133,7 @@ class RunDir:
             try:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.pread(descriptor, 200, 0).decode(errors="replace")
+                owner = clean(os.pread(descriptor, 200, 0).decode(errors="replace"))
                 if _is_running_here(owner) or time.monotonic() > deadline:
                     raise ConfigError(
                         f"another run uses {self.path} ({owner}): wait for its end, stop it, or use another trial_name"
@@ -115,7 +152,8 @@ def _is_running_here(owner: str) -> bool:
         return False
     try:
         return psutil.Process(int(words[1])).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    # A damaged lock file may name any number.
+    except (psutil.Error, ValueError, OverflowError):
         return False
 
 
@@ -125,6 +163,30 @@ def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{key}={name!r} becomes a folder name: use letters, digits, '.', '_' and '-'")
     return Path(fileroot).expanduser().absolute() / experiment_name / trial_name
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner can enter. Raises `ConfigError` if it exists and belongs to another user."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _take_folder(path, 0o700)
+
+
+def _take_folder(path: Path, allowed: int) -> None:
+    """Remove all permissions of a folder but the allowed ones; raises `ConfigError` if it is another user's.
+
+    Another user could replace what is in it. Compares with a file made there: a shared file system may map users.
+    """
+    with tempfile.TemporaryFile(dir=path) as probe:
+        ours = os.fstat(probe.fileno()).st_uid
+    for state in (path.lstat(), path.stat()):
+        if state.st_uid != ours:
+            raise ConfigError(
+                f"{path} belongs to another user (uid {state.st_uid}), who could change the files of this run: use "
+                "another trial_name or cluster.fileroot"
+            )
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & ~allowed:
+        path.chmod(mode & allowed)
 
 
 def write_file(path: Path, text: str, private: bool) -> None:

@@ -33,7 +33,7 @@ def test_the_report_shows_steps_times_episodes_and_rollouts(run_dir, capsys):
     assert rows[:5] == ["1", "26", "51", "75", "100"]
     assert "75%" in out and "25%" in out, "shares of rollout and update"
     assert "reward [raised] ZeroDivisionError" in out and "trained" in out
-    assert "[bold]edcba·[31m" in out and "x" * 999 not in out, "text of a model is data"
+    assert "[bold]edcba\\x1b[31m" in out and "x" * 999 not in out, "text of a model is data"
 
 
 def test_a_run_that_has_just_begun(tmp_path, capsys):

@@ -12,7 +12,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AReaLiteError
 from arealite.cli import serve
 
 
@@ -56,7 +56,7 @@ def test_startup_errors_name_the_setting(model_path, tmp_path):
             ([model, "device=tpu"], "device"),
         ]
         for arguments, message in cases:
-            with pytest.raises(ConfigError, match=message):
+            with pytest.raises(AReaLiteError, match=message):
                 serve.main(arguments)
 
 

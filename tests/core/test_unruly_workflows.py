@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from arealite.api.errors import TrainingError, WaitTimeout
-from arealite.core.diagnosis import describe
+from arealite.core.diagnosis import FailureStreak, describe
+from arealite.core.episode import EpisodeId
 from arealite.core.ledger import Ledger
 from arealite.reward.pool import RewardPool
 from tests.core.conftest import Echo, make_batch
@@ -54,6 +55,9 @@ class Unruly(Echo):
     async def raises_what_cannot_be_printed(self, data):
         raise Unprintable
 
+    async def raises_text_that_no_terminal_should_get(self, data):
+        raise ValueError("\x1b]0;owned\x07 \udc80")
+
     async def awaits_what_is_cancelled(self, data):
         task = asyncio.create_task(asyncio.sleep(60))
         asyncio.get_running_loop().call_soon(task.cancel)
@@ -75,6 +79,7 @@ class Unruly(Echo):
         ("exits_in_a_coroutine_reward", "SystemExit: out of a task of its own"),
         ("interrupts_in_a_task", "KeyboardInterrupt: "),
         ("raises_what_cannot_be_printed", "Unprintable, which raises RuntimeError when it is printed"),
+        ("raises_text_that_no_terminal_should_get", r"ValueError: \x1b]0;owned\x07 \udc80"),
         ("awaits_what_is_cancelled", "RuntimeError: the workflow awaited something that was cancelled"),
         ("takes_no_notice_of_its_deadline", "TimeoutError: no result within rollout.episode_timeout_s=0.5"),
     ],
@@ -99,6 +104,14 @@ def test_only_its_own_episode_fails_with_the_reason(tmp_path, executors, does, r
 def test_very_long_errors_are_cut():
     assert len(describe(ValueError("x" * 10**7))) < 20_000
     assert describe(ValueError("x" * 10**7)).startswith("ValueError: xxx")
+
+
+def test_failures_in_a_row_are_shown_as_clean_text(capsys):
+    streak = FailureStreak(limit=4)
+    for number in range(3):
+        assert streak.add(EpisodeId("stream", number), ValueError("\x1b[2J\udc80")) is None
+    assert r"ValueError: \x1b[2J\udc80 (more in the log)" in capsys.readouterr().out
+    assert "\x1b" not in str(streak.add(EpisodeId("stream", 3), ValueError("last")))
 
 
 class StopsTheLoop(Echo):

@@ -17,6 +17,10 @@ import http.server, os, subprocess, sys, time
 print("the fake server starts", os.environ.get("CUDA_MPS_PIPE_DIRECTORY"), flush=True)
 if os.environ.get("FAKE_SERVER") == "dies":
     sys.exit("cannot load the model: no such file")
+if os.environ.get("FAKE_SERVER") == "refuses":
+    print("starts", file=open("starts", "a"))
+    os.write(1, b"loading\\nerror: \\x1b[31mconfig.json is broken\\x80\\n")
+    sys.exit(2)
 if os.environ.get("FAKE_SERVER") == "hangs":
     time.sleep(600)
 subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in its own session, like those of real servers
@@ -29,6 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b'{"running": %d, "waiting": %d}' % (count, count))
     def log_message(self, *args): pass
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--config" in flags:     # prints its settings, as SGLang does
+    print("api_key=" + repr(open(flags["--config"]).read().split()[-1]), flush=True)
 http.server.ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler).serve_forever()
 """
 

@@ -5,6 +5,7 @@ import os
 import pty
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -96,6 +97,15 @@ def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments)
     assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
 
 
+def test_a_server_that_refuses_its_model_is_started_once(work, arguments):
+    recover = ("recover.mode=auto", "recover.retries=2")
+    process = start(arguments(*recover, mode="sglang.d1+d1"), FAKE_SERVER="refuses")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert Path("starts").read_text() == "starts\n"
+    assert out.endswith("error: server0 cannot start: \\x1b[31mconfig.json is broken\ufffd\n"), out
+
+
 def test_a_server_that_never_answers_is_an_error_after_the_deadline(work, arguments):
     process = start(arguments("rollout.setup_timeout_s=1", mode="sglang.d1+d1"), FAKE_SERVER="hangs")
     out, _ = process.communicate(timeout=60)
@@ -124,6 +134,67 @@ def test_a_killed_server_is_restarted_at_a_new_address(work, arguments):
     out, _ = process.communicate(timeout=60)
     assert "was ended by SIGKILL" in out and "starting server" in out
     assert len(set(before.values()) & set(after.values())) == 1, "the restarted server has a new address"
+
+
+def test_every_run_has_a_key_that_no_file_or_command_line_shows(work, arguments):
+    process = start(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
+    wait_for(work / "up0")
+    key_path = RunDir(RUN).key_path
+    key = key_path.read_bytes()
+    assert len(key) >= 32 and stat.S_IMODE(key_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key_path.parent.stat().st_mode) == 0o700
+    commands = [read(p / "cmdline") for p in Path("/proc").iterdir() if p.name.isdigit()]
+    assert not [command for command in commands if key in command]
+    holders = [path for path in RUN.rglob("*") if path.is_file() and key in path.read_bytes()]
+    # SGLang reads its key from a file of flags.
+    assert sorted(path.relative_to(RUN).as_posix() for path in holders) == [
+        "private/api_key",
+        "private/server_flags.yaml",
+    ]
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert key.decode() not in out
+    assert "api_key='" + "*" * len(key) in (RUN / "logs" / "server0.log").read_text(), "the server printed it"
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_stopped_watchdog_does_not_keep_the_launcher(work, arguments):
+    process = start(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
+    wait_for(work / "up0")
+    watchdogs = [p for p in Path("/proc").iterdir() if p.name.isdigit() and is_watchdog(p, work)]
+    assert len(watchdogs) == 1
+    os.kill(int(watchdogs[0].name), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    wait_until_gone(work)
+
+
+def test_a_watchdog_that_does_not_end_is_killed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("arealite.launcher.supervisor._REAP_TIMEOUT_S", 0.1)
+    with Supervisor(0.1) as supervisor:
+        supervisor._watchdog, watchdog = subprocess.Popen(["sleep", "600"], **PIPES), supervisor._watchdog
+        supervisor.remove_at_end(tmp_path / "file")
+        (tmp_path / "file").touch()
+        watchdog.communicate(timeout=60)
+    assert "the watchdog process does not end: killing it" in capsys.readouterr().out
+    assert not (tmp_path / "file").exists()
+
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
+
+
+def is_watchdog(entry: Path, work: Path) -> bool:
+    try:
+        return b"launcher.watchdog" in read(entry / "cmdline") and os.readlink(entry / "cwd") == str(work)
+    except OSError:
+        return False
 
 
 def test_servers_that_keep_dying_end_the_run(work, arguments):

@@ -288,11 +288,43 @@ def test_a_job_is_saved_as_json(tmp_path):
     cluster = ClusterConfig(n_nodes=2, n_gpus_per_node=2, fileroot=str(tmp_path))
     job = Job(config("embedded.d2+d2", cluster=cluster), "a.py", ["x=1"], [[0, 1]] * 2, False)
     path = job.save()
-    assert path.stat().st_mode & 0o077 == 0, "it holds the key"
-    assert Job.load(path) == job and job.config.server.api_key and job.config.server.host == "0.0.0.0"
+    assert job.config.server.api_key not in path.read_text()
+    assert Job.load(path) == job and job.config.server.host == "0.0.0.0"
     assert job.placement().servers_on(0) == list(job.placement().servers) and len(job.placement().ranks_on(1)) == 2
     text = job.describe()
     assert "server 1: node 0 slot 1" in text and "rank 1: node 1 slot 1" in text
+
+
+def test_every_job_with_servers_of_its_own_has_a_key(tmp_path, monkeypatch):
+    cluster = ClusterConfig(fileroot=str(tmp_path))
+    first, second = (Job(config("embedded.d1+d1", cluster=cluster), "a.py", [], [[0, 1]], False) for _ in range(2))
+    keys = {job.config.server.api_key for job in (first, second)}
+    assert len(keys) == 2 and all(len(key) == 32 for key in keys) and first.config.server.host == "127.0.0.1"
+    running = config("sglang.d1+d1", cluster=cluster)
+    running.server_addrs = ["10.0.0.5:30000"]
+    assert Job(running, "a.py", [], [[0]], False).config.server.api_key is None
+    monkeypatch.setenv("AREALITE_API_KEY", "theirs")
+    assert Job(running, "a.py", [], [[0]], False).config.server.api_key == "theirs"
+    with pytest.raises(ConfigError, match="shows the key to all users"):
+        keyed = config("embedded.d1+d1", cluster=cluster, server=ServerConfig(api_key="abc"))
+        Job(keyed, "a.py", ["server={api_key: abc}"], [[0, 1]], False)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "5", '{"config": 3}', '{"config": {"nobody": 1}}', '{"config": {}, "x": 1}', "{"]
+)
+def test_a_damaged_job_is_one_message(tmp_path, text):
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(ConfigError, match="cannot read the job"):
+        Job.load(tmp_path / "job.json")
+
+
+def test_a_job_without_its_key_is_one_message(tmp_path):
+    job = Job(config("embedded.d1+d1", cluster=ClusterConfig(fileroot=str(tmp_path))), "a.py", [], [[0, 1]], False)
+    path = job.save()
+    job.run_dir.key_path.unlink()
+    with pytest.raises(ConfigError, match="there is no API key"):
+        Job.load(path)
 
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "gconfig.n_samples=2"]

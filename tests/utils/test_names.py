@@ -108,3 +108,43 @@ def test_a_server_survives_an_error_of_the_shared_folder(tmp_path, monkeypatch):
         return looks
 
     assert asyncio.run(hold()) == [0, 1]
+
+
+DAMAGED = {
+    "empty": "",
+    "cut": '{"value": "a:1", "tt',
+    "list": "[1]",
+    "number": "5",
+    "without": "{}",
+    "types": '{"value": 7, "ttl_s": 30}',
+    "endless": '{"value": "a:1", "ttl_s": NaN}',
+    "text": '{"value": "a:1", "ttl_s": "long"}',
+    "nested": "[" * 4000,
+    "huge": '{"value": "' + "x" * 10_000 + '", "ttl_s": 30}',
+}
+
+
+def test_damaged_entries_are_ignored_with_one_message(tmp_path, caplog):
+    names = FileNames(tmp_path)
+    names.publish("servers/9", "z:9")
+    for name, text in DAMAGED.items():
+        (tmp_path / f"servers@{name}").write_text(text)
+    (tmp_path / "servers@bytes").write_bytes(b"\xff\xfe\0")
+    (tmp_path / "servers@folder").mkdir()
+    os.mkfifo(tmp_path / "servers@pipe")
+    (tmp_path / "servers@link").symlink_to(tmp_path / "servers@9")
+    for _ in range(2):
+        assert names.list("servers/") == {"servers/9": "z:9"}
+    assert len(caplog.records) == len(DAMAGED) + 4, "each is reported once"
+    assert names.get("servers/list") is None
+    assert names.claim("servers/cut", "a:1") and names.get("servers/cut") == "a:1", "a damaged entry is replaced"
+    names.publish("servers/types", "b:1")
+    assert names.get("servers/types") == "b:1"
+    with pytest.raises(AReaLiteError, match="cannot be used"):
+        names.claim("servers/folder", "c:1")
+
+
+def test_only_the_owner_can_enter_the_folder(tmp_path):
+    (tmp_path / "names").mkdir(mode=0o777)
+    FileNames(tmp_path / "names")
+    assert (tmp_path / "names").stat().st_mode & 0o777 == 0o700

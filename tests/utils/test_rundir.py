@@ -1,3 +1,6 @@
+import os
+import stat
+
 import pytest
 
 from arealite.api.cli_args import SFTConfig
@@ -33,3 +36,55 @@ def test_unwritable_root_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cluster\.fileroot"):
         RunDir(config(tmp_path / "file")).create()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "process x on {host}", "process -1 on {host}", "process 99999999999999999999 on {host}", "\x1b[2J\0"],
+)
+def test_a_damaged_lock_file_is_replaced(tmp_path, content):
+    (tmp_path / "lock").write_text(content.format(host=os.uname().nodename))
+    with RunDir(tmp_path).lock():
+        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
+        (tmp_path / "lock").write_text(content.format(host=os.uname().nodename))
+        with pytest.raises(ConfigError, match="another run uses") as refusal, RunDir(tmp_path).lock():
+            pass
+        assert "\x1b" not in str(refusal.value) and "\0" not in str(refusal.value)
+
+
+def test_a_lock_that_is_no_regular_file(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "lock").symlink_to(victim)
+    with RunDir(tmp_path).lock():
+        assert victim.read_text() == "precious" and not (tmp_path / "lock").is_symlink()
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    with RunDir(tmp_path).lock():
+        assert (tmp_path / "lock").is_file()
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match="cannot write to the run directory"), RunDir(tmp_path).lock():
+        pass
+
+
+def test_the_key_of_a_run_is_private(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.private.mkdir(mode=0o755)
+    run_dir.write_key("secret")
+    assert run_dir.read_key() == "secret"
+    assert stat.S_IMODE(run_dir.private.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_dir.key_path.stat().st_mode) == 0o600
+    run_dir.write_key(None)
+    assert run_dir.read_key() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_run_directory_of_another_user_is_refused(tmp_path):
+    for folder in (tmp_path / "a", tmp_path / "b" / "private"):
+        folder.mkdir(parents=True)
+        os.chown(folder, 65534, 65534)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        RunDir(tmp_path / "a").create()
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        RunDir(tmp_path / "b").write_key("secret")

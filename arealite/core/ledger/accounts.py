@@ -15,6 +15,7 @@ from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
 from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
+from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.executor")
 MAX_TEXTS_PER_STEP = 8
@@ -99,7 +100,7 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
     return EpisodeRow(
         episode.id.number,
         state,
-        None if reason is None else _replace_surrogates(reason),
+        None if reason is None else clean(reason),
         episode.start_version,
         result.oldest_version if result else None,
         step,
@@ -143,9 +144,4 @@ def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
 
 def _to_text(tokenizer: Any, ids: torch.Tensor) -> str:
     tokens = ids.tolist()
-    return " ".join(map(str, tokens)) if tokenizer is None else _replace_surrogates(str(tokenizer.decode(tokens)))
-
-
-def _replace_surrogates(text: str) -> str:
-    """SQLite rejects lone surrogates, which text cut between two bytes may contain."""
-    return text.encode("utf-8", "replace").decode()
+    return " ".join(map(str, tokens)) if tokenizer is None else clean(str(tokenizer.decode(tokens)))

@@ -24,6 +24,7 @@ from arealite.api.io_struct import Batch
 from arealite.core.episode import EpisodeId, to_bytes
 from arealite.core.ledger.database import LOCK_TIMEOUT_S, Database, describe_error
 from arealite.utils.console import show_message
+from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.ledger")
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Ledger:
     def event(self, kind: str, text: str) -> None:
         """Record something that happened to the run; the next `commit` writes it."""
         with self._lock:
-            self._events.append((time.time(), kind, text))
+            self._events.append((time.time(), kind, clean(text)))
 
     def commit(self, rollouts: Callable[[], Iterable[RolloutRow]] | None = None) -> None:
         """Write everything recorded so far in one transaction, in the background.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ConfigError, RequestError, ServerError
+from arealite.api.errors import RequestError, ServerError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
@@ -79,7 +79,8 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.bind((config.host, config.port))
     except OSError as error:
         sock.close()
-        raise ConfigError(
+        # Another program may have taken a free port just now: a launcher tries again with another.
+        raise ServerError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}. Use another port, or port=0 for any "
             "free one"
         ) from error
