@@ -4,6 +4,7 @@ Everything that reaches a terminal, a log, a failure record or the ledger passes
 """
 
 import codecs
+import io
 import logging
 import re
 import sys
@@ -45,7 +46,7 @@ class CleanFormatter(logging.Formatter):
 def clean_process_output() -> None:
     """Have this process print tracebacks as clean text, and no character end it that its output cannot encode."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = _print_exception
     threading.excepthook = lambda args: _print_exception(args.exc_type, args.exc_value, args.exc_traceback)
