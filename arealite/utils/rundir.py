@@ -166,13 +166,13 @@ def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner can enter. Raises `ConfigError` if it exists and belongs to another user."""
+    """Make a folder that only its owner can enter; raises `ConfigError` if it is another user's."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _take_folder(path, 0o700)
 
 
 def _take_folder(path: Path, allowed: int) -> None:
-    """Remove all permissions of a folder but the allowed ones; raises `ConfigError` if it is another user's.
+    """Reduce a folder's permissions to the allowed ones; raises `ConfigError` if it is another user's.
 
     Another user could replace what is in it. Compares with a file made there: a shared file system may map users.
     """

@@ -1,6 +1,7 @@
-"""Makes text of unknown origin safe to print: messages of rewards, datasets, servers and other programs.
+"""Makes text of unknown origin safe to print.
 
-Everything that reaches a terminal, a log, a failure record or the ledger passes through `clean`.
+Messages of rewards, datasets, servers and other programs may contain anything. Everything that reaches a terminal,
+a log, a failure record or the ledger passes through `clean`.
 """
 
 import codecs
@@ -18,12 +19,12 @@ _UNSAFE_IN_STREAM = re.compile(_UNSAFE.pattern.replace("\x0b-\x1f", "\x0b\x0c\x0
 
 
 def clean(text: str) -> str:
-    """Return `text` with terminal escapes, other control characters and lone surrogates as visible escapes."""
+    """Return `text` with control characters and lone surrogates as visible escapes."""
     return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
 
 
 def clean_stream(text: str) -> str:
-    """As `clean`, for the output of a process: keeps carriage returns, with which progress bars rewrite their line."""
+    """As `clean`, but keep carriage returns, with which progress bars rewrite their line."""
     return _UNSAFE_IN_STREAM.sub(_escape, text)
 
 
@@ -44,7 +45,7 @@ class CleanFormatter(logging.Formatter):
 
 
 def clean_process_output() -> None:
-    """Have this process print tracebacks as clean text, and no character end it that its output cannot encode."""
+    """Have this process print tracebacks as clean text, and escape what its output cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
