@@ -99,7 +99,8 @@ class Job:
     def _protect_servers(self) -> None:
         """Make an API key unless there is one, and remove a given one from the arguments.
 
-        Arguments become command lines, which every user can read. Without a key, every user of the machine could read what servers generate and replace their weights.
+        Arguments become command lines, which every user can read. Without a key, every user of the machine could read
+        what servers generate, and replace their weights.
         """
         server = self.config.server
         key, host = server.api_key or os.environ.get(API_KEY_ENV), server.host
