@@ -76,6 +76,18 @@ class FreqConfig(Section):
 
 
 @dataclass
+class SaverConfig(FreqConfig):
+    """When models are saved, besides the last."""
+
+    keep_best: bool = _help("Also keep the model with the best validation result, as checkpoints/best.", True)
+    best_metric: str | None = _help(
+        "Statistic that decides, such as eval/valid/pass@1 (the lowest, if its name ends with loss); null: pass@1, "
+        "reward or loss of the first validation set.",
+        None,
+    )
+
+
+@dataclass
 class EvaluatorConfig(FreqConfig):
     """When validation sets are run."""
 
@@ -157,7 +169,7 @@ class BaseExperimentConfig(Section):
     valid_datasets: dict[str, ValidationDatasetConfig] = _help("Several validation sets, by name.", dict)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
-    saver: FreqConfig = _help("When models are saved, besides the last.", FreqConfig)
+    saver: SaverConfig = _help("When models are saved, besides the last.", SaverConfig)
     evaluator: EvaluatorConfig = _help("When validation sets are run.", EvaluatorConfig)
     recover: RecoverConfig = _help("Whether and when recover checkpoints are written.", RecoverConfig)
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)

@@ -27,12 +27,12 @@ from arealite.api.cli_args import (
     DatasetConfig,
     DPOConfig,
     EvalConfig,
-    FreqConfig,
     GenerationHyperparameters,
     GRPOConfig,
     PPOActorConfig,
     PreferenceConfig,
     RWConfig,
+    SaverConfig,
     SFTConfig,
     TrainEngineConfig,
 )
@@ -107,7 +107,7 @@ class MainConfig(BaseExperimentConfig):
         "Devices and parallelism; by default one trainer, and one embedded server if one is needed.", ""
     )
     train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
-    saver: FreqConfig = help_field("When models are saved, besides the last.", lambda: FreqConfig(freq_epochs=1))
+    saver: SaverConfig = help_field("When models are saved, besides the last.", lambda: SaverConfig(freq_epochs=1))
     trainer: TrainerTree = help_field("The training loop and its settings.", TrainerTree)
 
     def check(self) -> None:

@@ -11,17 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from statistics import fmean
-from typing import cast
+from typing import ParamSpec, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
-from arealite.api.io_struct import FinetuneSpec, StepInfo
+from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
+from arealite.trainer.best import BestModel
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Frequency, Saver
 from arealite.trainer.stats_logger import StatsLogger
@@ -32,6 +33,8 @@ from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 
 logger = logging.getLogger("arealite.run")
+P = ParamSpec("P")
+T = TypeVar("T")
 # Steps in a row without any signal before a warning.
 NO_SIGNAL_STEPS = 3
 
@@ -73,6 +76,7 @@ class Run:
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
+        self.best = BestModel(config.saver, self.saver)
         self.evaluate, self.evaluation = evaluate, Frequency(config.evaluator)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
@@ -168,7 +172,7 @@ class Run:
         if self.table is not None:
             self.table.update(step, values)
         with self.phase("save"):
-            self._save(info, is_last)
+            self._save(info, values, is_last)
         if failure is not None:
             raise failure
 
@@ -195,15 +199,27 @@ class Run:
                 f"{self.dir.path}"
             )
 
-    def _save(self, info: StepInfo, is_last: bool) -> None:
+    def _save(self, info: StepInfo, values: Stats, is_last: bool) -> None:
         """Save checkpoints that are due. One that cannot be written (a full disk) is skipped with a warning."""
-        for part in (self.recover,) if is_last else (self.saver, self.recover):
-            try:
-                part.maybe_save(info)
-            except CheckpointError as error:
-                logger.error("%s", error)
-                if rank() == 0:
-                    show_message(f"warning: {error}")
+        if is_last:
+            # It has been saved before the statistics, unless the disk is full.
+            is_saved = broadcast_json(self.saver.path(info).exists())
+        else:
+            is_saved = self._try(self.saver.maybe_save, info) is not None
+        self._try(self.best.offer, info, values, is_saved)
+        self._try(self.recover.maybe_save, info)
+        if is_last and rank() == 0 and self.best.best is not None:
+            show_message(self.best.summary())
+
+    def _try(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what `save` returns; None if the checkpoint could not be written."""
+        try:
+            return save(*args, **kwargs)
+        except CheckpointError as error:
+            logger.error("%s", error)
+            if rank() == 0:
+                show_message(f"warning: {error}")
+            return None
 
     def _save_last(self, info: StepInfo) -> CheckpointError | None:
         """Save the trained model; returns the error if it is not in the run directory afterwards."""
@@ -224,6 +240,7 @@ class Run:
         if self.rollout is not None and (first or broadcast_json(self.rollout.has_other_weights())):
             weights = make_weight_meta(cast(GRPOConfig, self.config), self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
+        self.best.resume(is_new_run=last is None)
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first)
         return first

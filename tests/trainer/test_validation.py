@@ -38,6 +38,8 @@ def test_the_loss_is_the_mean_over_all_validation_tokens_when_due(model_path, to
     trainer.train()
     lines = RunDir(config).stats_path.read_text().splitlines()
     assert ["eval/loss" in json.loads(line) for line in lines] == [False, True, False, True]
+    # The loss has fallen, so the last model is the best.
+    assert (RunDir(config).checkpoints / "best").resolve().name == "step000004"
 
 
 def test_a_validation_set_smaller_than_the_ranks_is_refused(model_path, tokenizer, tmp_path):

@@ -1,0 +1,107 @@
+"""Keeps the model with the best validation result: `checkpoints/best` is a link to its folder.
+
+`Run` offers the statistics of each step after the models that are due have been saved. A better result saves the model,
+points the link to it, and only then deletes the folder before it, unless that one was due anyway. `best.json` beside
+the link says which result it was, so that a run that resumes goes on comparing with it.
+
+An evaluation beside training ends a few steps after it began, and its answers are from all versions in between. The
+model that is kept is the one at its end.
+"""
+
+import json
+import math
+import os
+import shutil
+from dataclasses import asdict, dataclass
+
+from arealite.api.cli_args import SaverConfig
+from arealite.api.io_struct import Stats, StepInfo
+from arealite.trainer.saver import Saver, on_all_ranks
+from arealite.utils.distributed import broadcast_json, rank
+from arealite.utils.rundir import write_file
+
+# Which statistic of a validation counts if the configuration names none, by its ending.
+_ENDINGS = ("/pass@1", "/reward", "/loss")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best result so far. `is_extra`: its folder was written for being the best only."""
+
+    metric: str
+    value: float
+    num_steps: int
+    folder: str
+    is_extra: bool
+
+    def is_beaten_by(self, value: float) -> bool:
+        return value < self.value if self.metric.endswith("loss") else value > self.value
+
+
+class BestModel:
+    """Compares validation results and keeps the best model. All ranks call the same methods."""
+
+    def __init__(self, config: SaverConfig, saver: Saver):
+        self.config, self.saver = config, saver
+        self.best: Best | None = None
+        self._link, self._file = saver.folder / "best", saver.folder / "best.json"
+
+    def resume(self, is_new_run: bool) -> None:
+        """Read the best result so far; a new run forgets that of an earlier one with the same name."""
+        if is_new_run and rank() == 0:
+            self._link.unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)
+        found = broadcast_json(self._read() if rank() == 0 else None)
+        self.best = None if found is None else Best(**found)
+
+    def offer(self, info: StepInfo, stats: Stats, is_saved: bool) -> bool:
+        """Keep the model of this step if its validation result is the best so far; returns whether it is.
+
+        `is_saved`: its folder has been written already.
+        """
+        metric = find_metric(stats, self.config.best_metric) if self.config.keep_best else None
+        if metric is None:
+            return False
+        value, before = stats[metric], self.best
+        if not broadcast_json(math.isfinite(value) and (before is None or before.is_beaten_by(value))):
+            return False
+        path = self.saver.path(info) if is_saved else self.saver.save(info)
+        best = Best(metric, value, info.global_step + 1, path.name, not is_saved)
+        with on_all_ranks(f"{self._link}"):
+            if rank() == 0:
+                self._point_to(best)
+        self.best = best
+        if rank() == 0 and before is not None and before.is_extra and before.folder != best.folder:
+            shutil.rmtree(self.saver.folder / before.folder, ignore_errors=True)
+        return True
+
+    def summary(self) -> str:
+        """Return a line about the best model; empty if there is none."""
+        best = self.best
+        if best is None:
+            return ""
+        return f"best model ({best.metric} {best.value:.4g} after step {best.num_steps}): {self._link}"
+
+    def _point_to(self, best: Best) -> None:
+        aside = self._link.with_name("best.new")
+        aside.unlink(missing_ok=True)
+        os.symlink(best.folder, aside)
+        aside.replace(self._link)
+        write_file(self._file, json.dumps(asdict(best)), private=False)
+
+    def _read(self) -> dict | None:
+        """Return the stored result if its model still exists."""
+        try:
+            found = json.loads(self._file.read_text())
+            is_there = (self.saver.folder / Best(**found).folder).is_dir()
+        except (OSError, ValueError, TypeError):
+            return None
+        return found if is_there else None
+
+
+def find_metric(stats: Stats, name: str | None) -> str | None:
+    """Return the statistic by which models are compared; None if this step has no result."""
+    if name is not None:
+        return name if name in stats else None
+    evaluated = [key for key in stats if key.startswith("eval/")]
+    return next((key for ending in _ENDINGS for key in evaluated if key.endswith(ending)), None)

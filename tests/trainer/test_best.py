@@ -1,0 +1,93 @@
+"""The model with the best validation result is kept beside the last."""
+
+import math
+
+import pytest
+
+from arealite.api.cli_args import SaverConfig
+from arealite.trainer.best import BestModel, find_metric
+from arealite.trainer.saver import Saver
+from arealite.utils.rundir import RunDir
+from tests.trainer.test_saver import Engine, info
+
+METRIC = "eval/valid/pass@1"
+
+
+def make(folder, **options) -> BestModel:
+    config = SaverConfig(**options)
+    return BestModel(config, Saver(config, RunDir(folder), Engine()))
+
+
+def offer(best: BestModel, step: int, value: float, metric: str = METRIC) -> bool:
+    """Offer the model of a step; its one weight is the step."""
+    best.saver.engine.value = step
+    is_saved = best.saver.maybe_save(info(step)) is not None
+    return best.offer(info(step), {metric: value, "reward": 0.5}, is_saved)
+
+
+def folders(best: BestModel) -> list[str]:
+    return sorted(path.name for path in best.saver.folder.glob("step*"))
+
+
+def test_the_link_follows_the_best_result_and_one_extra_folder_is_kept(tmp_path):
+    best = make(tmp_path)
+    best.resume(is_new_run=True)
+    assert best.summary() == ""
+    assert [offer(best, step, value) for step, value in enumerate([0.2, 0.4, 0.3, 0.4, 0.5])] == [1, 1, 0, 0, 1]
+    assert folders(best) == ["step000005"]
+    assert (tmp_path / "checkpoints/best/weights").read_text() == "4"
+    assert best.summary() == f"best model ({METRIC} 0.5 after step 5): {tmp_path}/checkpoints/best"
+
+
+def test_folders_that_were_due_anyway_stay(tmp_path):
+    best = make(tmp_path, freq_steps=2)
+    best.resume(is_new_run=True)
+    for step, value in enumerate([0.1, 0.2, 0.3, 0.1]):
+        offer(best, step, value)
+    assert folders(best) == ["step000002", "step000003", "step000004"]
+    offer(best, 4, 0.9)
+    assert folders(best) == ["step000002", "step000004", "step000005"]
+
+
+def test_a_loss_is_best_when_lowest_and_what_is_not_a_number_is_never_best(tmp_path):
+    best = make(tmp_path)
+    results = [offer(best, step, value, "eval/loss") for step, value in enumerate([math.nan, 3.0, 2.0, 2.5])]
+    assert results == [False, True, True, False] and folders(best) == ["step000003"]
+
+
+def test_a_run_that_resumes_goes_on_comparing_and_a_new_one_does_not(tmp_path):
+    offer(make(tmp_path), 3, 0.5)
+    again = make(tmp_path)
+    again.resume(is_new_run=False)
+    assert not offer(again, 4, 0.4) and offer(again, 5, 0.6)
+    assert folders(again) == ["step000006"]
+    new = make(tmp_path)
+    new.resume(is_new_run=True)
+    assert new.best is None and not (tmp_path / "checkpoints/best").exists()
+
+
+def test_a_result_whose_folder_is_gone_or_whose_file_is_damaged_does_not_count(tmp_path):
+    best = make(tmp_path)
+    offer(best, 3, 0.5)
+    (tmp_path / "checkpoints/best.json").write_text('{"metric": ')
+    best.resume(is_new_run=False)
+    assert best.best is None
+
+
+def test_it_can_be_turned_off(tmp_path):
+    assert not offer(make(tmp_path, keep_best=False), 0, 0.5) and not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "expected"),
+    [
+        (["reward", "loss"], None, None),
+        (["eval/a/reward", "eval/a/pass@1", "eval/b/pass@1"], None, "eval/a/pass@1"),
+        (["eval/loss", "eval/accuracy"], None, "eval/loss"),
+        (["eval/reward", "eval/answer_len"], None, "eval/reward"),
+        (["eval/a/pass@1", "eval/b/maj@8"], "eval/b/maj@8", "eval/b/maj@8"),
+        (["eval/a/pass@1"], "eval/b/maj@8", None),
+    ],
+)
+def test_the_metric_is_the_configured_one_or_the_first_of_the_usual(keys, name, expected):
+    assert find_metric(dict.fromkeys(keys, 0.5), name) == expected
