@@ -204,7 +204,13 @@ def _logits_grad(
     if grad_entropy is not None:
         factor = factor - grad_entropy[:, None] * (log_p + entropy[:, None])
     one_hot = grad_logp if here is None else grad_logp * here
-    grad = log_p.exp_().mul_(factor).scatter_add_(1, labels[:, None], one_hot[:, None])
+    grad = log_p.exp_().mul_(factor)
+    if torch.compiler.is_compiling():
+        # A comparison is fused with the rest of the chunk; a scatter would write it and read it again.
+        columns = torch.arange(grad.shape[1], device=grad.device)
+        grad = grad + torch.where(columns == labels[:, None], one_hot[:, None], 0.0)
+    else:
+        grad.scatter_add_(1, labels[:, None], one_hot[:, None])
     if softcap is not None:
         grad = grad * (1.0 - (logits * (temperature / softcap)).square())
     return (grad if temperature == 1.0 else grad / temperature).to(dtype)

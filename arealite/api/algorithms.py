@@ -210,8 +210,8 @@ def _missing_keys(config: PPOActorConfig, objective: Objective, algorithm: Algor
         yield "overlong_buffer needs max_answer_length: set it to gconfig.max_new_tokens"
     if buffer is not None and not 0 < buffer <= (length or 0):
         yield f"overlong_buffer must be in (0, max_answer_length], got {buffer}"
-    if algorithm.m2_mask and not (config.use_decoupled_loss and config.prox_logp == "recompute"):
+    if algorithm.m2_mask and not (config.use_decoupled_loss and config.prox_logp != "interpolate"):
         yield (
             "algorithm=m2po compares proximal and behaviour log-probs before the update: set use_decoupled_loss=true "
-            "and prox_logp=recompute"
+            "and prox_logp=first_pass or recompute"
         )

@@ -56,16 +56,23 @@ class TrainEngineConfig(Section):
     dtype: str = _choice("Compute type.", "bfloat16", "float32", "float16")
     param_dtype: str = _choice("Type of the weights that the optimizer updates.", "float32", "bfloat16", "float16")
     device: str = _choice("auto: cuda if there is one.", "auto", "cpu", "cuda")
-    max_tokens_per_mb: int = _help("Token budget of a rank's micro-batch.", 16384, AT_LEAST_1)
+    max_tokens_per_mb: int | None = _help(
+        "Token budget of a rank's micro-batch; null: what fits into the device's memory, at most 32768.",
+        None, AT_LEAST_1,
+    )  # fmt: skip
     share_prefix: bool = _help("Compute a prompt once for all answers of its group (exact).", True)
-    gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
+    gradient_checkpointing: bool | None = _help(
+        "Recompute activations in the backward pass; null: on a GPU, if its memory is too small to keep them.", None
+    )
     compile: bool = _help("Compile each layer (takes a minute at the start).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
     lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
-    logprob_chunk_size: int = _help("Tokens per chunk of logits.", 1024, AT_LEAST_1)
+    logprob_chunk_size: int | None = _help(
+        "Tokens per chunk of logits; null: 1024 on CPU, on a GPU by its memory.", None, AT_LEAST_1
+    )
     collective_timeout_s: float = _help("Timeout of collectives between ranks.", 1800.0, SECONDS)
     max_bad_steps: int = _help("Stop after this many non-finite gradients in a row.", 5, AT_LEAST_1)
     optimizer: OptimizerConfig | None = _help("null for an evaluated model.", OptimizerConfig)
@@ -151,8 +158,9 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: float | None = _help("Dual clip for A < 0; null is off.", None, Range(1, above=True))
     use_decoupled_loss: bool = _help("Clip around prox, weight by prox/behaviour.", True)
     prox_logp: str = _choice(
-        "recompute: a pass over the batch; first_pass: only for later minibatches; interpolate: no pass.",
-        "recompute", "first_pass", "interpolate",
+        "first_pass: a pass over the later minibatches, the first one's own pass is its prox; recompute: a pass over "
+        "the batch before the update; interpolate: no pass.",
+        "first_pass", "recompute", "interpolate",
     )  # fmt: skip
     behav_imp_weight_cap: float | None = _help("Largest prox/behaviour weight; null is off.", 5.0, POSITIVE)
     behav_imp_weight_floor: float = _help("Smallest prox/behaviour weight.", 0.0, NOT_NEGATIVE)

@@ -27,6 +27,7 @@ from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stat
 from arealite.engine.fsdp import checkpoint, sharded_checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
+from arealite.engine.fsdp.memory import MemoryPlan, plan_memory
 from arealite.engine.fsdp.micro_batches import MicroBatch, make_micro_batches, merge_stats
 from arealite.engine.fsdp.optimizer import grad_norm, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
@@ -48,6 +49,8 @@ class FSDPEngine(TrainEngine):
     # Supervised engines train with the dropout of the model's config. All others compare log-probs between passes and
     # need the same result from each.
     uses_dropout = False
+    # Set by `initialize`.
+    memory: MemoryPlan
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
         """`parallel` is the training side of `allocation_mode`; if None, all ranks are data parallel."""
@@ -90,10 +93,11 @@ class FSDPEngine(TrainEngine):
         if distributed.world_size() == 1 and one_type and not config.cpu_offload:
             # One rank has nothing to shard, and one dtype needs no casts: FSDP would only copy.
             assert full is not None
-            self._prepare_layers(full)
+            self._compile_layers(full)
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
+        self._plan_memory()
         if self.parallel.tensor == self.parallel.context == 1 and not self.scalar_head:
             hf_model.check_logprobs(self._module, self.device)
         self._flops = FlopCounter(self.model)
@@ -113,12 +117,18 @@ class FSDPEngine(TrainEngine):
             hf_model.disable_dropout(model)
         return model
 
-    def _prepare_layers(self, model: PreTrainedModel) -> None:
-        if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+    def _compile_layers(self, model: PreTrainedModel) -> None:
         if self.config.compile:
             for layer in hf_model.decoder_layers(model):
                 layer.compile(dynamic=True)
+
+    def _plan_memory(self) -> None:
+        self.memory = plan_memory(self.model, self.config, self.device)
+        self._module.chunk_size = self.memory.logprob_chunk_size
+        if self.memory.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.device == "cuda" and distributed.rank() == 0:
+            logger.info("%s", self.memory)
 
     def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
         if not dist.is_initialized():
@@ -132,7 +142,7 @@ class FSDPEngine(TrainEngine):
             empty = self._load(replace(self.config, init_from_scratch=True))
         partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
         self.module = hf_model.PackedModel(empty, self.config, self.layout)
-        self._prepare_layers(empty)
+        self._compile_layers(empty)
         hf_model.shard(self.module, full, self.layout.fsdp, self.config)
         self._partial = [self.model.get_parameter(name) for name in partial]
 
@@ -262,25 +272,28 @@ class FSDPEngine(TrainEngine):
             scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
 
-    @torch.no_grad()
     def forward(self, batch: Batch) -> Batch:
         """Implement `TrainEngine.forward`; tokens outside `loss_mask` have log-prob 0 too."""
-        self._module.eval()
+        # Compiled layers need a graph for training and another for evaluation. Without dropout both compute the same,
+        # so a trained model uses the first for both.
+        as_training = self.config.compile and self.optimizer is not None and not self.uses_dropout
+        self._module.train(as_training)
         result: Batch = {}
-        for mb in self._micro_batches(batch):
-            outputs = self._forward(mb)
-            mask = batch["attention_mask"][mb.rows]
-            for key, value in outputs.items():
-                if key not in result:
-                    result[key] = torch.zeros(batch["attention_mask"].shape, dtype=value.dtype)
-                if mb.rows:
-                    result[key][mb.rows] = unpack(value.cpu(), mask)
+        with torch.set_grad_enabled(as_training):
+            for mb in self._micro_batches(batch):
+                outputs = {key: value.detach().cpu() for key, value in self._forward(mb).items()}
+                mask = batch["attention_mask"][mb.rows]
+                for key, value in outputs.items():
+                    if key not in result:
+                        result[key] = torch.zeros(batch["attention_mask"].shape, dtype=value.dtype)
+                    if mb.rows:
+                        result[key][mb.rows] = unpack(value, mask)
         return result
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         config, group = self.config, self.dp_group if self.dp_size > 1 else None
         share_prefix = config.share_prefix and not self._module.ring
-        return make_micro_batches(batch, self.model, config.max_tokens_per_mb, self.device, group, share_prefix)
+        return make_micro_batches(batch, self.model, self.memory.max_tokens_per_mb, self.device, group, share_prefix)
 
     def _total_weight(self, micro_batches: list[MicroBatch], loss_weight_fn: LossWeightFn) -> float:
         weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)

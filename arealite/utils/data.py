@@ -144,7 +144,7 @@ def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
-    """Group rows by first-fit decreasing into at least `min_count` groups of at most `max_tokens`.
+    """Group rows into at least `min_count` groups of at most `max_tokens`, of nearly equal size if possible.
 
     A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`,
     the last groups are empty.
@@ -161,9 +161,10 @@ def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1)
         else:
             groups.append([row])
             room.append(max_tokens - lengths[row])
-    if len(groups) < min_count:
-        groups = partition_balanced(lengths, min_count)
-    return [sorted(group) for group in groups]
+    # First-fit leaves a small last group. Equal groups use the device better, and fewer shapes are compiled.
+    balanced = partition_balanced(lengths, max(len(groups), min_count))
+    fits = all(sum(lengths[row] for row in group) <= max_tokens for group in balanced)
+    return balanced if fits or len(groups) < min_count else [sorted(group) for group in groups]
 
 
 def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:

@@ -58,7 +58,7 @@ def test_definitions_of_some_algorithms():
         (actor("sapo", eps_clip_higher=0.3), "does not clip"),
         (actor("cispo", c_clip=3.0), "no dual clip"),
         (actor("grpo", m2_threshold=0.1), "belongs to algorithm=m2po"),
-        (actor("grpo", use_decoupled_loss=False, prox_logp="first_pass"), "no effect"),
+        (actor("grpo", use_decoupled_loss=False, prox_logp="recompute"), "no effect"),
         (actor("grpo", use_decoupled_loss=False, behav_imp_weight_mode="token_clamp"), "leaves out"),
         (actor("grpo", kl_ctl=0.1, kl_loss_coef=0.1), "not both"),
         (actor("grpo", kl_loss_coef=0.1, kl_estimator="k1"), "does not depend on the reference"),
@@ -69,7 +69,7 @@ def test_definitions_of_some_algorithms():
         (actor("dr_grpo", max_answer_length=None), "max_answer_length"),
         (actor("dapo", overlong_buffer=None, max_answer_length=None), "set actor.overlong_buffer"),
         (actor("dapo", overlong_buffer=1000), "must be in"),
-        (actor("m2po", prox_logp="first_pass"), "prox_logp=recompute"),
+        (actor("m2po", prox_logp="interpolate"), "prox_logp=first_pass or recompute"),
     ],
 )
 def test_contradictions_are_rejected(config, message):

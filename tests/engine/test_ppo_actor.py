@@ -24,7 +24,8 @@ def make_actor(path, **kwargs):
 
 def one_update(actor, batch):
     batch = dict(batch)
-    batch["prox_logp"] = actor.compute_logp(batch)
+    if actor.config.prox_logp == "recompute":
+        batch["prox_logp"] = actor.compute_logp(batch)
     actor.compute_advantages(batch)
     return actor.ppo_update(batch)
 
@@ -205,10 +206,31 @@ def test_first_pass_prox_equals_recompute(model_dirs):
     batch = random_batch(LENGTHS)
     results = []
     for mode in ("recompute", "first_pass"):
-        actor = make_actor(model_dirs["qwen2"], prox_logp=mode)
+        actor = make_actor(model_dirs["qwen2"], prox_logp=mode, ppo_n_minibatches=2)
         one_update(actor, batch)
         results.append(parameters(actor))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_m2po_computes_the_proximal_policy_if_it_is_not_given(model_dirs):
+    batch = random_batch(LENGTHS)
+    shares = []
+    for mode in ("recompute", "first_pass"):
+        actor = make_actor(model_dirs["qwen2"], algorithm="m2po", prox_logp=mode, m2_threshold=0.5)
+        shares.append(one_update(actor, batch)[0]["m2_kept_share"])
+    assert shares[0] == shares[1] and 0 < shares[0] < 1
+
+
+def test_compiled_actor_has_the_log_probs_of_an_eager_one(model_dirs):
+    """A compiled actor evaluates with the graph it trains with, and keeps no gradients of it."""
+    batch = random_batch(LENGTHS)
+    eager = make_actor(model_dirs["qwen2"]).compute_logp(batch)
+    actor = make_actor(model_dirs["qwen2"])
+    # As compile=True, which takes long on a CPU.
+    actor.config.compile = True
+    logp = actor.compute_logp(batch)
+    assert torch.equal(logp, eager) and not logp.requires_grad
+    assert all(p.grad is None for p in actor.model.parameters())
 
 
 def _actor_on_rank(rank, path, world_size):

@@ -67,6 +67,14 @@ def test_micro_batches_respect_the_budget_and_lose_nothing():
     assert groups == split_micro_batches(lengths, 120)
 
 
+def test_micro_batches_have_nearly_equal_sizes():
+    """First-fit would leave 10 tokens for the last group."""
+    groups = split_micro_batches([10] * 25, 120)
+    assert sorted(len(group) for group in groups) == [8, 8, 9]
+    # The longest rows spread first (70 + 40, 50 + 50 + 30) would pass the budget.
+    assert split_micro_batches([70, 50, 50, 40, 30], 120) == [[0, 1], [2, 3, 4]]
+
+
 def test_micro_batches_at_least_min_count_and_long_rows_alone():
     assert len(split_micro_batches([4, 4, 4, 4], 100, min_count=3)) == 3
     assert split_micro_batches([500, 3], 100) == [[0], [1]]

@@ -64,7 +64,7 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, layout: Layout | None = None):
         super().__init__()
         self.model: Any = model
-        self.chunk_size = config.logprob_chunk_size
+        self.chunk_size = config.logprob_chunk_size or 1024
         self.fused = config.compile
         self.context_group = layout.cp_group if layout is not None else None
         self.tensor_group = layout.tp_group if layout is not None else None
@@ -146,7 +146,9 @@ class PackedModel(nn.Module):
             input_ids=ids[None],
             position_ids=positions,
             use_cache=False,
-            packed_layout=PackedLayout.make(cu_seqlens, lengths, prefixes, self.context_group, self.ring),
+            packed_layout=PackedLayout.make(
+                cu_seqlens, lengths, prefixes, self.context_group, self.ring, one_graph=self.fused
+            ),
             **images,
         )
         hidden = outputs.last_hidden_state.squeeze(0)

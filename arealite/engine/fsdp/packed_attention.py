@@ -83,8 +83,12 @@ class PackedLayout:
         prefixes: PrefixPlan | None = None,
         context_group: dist.ProcessGroup | None = None,
         ring: bool = False,
+        one_graph: bool = False,
     ) -> PackedLayout:
-        """Describe sequences of `lengths`; with a context group, those of all its ranks."""
+        """Describe sequences of `lengths`; with a context group, those of all its ranks.
+
+        `one_graph` gives all micro-batches on CUDA the same fields, so that layers are compiled once.
+        """
         hops = None
         if context_group is not None and ring:
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
@@ -92,7 +96,8 @@ class PackedLayout:
         if cu_seqlens.is_cuda and prefixes is not None:
             kernel = Varlen.of_prefixes(prefixes.to(cu_seqlens.device))
         elif cu_seqlens.is_cuda:
-            kernel = Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+            every_key = torch.arange(sum(lengths), device=cu_seqlens.device) if one_graph else None
+            kernel = Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths), every_key)
         elif prefixes is not None:
             kernel = Buckets(prefixes.segments)
         else:

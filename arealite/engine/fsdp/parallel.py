@@ -105,7 +105,10 @@ def local(value: torch.Tensor) -> torch.Tensor:
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return the full tensor, detached. Collective if it is sharded."""
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    # On one rank the shard is the whole tensor, and a gather would copy it.
+    return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 
 class _Exchange(torch.autograd.Function):

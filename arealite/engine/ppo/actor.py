@@ -159,13 +159,15 @@ class FSDPPPOActor(FSDPEngine):
         weights, norms = aggregation_weights(mask, self.objective.loss_mean, length)
         overall = self._batch_stats(batch)
         if self.objective.m2_mask:
+            if "prox_logp" not in batch:
+                batch["prox_logp"] = self.compute_logp(batch)
             kept = self._m2_kept(batch, mask)
             share = self.reduce_stats({"m2_kept_share": Stat(kept.sum(), mask.sum())})
             weights, overall = weights * kept, overall | share
         batch.update(loss_weights=weights, loss_norm=norms)
         parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
         minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
-        if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass":
+        if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass" and "prox_logp" not in batch:
             # The first step's forward pass runs the proximal policy itself; the later ones run changed weights.
             for later in minibatches[1:]:
                 later["prox_logp"] = self.compute_logp(later)

@@ -1,0 +1,66 @@
+"""Tests of the sizes that an engine chooses from the free memory of its device."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.engine.fsdp.memory import MemoryPlan, choose_sizes, plan_memory
+
+GB = 1e9
+
+
+@pytest.fixture(scope="module")
+def half_billion():
+    """A model of 0.5B parameters without memory."""
+    config = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def config(**settings) -> TrainEngineConfig:
+    return TrainEngineConfig(path="", compile=True, optimizer=settings.pop("optimizer", OptimizerConfig()), **settings)
+
+
+def test_a_large_device_keeps_activations_and_a_small_one_recomputes_them(half_billion):
+    large = choose_sizes(half_billion, config(), 80 * GB)
+    assert large == MemoryPlan(max_tokens_per_mb=32768, gradient_checkpointing=False, logprob_chunk_size=4096)
+    small = choose_sizes(half_billion, config(), 8 * GB)
+    assert small.gradient_checkpointing and 1024 <= small.max_tokens_per_mb <= 32768
+    assert small.logprob_chunk_size < 1024
+    tiny = choose_sizes(half_billion, config(), -1.0)
+    assert tiny == MemoryPlan(1024, True, 256)
+
+
+def test_more_memory_never_means_smaller_micro_batches(half_billion):
+    plans = [choose_sizes(half_billion, config(gradient_checkpointing=False), gb * GB) for gb in range(2, 100, 7)]
+    tokens = [plan.max_tokens_per_mb for plan in plans]
+    assert tokens == sorted(tokens) and tokens[0] < tokens[-1]
+
+
+def test_estimate_covers_the_measured_peak_of_activations(half_billion):
+    """30 GiB were measured for 32,768 tokens of this model with compiled layers."""
+    needs = next(
+        gb
+        for gb in range(1, 100)
+        if choose_sizes(half_billion, config(gradient_checkpointing=False), gb * GB).max_tokens_per_mb == 32768
+    )
+    assert 30 * 2**30 / GB < needs < 60
+
+
+def test_settings_are_kept(half_billion):
+    settings = {"max_tokens_per_mb": 500, "gradient_checkpointing": True, "logprob_chunk_size": 7}
+    assert choose_sizes(half_billion, config(**settings), 80 * GB) == MemoryPlan(500, True, 7)
+    assert choose_sizes(half_billion, config(max_tokens_per_mb=500), 8 * GB).gradient_checkpointing is False
+
+
+def test_a_frozen_model_keeps_no_activations(half_billion):
+    plan = choose_sizes(half_billion, config(optimizer=None), 8 * GB)
+    assert plan.max_tokens_per_mb == 32768 and not plan.gradient_checkpointing
+
+
+def test_sizes_on_cpu_do_not_depend_on_memory(half_billion):
+    assert plan_memory(half_billion, config(), "cpu") == MemoryPlan(16384, False, 1024)
