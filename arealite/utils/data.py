@@ -144,7 +144,7 @@ def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def split_micro_batches(lengths: list[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
-    """Group rows into at least `min_count` groups of at most `max_tokens`, of nearly equal size if possible.
+    """Group rows into at least `min_count` groups of at most `max_tokens`, equal if possible.
 
     A sequence longer than that gets a group of its own. Rows ascend within a group. With fewer rows than `min_count`,
     the last groups are empty.

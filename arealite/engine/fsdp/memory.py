@@ -1,7 +1,7 @@
-"""Chooses the size of micro-batches, activation recomputation and logit chunks from the free memory of the device.
+"""Chooses sizes of micro-batches and logit chunks, and whether activations are recomputed.
 
-Used by `FSDPEngine` for the keys of its config that are null. The estimate of activations is fitted to measured peaks
-of Qwen2 models of 0.5B and 1.5B parameters; what a config sets is never changed.
+Used by `FSDPEngine` for the keys of its config that are null, by the free memory of the device. The estimate of
+activations is fitted to measured peaks of Qwen2 models of 0.5B and 1.5B parameters. What a config sets is kept.
 """
 
 from dataclasses import dataclass
