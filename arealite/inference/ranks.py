@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -110,7 +111,9 @@ class Ranks:
             self._shared.unlink()  # a copy into other types would round
             self._shared = None
         if self._shared is None:
-            self._shared = SharedWeights.create(f"/dev/shm/arealite-ranks-{os.getpid()}", tensors)
+            self._shared = SharedWeights.create(f"/dev/shm/arealite-ranks-{secrets.token_hex(16)}", tensors)
+        # Makes it again if it was removed.
+        self._shared = SharedWeights.attach(self._shared.path)
         for name, tensor in tensors.items():
             self._shared.tensors[name].copy_(tensor)
         return str(self._shared.path)

@@ -7,10 +7,10 @@ does.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import re
+import secrets
 import stat
 import tempfile
 import threading
@@ -30,6 +30,7 @@ from arealite.utils.text import clean
 logger = logging.getLogger("arealite.rundir")
 # A lock on a shared folder cannot notify: it is polled.
 _POLL_INTERVAL_S = 0.1
+_SEGMENT = re.compile(r"arealite-[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -54,11 +55,8 @@ class RunDir:
         # What only the owner of the run may read. `key_path` holds the API key that the run's servers require.
         self.private = path / "private"
         self.key_path = self.private / "api_key"
-        # Where weights pass from the trainer to servers: by disk, and in shared memory. The second name depends only on
-        # the path, so a restarted trainer reuses what a killed one left.
+        # Where weights pass from the trainer to servers by disk.
         self.weights = path / "weights"
-        key = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        self.shared_weights = Path("/dev/shm") / f"arealite-{key}"
 
     def create(self, config: BaseExperimentConfig | None = None) -> RunDir:
         """Make the folders and, if a configuration is given, write config.yaml."""
@@ -90,6 +88,25 @@ class RunDir:
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the API key of the run in {self.key_path}: {error}") from error
+
+    @property
+    def shared_weights(self) -> Path:
+        """Where weights pass from the trainer to servers in shared memory; chosen at the first use.
+
+        The name is random, so that no other user can take it before. It is kept in the run directory, so that a
+        restarted trainer replaces what a killed one left. A name that was taken nevertheless is given up.
+        """
+        file = self.private / "segment"
+        try:
+            name = file.read_text(errors="replace") if file.exists() else ""
+            path = Path("/dev/shm") / name
+            if not _SEGMENT.fullmatch(name) or not _is_free_or_ours(path):
+                path = Path("/dev/shm") / f"arealite-{secrets.token_hex(16)}"
+                make_private_folder(self.private)
+                write_file(file, path.name, private=True)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return path
 
     def unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
@@ -155,6 +172,14 @@ def _is_running_here(owner: str) -> bool:
     # A damaged lock file may name any number.
     except (psutil.Error, ValueError, OverflowError):
         return False
+
+
+def _is_free_or_ours(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
-from arealite.weights.files import cause_of, read_small
+from arealite.weights.files import cannot_create, cause_of, logger, read_small, replace_private
 from arealite.weights.layout import TensorLayout
 
 SUFFIX = ".cuda"
@@ -37,6 +37,8 @@ class DeviceWeights:
         self.path, self._buffer = Path(path), buffer
         self.tensors = layout.views(buffer)
         self._handle: list[Any] = []
+        # What the file holds, in the process that has created it.
+        self._text = ""
 
     @classmethod
     def create(cls, path: str | Path, like: Mapping[str, torch.Tensor]) -> DeviceWeights:
@@ -46,17 +48,30 @@ class DeviceWeights:
         _, *made._handle = buffer.untyped_storage()._share_cuda_()
         fields = [base64.b64encode(f).decode() if isinstance(f, bytes) else f for f in made._handle]
         gpu = visible_gpus()[torch.cuda.current_device()]
-        aside = Path(f"{path}.partial")
-        aside.write_text(json.dumps({"gpu": gpu, "handle": fields, "layout": layout.to_json()}))
-        aside.chmod(0o600)
-        aside.rename(path)
+        made._text = json.dumps({"gpu": gpu, "handle": fields, "layout": layout.to_json()})
+        made._write()
         _created[made.path] = made
         return made
+
+    def _write(self) -> None:
+        try:
+            replace_private(self.path, self._text)
+        except OSError as error:
+            raise cannot_create(self.path, error) from error
+
+    @classmethod
+    def restore(cls, path: str | Path) -> None:
+        """Write the file of a segment of this process again if it was removed."""
+        held = _created.get(Path(path))
+        if held is not None and not held.path.exists():
+            logger.warning("the shared weights %s were removed while the run uses them: making them again", path)
+            held._write()
 
     @classmethod
     def attach(cls, path: str | Path) -> DeviceWeights:
         path = Path(path)
         if path in _created:
+            cls.restore(path)
             return _created[path]
         try:
             text = read_small(path)

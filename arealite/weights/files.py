@@ -8,6 +8,7 @@ it: they travel back in HTTP answers.
 import json
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,3 +92,23 @@ def cause_of(error: BaseException) -> str:
 def unreadable(path: str | Path, error: BaseException) -> WeightUpdateError:
     """Make an error about weights that cannot be read."""
     return WeightUpdateError(f"cannot read the weights in {path}: {cause_of(error)}. The old weights are still served")
+
+
+def replace_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read, as a whole. Follows no link and opens nothing that is there."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def cannot_create(path: Path, error: OSError) -> WeightUpdateError:
+    """Make an error about a segment that cannot be created."""
+    return WeightUpdateError(
+        f"cannot create shared weights {path}: {error.strerror}. Make {path.parent} writable and large enough, or set "
+        "rollout.weight_update=disk"
+    )

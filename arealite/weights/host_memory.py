@@ -7,10 +7,12 @@ copy.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +21,16 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
-from arealite.weights.files import cause_of, opened, safetensors_header
+from arealite.weights.files import cannot_create, cause_of, opened, safetensors_header
 from arealite.weights.layout import TensorLayout
 
 logger = logging.getLogger("arealite.weights")
 
 _ALIGN = 64
 _mapped: dict[Path, SharedWeights] = {}
+# Segments that this process created. The trainer's thread and the event loop may find one removed at the same time.
+_created: dict[Path, SharedWeights] = {}
+_restoring = threading.Lock()
 
 
 class SharedWeights:
@@ -47,30 +52,63 @@ class SharedWeights:
         layout = TensorLayout.of(like, _ALIGN)
         header = layout.to_safetensors()
         path, total = Path(path), len(header) + layout.size_bytes
-        free = shutil.disk_usage(path.parent).free
-        if total > free:
-            raise WeightUpdateError(
-                f"{path.parent} has {free / 1e9:.1f} GB free, the weights need {total / 1e9:.1f} GB: enlarge it, or "
-                "set rollout.weight_update=disk"
-            )
-        # A file of a killed run: processes that map it keep it until they see the new one.
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, total)
-            os.pwrite(descriptor, header, 0)
-            _mapped[path] = cls(path, descriptor)
-        finally:
-            os.close(descriptor)
-        return _mapped[path]
+            free = shutil.disk_usage(path.parent).free
+            if total > free:
+                raise OSError(errno.ENOSPC, f"{free / 1e9:.1f} GB are free, the weights need {total / 1e9:.1f} GB")
+            # A file of a killed run: processes that map it keep it until they see the new one.
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, total)
+                os.pwrite(descriptor, header, 0)
+                _created[path] = cls(path, descriptor)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise cannot_create(path, error) from error
+        return _created[path]
+
+    @classmethod
+    def restore(cls, path: str | Path) -> None:
+        """Make a segment of this process again, with the same values, if its file was removed or replaced.
+
+        systemd removes the shared memory of a user who logs out.
+        """
+        path = Path(path)
+        with _restoring:
+            held = _created.get(path)
+            if held is None or held._is_in_place():
+                return
+            logger.warning("the shared weights %s were removed while the run uses them: making them again", path)
+            made = cls.create(path, held.tensors)
+            for name, tensor in made.tensors.items():
+                tensor.copy_(held.tensors[name])
+            held._unpin()
+
+    def _is_in_place(self) -> bool:
+        """Whether the file is still the one that was mapped; raises `WeightUpdateError` if it was cut."""
+        try:
+            found = _identity(self.path.lstat())
+        except FileNotFoundError:
+            return False
+        if found[:2] == self._identity[:2] and found != self._identity:
+            raise WeightUpdateError(f"the shared weights {self.path} were cut to {found[2]} bytes by another process")
+        return found == self._identity
 
     @classmethod
     def attach(cls, path: str | Path) -> SharedWeights:
-        """Map a segment of another process; raises `WeightUpdateError` if it cannot be mapped.
+        """Map a segment; raises `WeightUpdateError` if it cannot be mapped.
 
         The size is checked at each call: reading a mapping beyond the end of its file would kill the process.
         """
         path = Path(path)
+        if path in _created:
+            cls.restore(path)
+            return _created[path]
         try:
             with opened(path, for_writing=True, is_private=True) as descriptor:
                 if path not in _mapped or _mapped[path]._identity != _identity(os.fstat(descriptor)):
@@ -99,16 +137,16 @@ class SharedWeights:
     @classmethod
     def detach(cls, path: str | Path) -> None:
         """Forget a mapping, so that the next `attach` maps the segment again."""
-        held = _mapped.pop(Path(path), None)
-        if held is not None:
-            held._unpin()
+        for held in (_mapped.pop(Path(path), None), _created.pop(Path(path), None)):
+            if held is not None:
+                held._unpin()
 
     def flush(self) -> None:
         """Do nothing: other processes see a copy into host memory at once."""
 
     def unlink(self) -> None:
         """Remove the segment. Mappings in other processes stay valid until they detach."""
-        _mapped.pop(self.path, None)
+        _created.pop(self.path, None)
         self._unpin()
         self.path.unlink(missing_ok=True)
 

@@ -29,8 +29,11 @@ class SegmentTransport(Transport):
         self._segment: SharedWeights | DeviceWeights | None = None
 
     def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
-        if self._segment is None and distributed.rank() == 0:
-            self._segment = self.segment_class.create(self.path, owner.empty_weights())
+        if distributed.rank() == 0:
+            if self._segment is None:
+                self.segment_class.create(self.path, owner.empty_weights())
+            # Makes it again if it was removed.
+            self._segment = self.segment_class.attach(self.path)
         for name, tensor in owner.gather_weights():
             if self._segment is not None:
                 self._segment.tensors[name].copy_(tensor)
@@ -73,6 +76,7 @@ class SegmentTransport(Transport):
             self._segment = None
 
     async def _load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None:
+        self.segment_class.restore(meta.path)
         await client.load_segment(server, meta)
 
 

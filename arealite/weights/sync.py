@@ -16,8 +16,10 @@ from transformers.utils.hub import cached_file
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine, TrainEngine
+from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
+from arealite.utils.console import show_message
 from arealite.utils.rundir import RunDir
 from arealite.weights.device_memory import SUFFIX
 from arealite.weights.disk import DiskTransport
@@ -81,12 +83,12 @@ def make_weight_meta(
     """
     folders = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     disk = WeightUpdateMeta("disk", str(folders.weights), is_adapter=config.actor.lora_rank > 0)
-    host = WeightUpdateMeta("shm", str(folders.shared_weights))
     way = config.rollout.weight_update
     if way == "disk":
         return disk
     if way == "broadcast":
         return WeightUpdateMeta("broadcast")
+    host = WeightUpdateMeta("shm", _decide(lambda: str(folders.shared_weights)))
     if way == "auto":
         why_not = _decide(lambda: _why_not_shared(config, host, rollout))
         _log("auto: %s", f"disk ({why_not})" if why_not else "shm")
@@ -100,9 +102,9 @@ def make_weight_meta(
     return host if why_not else device
 
 
-def _decide(why_not: Callable[[], str]) -> str:
+def _decide(choose: Callable[[], str]) -> str:
     """Decide on rank 0 for all ranks."""
-    return distributed.broadcast_json(why_not() if distributed.rank() == 0 else None)
+    return distributed.broadcast_json(choose() if distributed.rank() == 0 else None)
 
 
 def _log(message: str, decision: str) -> None:
@@ -112,13 +114,13 @@ def _log(message: str, decision: str) -> None:
 
 def _why_not_shared(config: GRPOConfig, meta: WeightUpdateMeta, rollout: InferenceEngine | None) -> str:
     """Return why weights cannot travel in shared memory; empty if they can."""
-    folder = Path(meta.path).parent
-    free = shutil.disk_usage(folder).free
-    need = int(_HEADROOM * _files_size(config.actor.path))
     if config.actor.lora_rank > 0:
         return "adapters are folders"
     if rollout is None:
         return "the servers cannot be asked from here"
+    folder = Path(meta.path).parent
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    need = int(_HEADROOM * _files_size(config.actor.path))
     if not 0 < need < free:
         return f"{folder} has {free >> 20} MiB free, the weights may need {need >> 20} MiB"
     return _probe(meta, rollout)
@@ -128,6 +130,9 @@ def _probe(meta: WeightUpdateMeta, rollout: InferenceEngine) -> str:
     """Return why not every server can open what this process publishes at `meta`; empty if all can."""
     try:
         return make_transport(meta).probe(rollout.read_probe)
+    except WeightUpdateError as error:
+        show_message(f"warning: weights cannot pass through shared memory, which is faster than the disk: {error}")
+        return str(error)
     except RuntimeError as error:
         # CUDA refuses to share memory.
         return str(error)

@@ -1,5 +1,6 @@
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ def test_all_paths_are_inside_and_the_configuration_reads_back(tmp_path):
     assert made.path == tmp_path / "e" / "t"
     assert len(vars(made)) > 8
     outside = [name for name, path in vars(made).items() if not path.is_relative_to(made.path)]
-    assert outside == ["shared_weights"]
+    assert not outside
     assert load_config(["--config", str(made.config_path)], SFTConfig) == config(tmp_path)
     assert RunDir(made.path).db_path == made.db_path
 
@@ -88,3 +89,29 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path):
         RunDir(tmp_path / "a").create()
     with pytest.raises(ConfigError, match="belongs to another user"):
         RunDir(tmp_path / "b").write_key("secret")
+
+
+def test_the_name_in_shared_memory_is_random_and_the_same_for_all_processes_of_a_run(tmp_path):
+    path = RunDir(tmp_path / "a").shared_weights
+    assert path.parent == Path("/dev/shm") and not path.exists()
+    assert RunDir(tmp_path / "a").shared_weights == path
+    assert RunDir(tmp_path / "b").shared_weights != path
+    kept = tmp_path / "a" / "private" / "segment"
+    assert kept.read_text() == path.name and kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "../../etc/passwd", "arealite-1", "\0"])
+def test_a_damaged_name_in_shared_memory_is_replaced(tmp_path, text):
+    first = RunDir(tmp_path).shared_weights
+    (tmp_path / "private" / "segment").write_text(text)
+    second = RunDir(tmp_path).shared_weights
+    assert second != first and RunDir(tmp_path).shared_weights == second
+
+
+def test_a_name_in_shared_memory_that_is_taken_is_given_up(tmp_path):
+    taken = RunDir(tmp_path).shared_weights
+    taken.symlink_to("/etc/passwd")
+    try:
+        assert RunDir(tmp_path).shared_weights != taken
+    finally:
+        taken.unlink()

@@ -122,6 +122,19 @@ def test_a_segment_of_another_user_is_refused(tmp_path, monkeypatch):
     made.unlink()
 
 
+def test_a_written_file_follows_no_link_and_is_readable_by_its_owner_only(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "w.cuda"
+    victim.write_text("private")
+    path.symlink_to(victim)
+    files.replace_private(path, "{}")
+    assert victim.read_text() == "private" and path.read_text() == "{}"
+    assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        files.replace_private(tmp_path / "folder", "{}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "victim", "w.cuda"]
+
+
 def test_a_truncated_file_is_refused_before_it_is_mapped(tmp_path):
     save_file({"a": torch.ones(100_000)}, tmp_path / "model.safetensors")
     os.truncate(tmp_path / "model.safetensors", 5000)
@@ -156,6 +169,9 @@ def mapped_bytes(path: Path) -> int:
 def test_maps_of_removed_segments_are_released(tmp_path):
     for name in ("ended", "running"):
         SharedWeights.create(tmp_path / name, {"a": torch.ones(1 << 20)})
+        # From here on as in another process.
+        SharedWeights.detach(tmp_path / name)
+        SharedWeights.attach(tmp_path / name)
     (tmp_path / "ended").unlink()
     assert mapped_bytes(tmp_path / "ended") > 1 << 20
     release_removed()

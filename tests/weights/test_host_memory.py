@@ -36,3 +36,49 @@ def test_a_new_file_is_mapped_again_and_the_old_mapping_stays_readable(tmp_path)
     assert SharedWeights.attach(tmp_path / "w").tensors["a"].tolist() == [2.0, 2.0]
     assert reader.tolist() == [1.0] * 4
     new.unlink()
+
+
+def _cut_and_remove(path):
+    path.unlink()
+
+
+def _replace_by_link(path):
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("remove", [_cut_and_remove, _replace_by_link])
+def test_a_segment_that_is_removed_is_made_again_with_its_values(tmp_path, caplog, remove):
+    path = tmp_path / "w"
+    made = SharedWeights.create(path, LIKE)
+    made.tensors["a"].copy_(torch.arange(15.0).view(3, 5))
+    made.tensors["b"].fill_(1.5)
+    SharedWeights.restore(path)
+    assert SharedWeights.attach(path) is made and not caplog.text
+    remove(path)
+    SharedWeights.restore(path)
+    assert "making them again" in caplog.text and not path.is_symlink()
+    os.link(path, tmp_path / "other name")
+    seen = SharedWeights.attach(tmp_path / "other name").tensors
+    assert torch.equal(seen["a"], made.tensors["a"]) and torch.equal(seen["b"], made.tensors["b"])
+    # Writes of the trainer reach readers again.
+    SharedWeights.attach(path).tensors["a"].zero_()
+    assert seen["a"].count_nonzero() == 0
+    SharedWeights.attach(path).unlink()
+
+
+@pytest.mark.parametrize("folder", ["missing", "file/below", "/proc"])
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightUpdateError, match=r"cannot create shared weights .*: .*weight_update=disk"):
+        SharedWeights.create(tmp_path / folder / "w", LIKE)
+
+
+def test_a_segment_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WeightUpdateError, match="No space left"):
+        SharedWeights.create(tmp_path / "w", LIKE)
+    assert not list(tmp_path.iterdir())

@@ -1,15 +1,21 @@
 """weight_update=auto: shared memory if every server can read it and there is room, else disk."""
 
+import asyncio
 import logging
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.sglang_remote import RemoteSGLangEngine
-from arealite.weights.sync import make_weight_meta
+from arealite.utils.rundir import RunDir
+from arealite.weights.host_memory import SharedWeights
+from arealite.weights.sync import make_transport, make_weight_meta
 from tests.server_process import server_process
 
 
@@ -35,6 +41,54 @@ def test_shared_memory_if_all_servers_read_it(rollout, config, tmp_path, caplog)
     assert (meta.type, Path(meta.path).parent) == ("shm", Path("/dev/shm"))
     assert "rollout.weight_update=auto: shm" in caplog.text
     assert not list(Path("/dev/shm").glob(f"{Path(meta.path).name}*")), "the probe was left behind"
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/missing"])
+def test_disk_if_shared_memory_cannot_be_written(rollout, config, tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.setattr(RunDir, "shared_weights", Path(folder) / "arealite-x")
+    usage = namedtuple("Usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1 << 40))
+    meta = make_weight_meta(config, tmp_path, rollout)
+    assert (meta.type, meta.path) == ("disk", str(tmp_path / "weights"))
+    output = capsys.readouterr().out
+    assert output.count("warning: weights cannot pass through shared memory") == (folder == "/proc"), output
+
+
+class Owner:
+    """The part of a train engine that a transport uses: one tensor."""
+
+    def __init__(self):
+        self.value = 0.0
+
+    def empty_weights(self):
+        return {"w": torch.empty(4, device="meta")}
+
+    def gather_weights(self):
+        yield "w", torch.full((4,), self.value)
+
+
+def test_a_segment_that_is_removed_between_two_updates_or_before_a_load_is_made_again(tmp_path):
+    meta = WeightUpdateMeta("shm", str(tmp_path / "w"))
+    publisher, loader, owner = make_transport(meta), make_transport(meta), Owner()
+    read = []
+
+    class Client:
+        async def load_segment(self, server, meta):
+            # As another process would map it.
+            os.link(meta.path, tmp_path / f"link{len(read)}")
+            read.append(SharedWeights.attach(tmp_path / f"link{len(read)}").tensors["w"].tolist())
+
+    for version in range(1, 4):
+        owner.value = float(version)
+        publisher.publish(owner, meta)
+        if version == 2:
+            Path(meta.path).unlink()
+        asyncio.run(loader.load(Client(), None, meta))  # type: ignore[arg-type]
+        if version == 1:
+            Path(meta.path).unlink()
+    assert read == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+    publisher.close()
+    assert not Path(meta.path).exists()
 
 
 @pytest.mark.parametrize("reason", ["room", "elsewhere", "unasked", "adapters"])
