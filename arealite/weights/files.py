@@ -95,7 +95,7 @@ def unreadable(path: str | Path, error: BaseException) -> WeightUpdateError:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, as a whole. Follows no link and opens nothing that is there."""
+    """Write a whole file that only this user can read, without following a link."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
