@@ -262,12 +262,15 @@ class FSDPEngine(TrainEngine):
         divides_later = self.config.dtype == "float16"
         share = 1.0 if divides_later else 1.0 / weight
         stats: dict[str, Stat] = {}
-        for mb in micro_batches:
-            loss, mb_stats = loss_fn(self._forward(mb), mb.data)
-            if backward:
-                # FSDP averages gradients over its ranks, but the loss is a sum over them.
-                (loss * (self.dp_size * self.parallel.context * share)).backward()
-            merge_stats(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+        with hf_model.keep_gathered(self._module) as weights:
+            for mb in micro_batches:
+                loss, mb_stats = loss_fn(self._forward(mb), mb.data)
+                if backward:
+                    if mb is micro_batches[-1]:
+                        weights.last_pass()
+                    # FSDP averages gradients over its ranks, but the loss is a sum over them.
+                    (loss * (self.dp_size * self.parallel.context * share)).backward()
+                merge_stats(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
         if backward and divides_later:
             scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
@@ -279,7 +282,7 @@ class FSDPEngine(TrainEngine):
         as_training = self.config.compile and self.optimizer is not None and not self.uses_dropout
         self._module.train(as_training)
         result: Batch = {}
-        with torch.set_grad_enabled(as_training):
+        with torch.set_grad_enabled(as_training), hf_model.keep_gathered(self._module):
             for mb in self._micro_batches(batch):
                 outputs = {key: value.detach().cpu() for key, value in self._forward(mb).items()}
                 mask = batch["attention_mask"][mb.rows]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,6 +63,33 @@ def test_equal_lengths_need_no_reordering(model_dirs):
     torch.testing.assert_close(
         engine.forward(batch)["logp"][mask], padded_logp(reference, batch)[mask], atol=1e-5, rtol=1e-5
     )
+
+
+# CPUs without bfloat16 fall back to a slower product.
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_one_rank_keeps_converted_weights_over_micro_batches(model_dirs):
+    """The same bits as with conversions in each pass; afterwards the parameters are the optimizer's again."""
+    results = []
+    for keeps in (True, False):
+        config = engine_config(model_dirs["qwen2"], max_tokens_per_mb=30)
+        config.dtype = "bfloat16"
+        engine = FSDPLMEngine(config)
+        engine.initialize(SPEC)
+        module = engine.module
+        assert module.is_one_shard
+        module.is_one_shard = keeps
+        if not keeps:
+            for part in (part for part in module.modules() if isinstance(part, FSDPModule)):
+                part.set_reshard_after_forward(True)
+        for step in range(3):
+            batch = random_batch(LENGTHS, seed=step)
+            stats = engine.train_lm(batch)
+            assert stats["num_micro_batches"] > 1
+            logp = engine.forward(batch)["logp"]
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in engine.model.parameters())
+        results.append([logp, *(p.to_local().clone() for p in engine.model.parameters())])
+    for kept, converted in zip(*results, strict=True):
+        assert torch.equal(kept, converted)
 
 
 def test_gradient_checkpointing_changes_nothing(model_dirs):

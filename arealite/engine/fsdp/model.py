@@ -75,6 +75,8 @@ class PackedModel(nn.Module):
         self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
         self.max_length = original_length(model.config)
         self.has_lm_head = model.get_output_embeddings() is not None
+        # Set by `shard`: FSDP only converts types, it divides nothing.
+        self.is_one_shard = False
         self.trains_vision = has_vision(model.config) and not config.freeze_vision
 
     def forward(
@@ -274,6 +276,9 @@ def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, c
     """Shard the meta `module` layer by layer, then fill it from `full`, which only rank 0 has."""
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    module.is_one_shard = mesh.size() == 1
+    if module.is_one_shard:
+        options["reshard_after_forward"] = False
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in decoder_layers(module.model):
@@ -285,10 +290,40 @@ def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, c
     fill(module, full, mesh.device_type)
 
 
+class keep_gathered:
+    """Keeps weights that are not divided over ranks in the compute type during several passes.
+
+    FSDP would convert weights and gradients in each pass. `last_pass` is called before the last backward pass. After
+    the block the model has its parameters again, which optimizer and checkpoints use. Weights that are divided over
+    ranks are freed after each pass as usual.
+    """
+
+    def __init__(self, module: PackedModel):
+        parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+        self.parts = list(parts) if module.is_one_shard else []
+
+    def __enter__(self) -> "keep_gathered":
+        self._set_last(False)
+        return self
+
+    def last_pass(self) -> None:
+        self._set_last(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._set_last(True)
+        for part in self.parts:
+            part.reshard()
+
+    def _set_last(self, is_last: bool) -> None:
+        for part in self.parts:
+            part.set_requires_gradient_sync(is_last, recurse=False)
+            part.set_reshard_after_backward(is_last, recurse=False)
+
+
 def check_logprobs(module: PackedModel, device: str) -> None:
     """Raise `ConfigError` if packed log-probs differ from those of the model's own forward pass."""
     # Layers are compiled for training batches, not for this one.
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), keep_gathered(module):
         module.check_logprobs(device)
     if isinstance(module, FSDPModule):
         # Otherwise an optimizer made now would hold the gathered tensors.
