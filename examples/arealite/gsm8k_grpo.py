@@ -39,6 +39,8 @@ def main(argv: list[str]) -> None:
     rows = get_gsm8k_rl(config.train_dataset, tokenizer)
     dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
     spec = FinetuneSpec(config.total_train_epochs, len(rows), dataloader.batch_size, config.total_train_steps)
+    # Made before the engines: its reward processes start while the model is loaded.
+    workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
 
     parallel = AllocationMode.from_str(config.allocation_mode).train
     actor = make_engine(FSDPPPOActor, config.actor, parallel)
@@ -50,7 +52,6 @@ def main(argv: list[str]) -> None:
     client = remote_engine_class(config.allocation_mode)
     rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
-    workflow = RLVRWorkflow(gsm8k_reward, config.gconfig, tokenizer)
     validate = None
     if config.valid_dataset:
         validate = partial(evaluate, rollout, get_gsm8k_rl(config.valid_dataset, tokenizer), workflow)
