@@ -25,6 +25,9 @@ from typing import Any
 
 from common import describe_machine, print_table
 
+from arealite.trainer.stats_logger import read_stats
+from arealite.utils.rundir import RunDir
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "arealite"
 sys.path.insert(0, str(EXAMPLES))
@@ -48,15 +51,15 @@ def run(setting: Setting, work: Path) -> Result:
     command += [f"actor.use_decoupled_loss={str(setting['decoupled']).lower()}"]
     command += [f"actor.behav_imp_weight_mode={setting['mode']}"] if setting["decoupled"] else []
     command += ["actor.prox_logp=recompute"]
-    command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}"]
+    command += ["valid_dataset.path=generated", f"evaluator.freq_steps={steps}", "evaluator.at_start_and_end=false"]
+    command += ["eval_gconfig.n_samples=8", "eval_gconfig.temperature=1"]
     subprocess.run(command, check=True, cwd=ROOT, timeout=3600)
-    lines = (work / "demo" / trial / "stats.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_stats(RunDir(work / "demo" / trial))
     # Before, the pipeline fills.
     full = rows[2 * eta :]
     return {
         **setting,
-        "eval_reward": rows[-1]["eval/reward"],
+        "eval_reward": rows[-1]["eval/valid/reward"],
         "train_reward": statistics.mean(r["reward"] for r in rows[-5:]),
         "lag": statistics.mean(r["staleness"] for r in full),
         "behav_kl": statistics.mean(r.get("behav_kl/k3", 0.0) for r in full),

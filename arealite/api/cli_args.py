@@ -315,6 +315,9 @@ class GRPOConfig(BaseExperimentConfig):
 class EvalConfig(GRPOConfig):
     """Evaluation without training: the same keys, without the conditions that only training has."""
 
+    version: int = _help("Weight version of the evaluated model: the steps that it was trained.", 0, NOT_NEGATIVE)
+    results_dir: str = _help("Run directory that gets statistics and answers; empty: the evaluation's own.", "")
+
     def problems(self) -> Iterator[str]:
         yield from self._validation_problems()
         if not self.validation_sets:

@@ -1,7 +1,7 @@
 """Summarizes a run: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
 
-Shows a sample of the steps, the time per phase, the outcome of the episodes, and a few rollouts as text. Only reads the
-run directory.
+Shows a sample of the steps, the time per phase, all evaluations, the outcome of the episodes, and a few rollouts as
+text. Only reads the run directory.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from arealite.api.errors import CheckpointError, ConfigError
+from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
-from arealite.utils.console import COLUMNS, Column, clock, step_table
+from arealite.utils.console import COLUMNS, clock, step_table
 from arealite.utils.rundir import RunDir
 from arealite.utils.text import clean
 
@@ -37,11 +38,16 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"there is no run directory {run_dir.path}")
     console = Console()
     console.print(f"run {run_dir.path}", soft_wrap=True)
-    steps = read_stats(run_dir)
+    every = read_stats(run_dir)
+    # The evaluation before the first step is no step.
+    steps = [step for step in every if step["step"] >= 0]
     if steps:
         console.print(steps_table(steps, options.steps))
         console.print(time_table(steps))
-    else:
+    evaluations = [(step["step"], step) for step in every if set_names(step)]
+    if evaluations:
+        console.print(evaluation_table(evaluations))
+    elif not steps:
         console.print("no step is finished yet; see logs/", markup=False)
     if run_dir.db_path.exists():
         try:
@@ -56,9 +62,7 @@ def main(argv: list[str]) -> None:
 
 def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
     """Tabulate at most `num_rows` evenly spaced steps, with the first and the last."""
-    evaluations = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
-    columns = [*COLUMNS, *(Column(key, key) for key in evaluations)]
-    shown = [column for column in columns if any(column.key in step for step in steps)]
+    shown = [column for column in COLUMNS if any(column.key in step for step in steps)]
     count = max(2, min(num_rows, len(steps)))
     sample = [steps[i] for i in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})]
     rows = [(step["step"] + 1, [column.cell(step) for column in shown]) for step in sample]

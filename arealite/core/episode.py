@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +36,7 @@ class EpisodeId(NamedTuple):
     """Where an episode comes from and its number there. Streamed episodes sort before submitted ones.
 
     Sources: `stream` (`prepare_batch`; the number is the row's position), `submitted` (`submit`), `direct`
-    (`rollout_batch`).
+    (`rollout_batch`, evaluations).
     """
 
     source: Source
@@ -62,7 +64,7 @@ class Trajectories:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A data row, the workflow that runs it, and its progress. `call` is set for `rollout_batch`."""
+    """A data row, the workflow that runs it, and its progress. `call` is set for direct episodes."""
 
     id: EpisodeId
     data: dict[str, Any]
@@ -78,26 +80,47 @@ class Episode:
 
 @dataclass(slots=True, eq=False)
 class DirectCall:
-    """One `rollout_batch`: its episodes bypass the staleness limit and are returned together."""
+    """Episodes that bypass the staleness limit: a `rollout_batch`, or an evaluation beside training.
 
+    Guarded by the executor's lock. At most `max_running` episodes run at once, if it is set.
+    """
+
+    start_version: int
+    max_running: int | None = None
     episodes: list[Episode] = field(default_factory=list)
+    # Episodes that have not started, and how many have not ended.
+    pending: deque[Episode] = field(default_factory=deque)
     remaining: int = 0
     first_error: BaseException | None = None
     # Why episodes failed, by number.
     reasons: dict[int, str] = field(default_factory=dict)
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        self.episodes = list(episodes)
+        self.pending.extend(self.episodes)
+        self.remaining = len(self.episodes)
+
+    def take_startable(self) -> list[Episode]:
+        """Remove and return the pending episodes that may start now."""
+        num_waiting = len(self.pending)
+        room = num_waiting if self.max_running is None else self.max_running - (self.remaining - num_waiting)
+        return [self.pending.popleft() for _ in range(min(room, num_waiting))]
 
     def succeeded(self) -> list[Episode]:
         """Episodes with a result, in their order."""
         return [e for e in self.episodes if e.result is not None and e.id.number not in self.reasons]
 
     def join(self) -> Batch:
-        """Join the results to one batch; raises if there is none."""
-        succeeded = self.succeeded()
-        if not succeeded:
+        """Join the results to one batch."""
+        self.raise_if_all_failed()
+        return join_trajectories(self.succeeded())
+
+    def raise_if_all_failed(self) -> None:
+        """Raise the first error if no episode has a result."""
+        if not self.succeeded():
             cause = next(iter(self.reasons.values()), "all were rejected")
             text = f"none of {len(self.episodes)} episodes gave a result; first cause: {cause}"
             raise TrainingError(text) from self.first_error
-        return join_trajectories(succeeded)
 
 
 class FinishedEpisodes:

@@ -1,12 +1,20 @@
-"""`NamedWait`: a wait with a name and a deadline.
+"""`NamedWait`: a wait with a name and a deadline. `Demand`: what the trainer waits for.
 
 Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When it expires, `error` says what waits for
 what, since when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
 """
 
 import time
+from typing import NamedTuple
 
 from arealite.api.errors import WaitTimeout
+
+
+class Demand(NamedTuple):
+    """The trainer waits for `finished` episodes, or until fewer than `queued` are in the executor's queue."""
+
+    finished: int
+    queued: int
 
 
 class NamedWait:

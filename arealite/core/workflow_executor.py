@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.engine_api import InferenceEngine
@@ -28,17 +28,10 @@ from arealite.core.ledger.accounts import EpisodeAccounts
 from arealite.core.ledger.store import Ledger
 from arealite.core.resume import ResumeState
 from arealite.core.staleness_manager import Lead, StalenessManager
-from arealite.core.waits import NamedWait
+from arealite.core.waits import Demand, NamedWait
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
-
-
-class _Demand(NamedTuple):
-    """The trainer waits for `finished` episodes, or until fewer than `queued` are in the queue."""
-
-    finished: int
-    queued: int
 
 
 class WorkflowExecutor:
@@ -63,13 +56,14 @@ class WorkflowExecutor:
         # Guards `staleness`, `_finished`, `runner.running` and the fields of direct calls.
         self._lock = threading.Condition()
         self._pending: deque[Episode] = deque()
-        self._pending_direct: deque[Episode] = deque()
+        # Direct calls with episodes that have not started.
+        self._direct_calls: list[DirectCall] = []
         self._finished = FinishedEpisodes()
         # Episodes already joined. Freeing a tensor releases the GIL, so the loop's thread frees them: the trainer's
         # thread would have to win the GIL back from a busy loop hundreds of times per batch.
         self._to_free: list[list[Episode]] = []
         # None while the trainer does not wait.
-        self._demand: _Demand | None = None
+        self._demand: Demand | None = None
         self._is_paused = False
         self._failures = FailureStreak(config.max_failed_episodes)
         self._fatal: BaseException | None = None
@@ -125,7 +119,7 @@ class WorkflowExecutor:
         self.staleness.lead = None
         limit = self.config.batch_timeout_s if timeout_s is None else timeout_s
         wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
-        return self._collect(_Demand(count, 0), wait, lambda: None, patience_s=0.0)
+        return self._collect(Demand(count, 0), wait, lambda: None, patience_s=0.0)
 
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         """Return the next training batch, while further episodes keep running up to the staleness limit."""
@@ -150,7 +144,7 @@ class WorkflowExecutor:
         wait = NamedWait("prepare_batch", f"{count} episodes", self.config.batch_timeout_s, "rollout.batch_timeout_s")
         last = self._last_batch_at
         # Stragglers that would be too old for the next batch may delay this one for as long as the last step took.
-        batch = self._collect(_Demand(count, count), wait, fill_queue, patience_s=wait.began - last)
+        batch = self._collect(Demand(count, count), wait, fill_queue, patience_s=wait.began - last)
         if self.staleness.lead is not None:
             step_s, has_spare = self._last_batch_at - last, len(self._finished) >= count
             self.staleness.lead.adapt(self.accounts.last_batch["wait_s"], step_s, has_spare)
@@ -161,23 +155,37 @@ class WorkflowExecutor:
 
         Rejected and failed rows are left out; if none is left, the first error is raised.
         """
+        call = self.start_direct(data, workflow)
+        self.wait_direct(call, "rollout_batch")
+        return call.join()
+
+    def start_direct(
+        self, data: list[dict[str, Any]], workflow: RolloutWorkflow, max_running: int | None = None
+    ) -> DirectCall:
+        """Start these rows, at most `max_running` at once, and return without waiting for them."""
         self._raise_fatal()
         if self.resume_state.is_new_run and not self.resume_state.num_direct:
             self.accounts.clear("direct")
-        call = DirectCall(remaining=len(data))
-        call.episodes = [Episode(self.resume_state.next_direct(), row, workflow, call) for row in data]
-        self._pending_direct.extend(call.episodes)
-        self.runner.request_admission()
-        option = "rollout.batch_timeout_s"
-        wait = NamedWait("rollout_batch", f"{len(data)} episodes", self.config.batch_timeout_s, option)
+        call = DirectCall(self.staleness.version, max_running)
+        call.add(Episode(self.resume_state.next_direct(), row, workflow, call) for row in data)
         with self._lock:
-            while call.remaining and self._fatal is None:
-                if wait.expired:
-                    raise wait.error(*self._diagnosis())
-                self._lock.wait(wait.left_s)
+            self._direct_calls.append(call)
+        self.runner.request_admission()
+        return call
+
+    def wait_direct(self, call: DirectCall, who: str) -> None:
+        """Wait until all episodes of a call have ended, and record them."""
+        what, option = f"{len(call.episodes)} episodes", "rollout.batch_timeout_s"
+        wait = NamedWait(who, what, self.config.batch_timeout_s, option)
+        with self._lock:
+            # The trainer waits now: nothing has to be left for its batches.
+            call.max_running = None
+            if call.pending:
+                self.runner.request_admission()
+            if not self._lock.wait_for(lambda: not call.remaining or self._fatal is not None, wait.left_s):
+                raise wait.error(*self._diagnosis())
         self._raise_fatal()
-        self.accounts.close_direct(call, self.staleness.version)
-        return call.join()
+        self.accounts.close_direct(call)
 
     def pause(self) -> None:
         self._is_paused = True
@@ -227,7 +235,7 @@ class WorkflowExecutor:
 
     # ------------------------------------------------------------------------- collecting one batch
 
-    def _collect(self, demand: _Demand, wait: NamedWait, fill_queue: Callable[[], None], patience_s: float) -> Batch:
+    def _collect(self, demand: Demand, wait: NamedWait, fill_queue: Callable[[], None], patience_s: float) -> Batch:
         while True:
             fill_queue()
             with self._lock:
@@ -259,7 +267,7 @@ class WorkflowExecutor:
         oldest = next((e for e in self.runner.running if e.call is None), None)
         return oldest is not None and oldest.start_version <= self.staleness.oldest_allowed
 
-    def _wait_for_progress(self, demand: _Demand, wait: NamedWait, patience_left_s: float | None) -> None:
+    def _wait_for_progress(self, demand: Demand, wait: NamedWait, patience_left_s: float | None) -> None:
         """Sleep (lock held) until the demand is met, an error, or a deadline."""
         if self._fatal is not None:
             return
@@ -287,13 +295,15 @@ class WorkflowExecutor:
     # --------------------------------------------------------------------------------- loop's thread
 
     def _admit(self) -> None:
-        """Start all queued direct episodes, and as many others as the staleness limit allows."""
+        """Start direct episodes, and as many others as the staleness limit allows."""
         self._to_free.clear()
-        while self._pending_direct and self._fatal is None:
-            episode = self._pending_direct.popleft()
+        if self._direct_calls and self._fatal is None:
             with self._lock:
-                self.runner.running[episode] = None
-            self._start(episode)
+                starting = [episode for call in self._direct_calls for episode in call.take_startable()]
+                self._direct_calls = [call for call in self._direct_calls if call.pending]
+                self.runner.running.update(dict.fromkeys(starting))
+            for episode in starting:
+                self._start(episode)
         if self._is_paused or self._fatal is not None or not self._pending:
             return
         with self._lock:

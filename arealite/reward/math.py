@@ -16,7 +16,7 @@ import math_verify
 
 from arealite.reward.extraction import SCALE, SCALES, final_answer, last_boxed
 
-__all__ = ["answers_equal", "final_answer", "last_boxed", "math_reward", "parse_number"]
+__all__ = ["answers_equal", "final_answer", "first_equal", "last_boxed", "math_reward", "parse_number"]
 
 # math-verify warns at its first call that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -90,6 +90,13 @@ def answers_equal(given: str, expected: str) -> bool:
     if ("=" in left) != ("=" in right):
         left, right = _without_name(left), _without_name(right)
     return left is not None and right is not None and _equal_by_algebra(left, right)
+
+
+def first_equal(answers: list[str]) -> int:
+    """Return the index of the first answer that equals the last one. A model has written all of them."""
+    last = answers[-1]
+    # `answers_equal` trusts its second argument.
+    return next(i for i, a in enumerate(answers) if a == last or (not _is_too_large(a) and answers_equal(last, a)))
 
 
 def parse_number(text: str) -> Fraction | None:

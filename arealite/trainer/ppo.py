@@ -4,7 +4,7 @@ Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test check
 change both or none.
 """
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,13 +19,14 @@ from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
-from arealite.trainer.evaluate import evaluate
+from arealite.trainer.evaluator import Evaluator, validation_sets
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
+from arealite.workflow.evaluation import with_gconfig
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -37,9 +38,9 @@ class PPOTrainer:
         config: GRPOConfig,
         rows: list[dict[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-        valid_rows: list[dict[str, Any]] | None = None,
+        valid_rows: Mapping[str, list[dict[str, Any]]] | list[dict[str, Any]] | None = None,
     ):
-        self.config, self.tokenizer, self.valid_rows = config, tokenizer, valid_rows
+        self.config, self.tokenizer, self.valid_sets = config, tokenizer, validation_sets(valid_rows)
         parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
@@ -55,15 +56,23 @@ class PPOTrainer:
         self.rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
         self.rollout.initialize(train_batch_size=size)
 
-    def train(self, workflow: RolloutWorkflow) -> None:
+    def train(
+        self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
+    ) -> None:
+        """Train. Evaluations use `eval_workflow`, one for all validation sets or one for each.
+
+        Without it they use `workflow` with the sampling of `eval_gconfig`.
+        """
         config, actor, critic, rollout = self.config, self.actor, self.critic, self.rollout
-        rows = self.valid_rows
-        validate = partial(evaluate, rollout, rows, workflow) if rows else None
+        evaluator = None
+        if self.valid_sets:
+            eval_workflow = eval_workflow or with_gconfig(workflow, config.evaluation_gconfig)
+            evaluator = Evaluator(config, rollout, self.valid_sets, eval_workflow)
         if config.dynamic_sampling:
             workflow = DynamicSampling(workflow)
         engines = {"actor": actor, "critic": critic} if critic else {"actor": actor}
         parts = (config, self.spec, engines, rollout, self.dataloader, self.tokenizer)
-        with Run(*parts, validate) as run:
+        with Run(*parts, evaluator) as run:
             weights = make_weight_meta(config, run.dir, rollout)
             for step in run.steps():
                 with run.phase("rollout"):
@@ -113,9 +122,11 @@ def main(argv: list[str]) -> None:
     task = find_task(config.train_dataset)
     workflow = RLVRWorkflow(task.reward, config.gconfig, tokenizer)
     rows = task.rl_rows(config.train_dataset, tokenizer)
-    valid = config.valid_dataset
-    valid_rows = find_task(valid).rl_rows(valid, tokenizer) if valid else None
-    PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
+    tasks = {name: find_task(data) for name, data in config.validation_sets.items()}
+    valid_rows = {name: tasks[name].rl_rows(data, tokenizer) for name, data in config.validation_sets.items()}
+    gconfig, pool = config.evaluation_gconfig, workflow.reward_pool
+    judges = {name: RLVRWorkflow(own.reward, gconfig, tokenizer, reward_pool=pool) for name, own in tasks.items()}
+    PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow, judges)
 
 
 if __name__ == "__main__":

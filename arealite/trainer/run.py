@@ -23,8 +23,11 @@ from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.best import BestModel
+from arealite.trainer.eval_report import evaluation_lines
+from arealite.trainer.evaluations import Evaluations
+from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.recover import Recover
-from arealite.trainer.saver import Frequency, Saver
+from arealite.trainer.saver import Saver
 from arealite.trainer.stats_logger import StatsLogger
 from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
@@ -58,12 +61,12 @@ class Run:
         rollout: CollectingEngine | None = None,
         dataloader: StatefulDataLoader | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        evaluate: Callable[[], dict[str, float]] | None = None,
+        evaluator: Evaluator | BlockingEvaluator | None = None,
     ):
-        if evaluate is None and config.evaluator.is_set:
+        if evaluator is None and (config.evaluator.is_set or config.validation_sets):
             raise ConfigError(
-                "evaluator is set, but this script gives its Run no `evaluate`: remove evaluator from the "
-                "configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
+                "a validation set is configured, but this script gives its Run no `evaluator`: remove valid_dataset and "
+                "evaluator from the configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
             )
         self.config, self.spec, self.rollout = config, spec, rollout
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
@@ -77,19 +80,29 @@ class Run:
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.best = BestModel(config.saver, self.saver)
-        self.evaluate, self.evaluation = evaluate, Frequency(config.evaluator)
+        self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
         self._server_idle = _ServerIdleTime(rollout)
+        # The last step that was committed.
+        self._last_info: StepInfo | None = None
         self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self._finish_evaluation()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self.table is not None:
             self.table.__exit__()
+        self.evaluations.close()
         self._take_engine_stats()
         self.trace.close()
         self.stats.close()
@@ -109,8 +122,6 @@ class Run:
             first_step=first,
         )
         self.table.__enter__()
-        if first >= self.spec.total_train_steps:
-            self._end_at_once(first)
         max_steps = self.spec.max_steps or 0
         if rank() == 0 and max_steps > self.spec.total_train_steps:
             show_message(
@@ -118,6 +129,10 @@ class Run:
                 f"{self.spec.dataset_size} rows are {self.spec.total_train_steps} steps: to train longer, raise "
                 "total_train_epochs"
             )
+        if first >= self.spec.total_train_steps:
+            self._end_at_once(first)
+        else:
+            self._write_evaluations(self.evaluations.before_steps(self._info(first - 1) if first else None))
         self._server_idle.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)
@@ -145,11 +160,13 @@ class Run:
         Statistics of several minibatches are averaged. In this order every step of a checkpoint has its line in
         stats.jsonl, even if the process is killed in between. The time of saving counts towards the next step.
         """
-        info = self._info(step)
+        info = self._last_info = self._info(step)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
-        if self.evaluate is not None and self.evaluation.is_due(info):
+        is_last = step + 1 == self.spec.total_train_steps
+        results: dict[int, Stats] = {}
+        if self.evaluations.evaluator is not None:
             with self.phase("evaluate"):
-                values |= self.evaluate()
+                results = self.evaluations.after_step(info, is_last)
         if self.rollout is not None:
             values = _fill_in(values, self.rollout.stats())
         values |= self._take_engine_stats()
@@ -165,16 +182,42 @@ class Run:
         if num_tokens is not None:
             values["tokens_per_s"] = num_tokens / times["time/step"]
         self._warn_without_signal(values)
-        is_last = step + 1 == self.spec.total_train_steps
         # The model comes first at the end: a disk that is full for it is full for statistics too.
         failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)
         if self.table is not None:
             self.table.update(step, values)
+        self._write_evaluations(results)
         with self.phase("save"):
-            self._save(info, values, is_last)
+            self._save(info, results, is_last)
         if failure is not None:
             raise failure
+
+    def _write_evaluations(self, results: dict[int, Stats]) -> None:
+        """Write the results of evaluations under the step at which each began, and show them."""
+        for step, stats in results.items():
+            self.stats.commit(step, stats)
+            if rank() == 0 and self.config.stats_logger.console:
+                for line in evaluation_lines(step, stats):
+                    show_message(line)
+
+    def _finish_evaluation(self) -> None:
+        """Wait for the evaluation that still runs. It gets all servers: training needs them no more."""
+        if self.evaluations.running_step is not None:
+            if self.rollout is not None:
+                self.rollout.pause()
+            with self.phase("evaluate"):
+                results = self.evaluations.finish()
+            self._write_evaluations(results)
+            if self._last_info is not None:
+                self._offer(self._last_info, results)
+        if rank() == 0 and self.best.best is not None:
+            show_message(self.best.summary())
+
+    def _offer(self, info: StepInfo, results: dict[int, Stats]) -> None:
+        """Keep the current model, of this step, if the result of an evaluation that has ended is the best."""
+        for stats in results.values():
+            self._try(self.best.offer, info, stats, broadcast_json(self.saver.path(info).exists()))
 
     def _take_engine_stats(self) -> dict[str, float]:
         """Return the times of engines in other processes, and add them to the trace (controller mode)."""
@@ -199,17 +242,13 @@ class Run:
                 f"{self.dir.path}"
             )
 
-    def _save(self, info: StepInfo, values: Stats, is_last: bool) -> None:
-        """Save checkpoints that are due. One that cannot be written (a full disk) is skipped with a warning."""
-        if is_last:
-            # It has been saved before the statistics, unless the disk is full.
-            is_saved = broadcast_json(self.saver.path(info).exists())
-        else:
-            is_saved = self._try(self.saver.maybe_save, info) is not None
-        self._try(self.best.offer, info, values, is_saved)
+    def _save(self, info: StepInfo, results: dict[int, Stats], is_last: bool) -> None:
+        """Save checkpoints that are due, and the best by the results of evaluations that have ended. One that cannot be written (a full disk) is skipped with a warning."""
+        # The last model has been saved before the statistics.
+        if not is_last:
+            self._try(self.saver.maybe_save, info)
+        self._offer(info, results)
         self._try(self.recover.maybe_save, info)
-        if is_last and rank() == 0 and self.best.best is not None:
-            show_message(self.best.summary())
 
     def _try(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return what `save` returns; None if the checkpoint could not be written."""
@@ -242,7 +281,7 @@ class Run:
             sync_weights(self.policy, self.rollout, weights.with_version(first))
         self.best.resume(is_new_run=last is None)
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
-        self.stats.resume(first)
+        self.stats.resume(first or -1)
         return first
 
     def _info(self, step: int) -> StepInfo:

@@ -3,6 +3,7 @@
 Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop with another engine, collation and update.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import Loader, find_task
 from arealite.utils.config import load_config, run_main
@@ -32,14 +34,15 @@ class SFTTrainer:
         config: SFTConfig | RWConfig | DPOConfig,
         rows: list[Row],
         tokenizer: PreTrainedTokenizerBase,
-        valid_rows: list[Row] | None = None,
+        valid_rows: Mapping[str, list[Row]] | list[Row] | None = None,
     ):
-        self.config, self.tokenizer, self.valid_rows = config, tokenizer, valid_rows
-        if valid_rows is not None and len(valid_rows) < config.num_shares:
-            raise DatasetError(
-                f"the validation set has {len(valid_rows)} rows, and each of {config.num_shares} data-parallel ranks "
-                "needs one: add rows"
-            )
+        self.config, self.tokenizer, self.valid_sets = config, tokenizer, validation_sets(valid_rows)
+        for name, own in self.valid_sets.items():
+            if len(own) < config.num_shares:
+                raise DatasetError(
+                    f"the validation set {name} has {len(own)} rows, and each of {config.num_shares} data-parallel "
+                    "ranks needs one: add rows"
+                )
         self.parallel = AllocationMode.from_str(config.allocation_mode).train
         self.dataloader = StatefulDataLoader(rows, config.train_dataset, seed=config.seed)
         size = self.dataloader.batch_size
@@ -58,15 +61,17 @@ class SFTTrainer:
         return self.engine.evaluate_lm(batch)
 
     def evaluate(self) -> dict[str, float]:
-        """Return `eval/loss` and the other statistics of the loss over all validation rows."""
-        assert self.valid_rows is not None
-        stats = self.measure(self.collate(self.engine.share(self.valid_rows)))
-        return {f"eval/{name}": value for name, value in stats.items()}
+        """Return `eval/NAME/loss` and the other statistics of the loss over all rows of each validation set."""
+        stats: dict[str, float] = {}
+        for name, rows in self.valid_sets.items():
+            own = self.measure(self.collate(self.engine.share(rows)))
+            stats |= {f"eval/{name}/{key}": value for key, value in own.items()}
+        return stats
 
     def train(self) -> None:
         batches = self.dataloader.cycle()
         parts: dict[str, Any] = {"dataloader": self.dataloader, "tokenizer": self.tokenizer}
-        parts["evaluate"] = None if self.valid_rows is None else self.evaluate
+        parts["evaluator"] = BlockingEvaluator(self.evaluate) if self.valid_sets else None
         with Run(self.config, self.spec, self.engine, **parts) as run:
             for step in run.steps():
                 batch = self.collate(self.engine.share(next(batches)))
@@ -85,8 +90,9 @@ def train_from_config(
     """Train on every rank, as the command line says; `arealite.cli.main` starts it."""
     config = load_config(argv, config_class)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows, valid = load_rows(config.train_dataset, tokenizer), config.valid_dataset
-    trainer_class(config, rows, tokenizer, load_rows(valid, tokenizer) if valid else None).train()
+    rows = load_rows(config.train_dataset, tokenizer)
+    sets = {name: load_rows(data, tokenizer) for name, data in config.validation_sets.items()}
+    trainer_class(config, rows, tokenizer, sets).train()
 
 
 def main(argv: list[str]) -> None:

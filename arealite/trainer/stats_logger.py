@@ -1,12 +1,14 @@
 """Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard files.
 
 Training loops call `commit` once a step on every rank; only rank 0 writes. A line is on disk before `commit` returns,
-so a crash loses no step.
+so a crash loses no step. An evaluation has a line of its own, with the step at which it began; `arealite evaluate` adds
+such lines while the run goes on.
 """
 
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
@@ -18,7 +20,7 @@ from arealite.utils.rundir import RunDir, write_file
 class StatsLogger:
     """Writes `{"step": 3, "time": …, "reward": 0.5, …}`; values that are not finite become null."""
 
-    def __init__(self, config: BaseExperimentConfig, run_dir: RunDir):
+    def __init__(self, config: BaseExperimentConfig, run_dir: RunDir, tensorboard: Path | None = None):
         self.path = run_dir.stats_path
         self._writes = rank() == 0
         self._board: Any = None
@@ -32,7 +34,7 @@ class StatsLogger:
                 raise ConfigError(
                     "stats_logger.tensorboard=true needs TensorBoard: pip install 'arealite[tensorboard]'"
                 ) from error
-            self._board = SummaryWriter(str(run_dir.tensorboard))
+            self._board = SummaryWriter(str(tensorboard or run_dir.tensorboard))
 
     def resume(self, step: int) -> None:
         """Drop the lines of `step` and later steps, which run again."""
@@ -51,8 +53,10 @@ class StatsLogger:
             return
         values = {key: float(value) if math.isfinite(value) else None for key, value in stats.items()}
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+            line = json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n"
+            # Not buffered: one write appends the whole line, also if another process writes to the file.
+            with self.path.open("ab", buffering=0) as file:
+                file.write(line.encode())
         except OSError as error:
             raise self._unwritable(error) from error
         if self._board is not None:
@@ -72,11 +76,18 @@ class StatsLogger:
 
 
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return all steps so far, without a line that a crash cut short."""
+    """Return all steps so far in their order, each with the results of its evaluation.
+
+    Step -1 is an evaluation before the first step. A line that a crash cut short is left out.
+    """
     if not run_dir.stats_path.exists():
         return []
-    lines = run_dir.stats_path.read_text(errors="replace").splitlines()
-    return [json.loads(line) for line in lines if math.isfinite(_step_of(line))]
+    steps: dict[int, dict[str, Any]] = {}
+    for line in run_dir.stats_path.read_text(errors="replace").splitlines():
+        if math.isfinite(_step_of(line)):
+            values = json.loads(line)
+            steps.setdefault(values["step"], {}).update(values)
+    return [steps[number] for number in sorted(steps)]
 
 
 def _step_of(line: str) -> float:

@@ -109,10 +109,6 @@ class ProgressTable:
         """Show a step, counted from 0."""
         if not self.enabled:
             return
-        parts = [(k.removeprefix("eval/"), v) for k, v in stats.items() if k.startswith("eval/")]
-        if parts:
-            text = "  ".join(f"{name} {value:.4g}" for name, value in parts)
-            show_message(f"evaluation after step {step + 1}:  {text}")
         if not self._rows:
             self.columns = [c for c in self.columns if c.key in stats or not c.is_optional]
         cells = [column.cell(stats) for column in self.columns]

@@ -49,6 +49,7 @@ class RunDir:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.recover = path / "recover"
+        self.evaluations = path / "evaluations"
         self.tensorboard = path / "tensorboard"
         # Where processes of this run publish their addresses.
         self.names = path / "names"
@@ -107,6 +108,10 @@ class RunDir:
         except OSError as error:
             raise self.unwritable(error) from error
         return path
+
+    def answers_path(self, version: int, set_name: str) -> Path:
+        """Return the file with the answers of an evaluation that began at a weight version."""
+        return self.evaluations / f"step{version:06d}" / f"{set_name}.jsonl"
 
     def unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(

@@ -7,8 +7,6 @@ Every rank runs this file. The launcher has already started the inference server
 trains, and no sample is more than `rollout.max_head_offpolicyness` weight versions old.
 """
 
-from functools import partial
-
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
@@ -19,12 +17,13 @@ from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.reward.gsm8k import gsm8k_reward
-from arealite.trainer.evaluate import evaluate
+from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.run import Run
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
+from arealite.workflow.evaluation import with_gconfig
 from arealite.workflow.rlvr import RLVRWorkflow
 
 
@@ -52,14 +51,15 @@ def main(argv: list[str]) -> None:
     client = remote_engine_class(config.allocation_mode)
     rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
-    validate = None
-    if config.valid_dataset:
-        validate = partial(evaluate, rollout, get_gsm8k_rl(config.valid_dataset, tokenizer), workflow)
+    evaluator = None
+    if config.validation_sets:
+        sets = {name: get_gsm8k_rl(data, tokenizer) for name, data in config.validation_sets.items()}
+        evaluator = Evaluator(config, rollout, sets, with_gconfig(workflow, config.evaluation_gconfig))
 
     if config.dynamic_sampling:
         workflow = DynamicSampling(workflow)
 
-    with Run(config, spec, actor, rollout, dataloader, tokenizer, validate) as run:
+    with Run(config, spec, actor, rollout, dataloader, tokenizer, evaluator) as run:
         weights = make_weight_meta(config, run.dir, rollout)
         for step in run.steps():
             with run.phase("rollout"):

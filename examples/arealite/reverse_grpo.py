@@ -17,7 +17,8 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.actor.path)
     # Comparing two strings is fast: the reward can run on the event loop instead of in a process pool.
     workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
-    rows, valid_rows = make_rows(8192, seed=1), make_rows(128, seed=2, held_out=True)
+    rows = make_rows(8192, seed=1)
+    valid_rows = make_rows(128, seed=2, held_out=True) if config.valid_dataset else None
     PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
 
 

@@ -10,7 +10,6 @@ from arealite.controller.controllers import Controller
 from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
 from arealite.controller.messages import select
 from arealite.controller.runtime import Runtime
-from arealite.trainer.evaluate import evaluate
 
 
 class EndedCall:
@@ -71,21 +70,6 @@ def test_reading_a_column_fetches_only_it_and_only_once(batch, fetched):
     assert (torch.ones(3) + rewards).tolist() == [2, 3, 4] and bool((rewards > 0).all())
     assert fetched == ["rewards"]
     assert batch["versions"].tensor().tolist() == [[1, 1, -1], [1, 1, 1], [1, 1, 1]], "padded to one length"
-
-
-def test_evaluate_fetches_three_columns(fetched):
-    shares = []
-    for group, (rewards, length) in enumerate([([1.0, 0.0], 3), ([0.0, 0.0], 5)]):
-        share = {"rewards": torch.tensor(rewards), "group_ids": torch.tensor([group, group])}
-        shares.append(share | {"loss_mask": torch.ones(2, length), "input_ids": torch.ones(2, length)})
-
-    class Rollout:
-        def rollout_batch(self, rows, workflow):
-            return LazyBatch([Layer(EndedCall(shares, fetched))])
-
-    found = evaluate(Rollout(), [], None)
-    assert found["eval/reward"] == 0.25 and found["eval/best_of_group"] == 0.5
-    assert found["eval/answer_len"] == 4 and set(fetched) == {"rewards", "group_ids", "loss_mask"}
 
 
 def test_predictions_do_not_wait_for_each_other(batch, fetched):

@@ -281,6 +281,27 @@ def test_batch_size_comes_from_the_dataloader_if_not_given(executors):
     assert xs(executor.prepare_batch(loader(rows(9), size=3), Echo())) == [0, 1, 2]
 
 
+def test_direct_episodes_beside_training_are_limited_and_do_not_count(executors):
+    """They neither take the place of training episodes nor appear in the counts, and a waiting caller gets all."""
+    executor, workflow, gate = executors(batch_size=4, max_head_offpolicyness=1), Echo(), asyncio.Event()
+    background = Echo()
+    call, data = executor.start_direct(rows(9, gate=gate), background, max_running=2), loader(rows(64))
+    for version in range(1, 4):
+        batch = executor.prepare_batch(data, workflow)
+        assert len(batch["rewards"]) == 8
+        executor.engine.version = version
+        executor.set_version(version)
+    assert len(background.started) == 2 and call.remaining == 9
+    check_conserved(executor)
+    assert executor.staleness.counts.trained == 12
+    state = executor.state_dict()
+    assert state["counts"]["trained"] == 12 and state["num_direct"] == 9
+    executor.runner.loop.call_soon_threadsafe(gate.set)
+    executor.wait_direct(call, "test")
+    assert call.remaining == 0 and xs(call.join()) == list(range(9))
+    assert executor.staleness.counts.trained == 12
+
+
 def test_rollout_batch_keeps_order_and_ignores_admission(executors):
     executor = executors(batch_size=2, max_head_offpolicyness=0)
     data = rows(50)

@@ -12,7 +12,10 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.main import MainConfig, flatten
 from arealite.cli.report import main as report
+from arealite.trainer.answers import read_answers
+from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config
+from arealite.utils.rundir import RunDir
 from tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,17 +42,22 @@ def test_evaluation_without_training_reports_the_mean_reward_and_keeps_all_answe
         tmp_path,
         *("trainer.type=null", f"valid_dataset.path={gsm8k_path}", f"allocation_mode={layout}"),
         *(f"trainer.grpo.actor.path={model_path}", "trainer.grpo.gconfig.max_new_tokens=4"),
-        *(f"trainer.grpo.gconfig.{key}" for key in sampling),
+        *(f"trainer.grpo.eval_gconfig.{key}" for key in sampling),
         "trainer.grpo.server.max_total_tokens=8192",
     )
-    assert printed.count("eval/reward") == 1
+    assert "pass@1" in printed and "valid" in printed
     (line,) = (tmp_path / "arealite" / "eval" / "stats.jsonl").read_text().splitlines()
     stats = json.loads(line)
-    assert stats["eval/num_prompts"] == 32 and 0 <= stats["eval/reward"] <= 1
+    assert stats["step"] == -1 and stats["eval/valid/num_questions"] == 32
+    assert stats["eval/valid/pass@1"] == pytest.approx(stats["eval/valid/reward"])
+    assert 0 <= stats["eval/valid/pass@1/low"] <= stats["eval/valid/pass@1"] < stats["eval/valid/pass@1/high"] < 1
+    assert stats["eval/valid/answer_len"] <= 4 and ("eval/valid/maj@2" in stats) == ("n_samples=2" in sampling)
+    answers = read_answers(RunDir(tmp_path / "arealite" / "eval").answers_path(0, "valid"))
+    assert len(answers) == 32 * int(sampling[0].removeprefix("n_samples=")) and answers[-1].question == 31
     with sqlite3.connect(tmp_path / "arealite" / "eval" / "run.sqlite") as database:
         answers = database.execute("SELECT reward, prompt, completion FROM rollouts").fetchall()
     assert len(answers) == 32 * int(sampling[0].removeprefix("n_samples="))
-    assert abs(sum(reward for reward, *_ in answers) / len(answers) - stats["eval/reward"]) < 1e-6
+    assert abs(sum(reward for reward, *_ in answers) / len(answers) - stats["eval/valid/reward"]) < 1e-6
     report([str(tmp_path / "arealite" / "eval"), "--rollouts", "32"])
     printed = capsys.readouterr().out
     assert "evaluated" in printed and printed.count("evaluation of version 0") == 32
@@ -68,11 +76,10 @@ def test_preference_pairs_train(model_path, tmp_path, kind):
     data = [f"train_dataset.path={pairs}", "train_dataset.batch_size=4"]
     data += [f"valid_dataset.path={pairs}", "evaluator.freq_epochs=2"]
     cli(tmp_path, f"trainer.type={kind}", "allocation_mode=d1", "total_train_epochs=4", *keys, *data)
-    lines = (tmp_path / "arealite" / kind / "stats.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+    first, *steps = read_stats(RunDir(tmp_path / "arealite" / kind))
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert [step["step"] for step in steps if "eval/loss" in step] == [3, 7]
-    assert steps[7]["eval/loss"] < steps[3]["eval/loss"] and steps[7]["eval/accuracy"] == 1
+    assert [step["step"] for step in steps if "eval/valid/loss" in step] == [3, 7]
+    assert steps[7]["eval/valid/loss"] < first["eval/valid/loss"] and steps[7]["eval/valid/accuracy"] == 1
 
 
 @pytest.mark.parametrize(

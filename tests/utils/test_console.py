@@ -54,13 +54,6 @@ def test_slow_steps_have_a_line_each(capsys, monkeypatch):
     assert lines[-1].endswith("left 1:00")
 
 
-def test_an_evaluation_is_printed(capsys):
-    with ProgressTable(9) as table:
-        table.update(1, {**STATS, "eval/reward": 0.25, "eval/num_prompts": 8.0})
-    told = capsys.readouterr().out.splitlines()[0]
-    assert told == "evaluation after step 2:  reward 0.25  num_prompts 8"
-
-
 def test_nothing_on_other_ranks_or_when_turned_off(capsys, monkeypatch):
     with ProgressTable(1, enabled=False) as table:
         table.update(0, STATS)

@@ -71,15 +71,15 @@ class EpisodeAccounts:
         self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
         return join_trajectories(episodes)
 
-    def close_direct(self, call: DirectCall, version: int) -> None:
-        """Record the episodes of a `rollout_batch`, all of them also as text: evaluation is for reading."""
+    def close_direct(self, call: DirectCall) -> None:
+        """Record the episodes of a direct call, all of them also as text: evaluation is for reading."""
         if self.ledger is None or not self.dump_rollouts:
             return
         for episode in call.episodes:
             reason = call.reasons.get(episode.id.number)
             state = "failed" if reason is not None else "rejected" if episode.result is None else "evaluated"
-            self.record(episode, state, reason, version)
-        self._commit(call.succeeded(), version)
+            self.record(episode, state, reason, call.start_version)
+        self._commit(call.succeeded(), call.start_version)
 
     def _commit(self, shown: list[Episode], version: int) -> None:
         if self.ledger is not None:

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.engine_api import InferenceEngine
+from arealite.api.engine_api import InferenceEngine, returns_nothing
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.episode import DirectCall
 from arealite.core.ledger import Ledger
+from arealite.core.samples import Sample, samples_of
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.remote.progress import Piece, Progress
@@ -42,6 +44,7 @@ class CollectingEngine(InferenceEngine):
         self.ledger_path = ledger_path
         self._executor: WorkflowExecutor | None = None
         self._version = 0
+        self._evaluation: DirectCall | None = None
 
     def start_executor(self, train_batch_size: int | None) -> None:
         ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
@@ -108,6 +111,27 @@ class CollectingEngine(InferenceEngine):
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         is_first = distributed.rank() == 0
         return self._share(self.executor.prepare_batch(dataloader, workflow) if is_first else None)
+
+    @returns_nothing
+    def start_evaluation(
+        self, rows: list[dict[str, Any]], workflow: RolloutWorkflow, max_running: int | None = None
+    ) -> None:
+        """Run these episodes beside training, at most `max_running` at once. They have no limit of staleness."""
+        if distributed.rank() == 0:
+            self._evaluation = self.executor.start_direct(rows, workflow, max_running)
+
+    def take_evaluation(self, wait: bool = False) -> list[list[Sample] | None] | None:
+        """Return the samples of each row (rank 0); None while episodes run, unless told to wait for them.
+
+        A row has None if its episode failed. Raises if all have failed.
+        """
+        call = self._evaluation
+        if call is None or not (wait or call.remaining == 0):
+            return None
+        self._evaluation = None
+        self.executor.wait_direct(call, "evaluation")
+        call.raise_if_all_failed()
+        return samples_of(call)
 
     def pause(self) -> None:
         if distributed.rank() == 0:

@@ -1,0 +1,92 @@
+"""`Evaluations`: when a run evaluates, and what becomes of an evaluation at the end of later steps.
+
+Used by `Run`. At most one evaluation runs at a time. One that is due while another still runs is skipped with a
+message, except after the last step. Results are returned with the step at which the evaluation began.
+"""
+
+import shutil
+
+from arealite.api.cli_args import EvaluatorConfig
+from arealite.api.io_struct import Stats, StepInfo
+from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
+from arealite.trainer.saver import Frequency
+from arealite.trainer.stats_logger import read_stats
+from arealite.utils.console import show_message
+from arealite.utils.distributed import broadcast_json, rank
+from arealite.utils.rundir import RunDir
+
+
+class Evaluations:
+    """Starts evaluations when they are due. All ranks call the same methods."""
+
+    def __init__(self, config: EvaluatorConfig, evaluator: Evaluator | BlockingEvaluator | None, run_dir: RunDir):
+        self.config, self.evaluator, self.dir = config, evaluator, run_dir
+        self.frequency = Frequency(config)
+
+    def before_steps(self, last: StepInfo | None) -> dict[int, Stats]:
+        """Evaluate before the first step, or after a resume if the evaluation of the `last` step was lost."""
+        first = 0 if last is None else last.global_step + 1
+        if rank() == 0:
+            self._remove_undone(first)
+        if self.evaluator is None:
+            return {}
+        due = self.config.at_start_and_end
+        if last is not None:
+            due = self.frequency.is_due(last) and broadcast_json(not self._has_result(last.global_step))
+        return self._start(first - 1) if due else {}
+
+    def after_step(self, info: StepInfo, is_last: bool) -> dict[int, Stats]:
+        """Start an evaluation if it is due. Returns the results that are complete, by step."""
+        if self.evaluator is None:
+            return {}
+        due = self.frequency.is_due(info) or (is_last and self.config.at_start_and_end)
+        results = self._take(wait=due and is_last)
+        if due and self.evaluator.step is not None:
+            self._warn_skipped(info.global_step, self.evaluator.step)
+        elif due:
+            results |= self._start(info.global_step)
+        return results
+
+    def finish(self) -> dict[int, Stats]:
+        """Wait for the evaluation that still runs, if any, and return its result."""
+        return self._take(wait=True)
+
+    @property
+    def running_step(self) -> int | None:
+        """The step at which the running evaluation began; None if none runs."""
+        return None if self.evaluator is None else self.evaluator.step
+
+    def close(self) -> None:
+        if isinstance(self.evaluator, Evaluator):
+            self.evaluator.close()
+
+    def _start(self, step: int) -> dict[int, Stats]:
+        assert self.evaluator is not None
+        self.evaluator.start(step)
+        return self._take(wait=False) if isinstance(self.evaluator, BlockingEvaluator) else {}
+
+    def _take(self, wait: bool) -> dict[int, Stats]:
+        if self.evaluator is None or self.evaluator.step is None:
+            return {}
+        step = self.evaluator.step
+        stats = self.evaluator.take(wait)
+        return {} if stats is None else {step: stats}
+
+    def _has_result(self, step: int) -> bool:
+        lines = [line for line in read_stats(self.dir) if line["step"] == step]
+        return any(key.startswith("eval/") for line in lines for key in line)
+
+    def _remove_undone(self, first: int) -> None:
+        """Remove answers of steps that run again; of all steps in a new run."""
+        for folder in self.dir.evaluations.glob("step*"):
+            number = folder.name.removeprefix("step")
+            if number.isdecimal() and (first == 0 or int(number) > first):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _warn_skipped(self, step: int, running: int) -> None:
+        if rank() == 0:
+            when = f"after step {running + 1}" if running >= 0 else "before the first step"
+            show_message(
+                f"warning: no evaluation after step {step + 1}: the one {when} still runs. Evaluate less often "
+                "(evaluator), fewer questions, or shorter or fewer answers (eval_gconfig)"
+            )

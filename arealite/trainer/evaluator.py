@@ -1,0 +1,199 @@
+"""`Evaluator`: runs validation sets beside training, through the same servers.
+
+`Run` starts an evaluation and goes on; it takes the result at the end of a later step. Meanwhile at most a quarter as
+many answers are in flight as training may have, so that training gets its batches. Weight updates go on too: the
+statistics name the versions of the weights that generated the answers. All ranks call the same methods; rank 0 works.
+
+Statistics of the set NAME: `eval/NAME/pass@1`, `eval/NAME/pass@1/low` and `/high` (95% interval), the same for `pass@K`
+and `maj@K`; `eval/NAME/reward`, `answer_len`, `truncated`, `num_questions`, `failed`, `version/min`, `version/max`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import fmean
+from typing import Any
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.api.io_struct import Stats
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.episode import episode_seed
+from arealite.core.samples import Sample
+from arealite.engine.remote.collecting import CollectingEngine
+from arealite.trainer.answers import Answer, write_answers
+from arealite.trainer.eval_metrics import interval, majority_at_k, pass_at_k, powers_of_two
+from arealite.utils.distributed import broadcast_json, rank, wait_for_first, world_size
+from arealite.utils.rundir import RunDir
+from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow
+
+logger = logging.getLogger("arealite.evaluation")
+Row = dict[str, Any]
+# Of the answers that training may have in flight.
+_SHARE = 0.25
+# Other ranks wait longer than rank 0, whose error says more.
+_GRACE_S = 60.0
+
+
+def validation_sets(rows: Mapping[str, list[Row]] | list[Row] | None) -> dict[str, list[Row]]:
+    """Return validation sets by name. A single list is the set `valid`."""
+    if rows is None:
+        return {}
+    return dict(rows) if isinstance(rows, Mapping) else {"valid": list(rows)}
+
+
+class BlockingEvaluator:
+    """Evaluates at once, with the trained model itself: for loops over fixed data."""
+
+    def __init__(self, evaluate: Callable[[], Stats]):
+        self.evaluate = evaluate
+        self.step: int | None = None
+        self._stats: Stats = {}
+
+    def start(self, step: int) -> None:
+        self.step, self._stats = step, self.evaluate()
+
+    def take(self, wait: bool = False) -> Stats | None:
+        self.step = None
+        return self._stats
+
+
+class Evaluator:
+    """Evaluates `sets` of rows, by name, with one workflow for all or one for each.
+
+    `version` is that of the weights with which the servers started. Answers are kept in `run_dir`.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        rollout: CollectingEngine,
+        sets: Mapping[str, list[Row]] | list[Row],
+        workflows: RolloutWorkflow | Mapping[str, RolloutWorkflow],
+        run_dir: RunDir | None = None,
+        version: int = 0,
+    ):
+        self.config, self.rollout, self.version = config, rollout, version
+        self.run_dir = run_dir or RunDir(config)
+        self.sets = validation_sets(sets)
+        if not isinstance(workflows, Mapping):
+            workflows = dict.fromkeys(self.sets, workflows)
+        self.workflow = EvaluationWorkflow(workflows)
+        # After how many steps, less one, the running evaluation has begun; None if none runs.
+        self.step: int | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._summary: Future[Stats] | None = None
+
+    def start(self, step: int, beside_training: bool = True) -> None:
+        """Begin an evaluation of the weights after `step`; -1 is before the first step."""
+        assert self.step is None, "take the result of the last evaluation first"
+        self.step, seed = step, self.config.seed
+        rows: list[Row] = []
+        for name, own in self.sets.items():
+            # The same seeds in each evaluation, so that checkpoints are compared on equal terms.
+            rows += [{"seed": episode_seed(seed, i), **row, SET_COLUMN: name} for i, row in enumerate(own)]
+        self.rollout.start_evaluation(rows, self.workflow, self._max_running() if beside_training else None)
+
+    def take(self, wait: bool = False) -> Stats | None:
+        """Return the statistics of the evaluation that has ended, or None. All ranks get the same."""
+        if self.step is None:
+            return None
+        stats = self._take_first(wait) if rank() == 0 else None
+        if wait and world_size() > 1:
+            wait_for_first(self.config.rollout.batch_timeout_s + _GRACE_S)
+        stats = broadcast_json(stats)
+        if stats is not None:
+            self.step = None
+        return stats
+
+    def close(self) -> None:
+        """End the thread; a running evaluation is abandoned."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _take_first(self, wait: bool) -> Stats | None:
+        if self._summary is None:
+            results = self.rollout.take_evaluation(wait)
+            if results is None:
+                return None
+            assert self.step is not None
+            # Decoding and counting take a while: not in the trainer's thread.
+            self._summary = self._thread.submit(self._summarize, results, self.step + 1)
+        if not (wait or self._summary.done()):
+            return None
+        summary, self._summary = self._summary, None
+        return summary.result()
+
+    def _max_running(self) -> int:
+        """Return how many questions are asked at once beside training."""
+        rollout, batch_size = self.config.rollout, self.config.train_dataset.batch_size
+        episodes = rollout.max_concurrent_rollouts or (rollout.max_head_offpolicyness + 1) * batch_size
+        answers = episodes * self.config.gconfig.n_samples * _SHARE
+        return max(1, round(answers / self.config.eval_gconfig.n_samples))
+
+    def _summarize(self, results: list[list[Sample] | None], begun_at: int) -> Stats:
+        """Write the answers, and return the statistics of all sets."""
+        stats: Stats = {}
+        for name, rows in self.sets.items():
+            own, results = results[: len(rows)], results[len(rows) :]
+            questions = [self._answers(row, i, own[i] or [], name) for i, row in enumerate(rows)]
+            path = self.run_dir.answers_path(begun_at, name)
+            try:
+                write_answers(path, (answer for answers in questions for answer in answers))
+            except OSError as error:
+                logger.error("the answers of an evaluation are not kept: cannot write %s: %s", path, error.strerror)
+            found = {f"eval/{name}/{key}": value for key, value in set_statistics(questions).items()}
+            stats |= found
+        return stats
+
+    def _answers(self, row: Row, number: int, samples: list[Sample], set_name: str) -> list[Answer]:
+        tokenizer = getattr(self.workflow.workflows[set_name], "tokenizer", None)
+        return [
+            Answer(
+                question=row.get("id", number),
+                sample=i,
+                answer=_to_text(tokenizer, sample.tokens),
+                reward=sample.reward,
+                length=len(sample.tokens),
+                is_truncated=sample.is_truncated,
+                version=sample.oldest_version + self.version,
+                last_version=sample.newest_version + self.version,
+                vote=sample.vote,
+            )
+            for i, sample in enumerate(samples)
+        ]
+
+
+def _to_text(tokenizer: Any, tokens: list[int]) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, tokens))
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def set_statistics(questions: list[list[Answer]]) -> Stats:
+    """Return the statistics of one validation set, from the answers to each question.
+
+    Questions without an answer have failed; the other statistics leave them out.
+    """
+    answered = [answers for answers in questions if answers]
+    every = [answer for answers in answered for answer in answers]
+    stats = {"num_questions": float(len(answered)), "failed": float(len(questions) - len(answered))}
+    if not every:
+        return stats
+    solved = [[answer.is_solved for answer in answers] for answers in answered]
+    votes = [[answer.vote for answer in answers] for answers in answered]
+    for k in powers_of_two(min(map(len, answered))):
+        stats |= _with_interval(f"pass@{k}", [pass_at_k(len(own), sum(own), k) for own in solved], len(every))
+        if k > 1:
+            scores = [majority_at_k(*pair, k) for pair in zip(votes, solved, strict=True)]
+            stats |= _with_interval(f"maj@{k}", scores, len(every))
+    return stats | {
+        "reward": fmean(answer.reward for answer in every),
+        "answer_len": fmean(answer.length for answer in every),
+        "truncated": fmean(answer.is_truncated for answer in every),
+        "version/min": float(min(answer.version for answer in every)),
+        "version/max": float(max(answer.last_version for answer in every)),
+    }
+
+
+def _with_interval(name: str, scores: list[float], num_answers: int) -> Stats:
+    low, high = interval(scores, num_answers)
+    return {name: fmean(scores), f"{name}/low": low, f"{name}/high": high}

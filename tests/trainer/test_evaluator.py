@@ -1,0 +1,231 @@
+"""Evaluations beside training: statistics, schedule, kept answers and their comparison."""
+
+import json
+
+import pytest
+
+from arealite.api.cli_args import EvalGenerationConfig, EvaluatorConfig, GRPOConfig, InferenceEngineConfig
+from arealite.api.errors import DatasetError, TrainingError
+from arealite.api.io_struct import StepInfo
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.engine.remote.collecting import CollectingEngine
+from arealite.trainer.answers import Answer, compare_answers, read_answers, write_answers
+from arealite.trainer.eval_report import evaluation_lines, evaluation_table
+from arealite.trainer.evaluations import Evaluations
+from arealite.trainer.evaluator import Evaluator, set_statistics
+from arealite.utils.data import concat_padded, trajectory
+from arealite.utils.rundir import RunDir
+
+
+def answer(question, reward, sample=0, vote=0, **other) -> Answer:
+    fields = {"answer": "a", "length": 10, "is_truncated": False, "version": 3, "last_version": 3, **other}
+    return Answer(question=question, sample=sample, reward=reward, vote=vote, **fields)
+
+
+def test_the_statistics_of_a_set_by_hand():
+    questions = [
+        [answer(0, 1.0), answer(0, 1.0, 1), answer(0, 0.0, 2, vote=2, length=30), answer(0, 0.0, 3, vote=3)],
+        [answer(1, 0.5), answer(1, 0.0, 1), answer(1, 0.0, 2), answer(1, 1.0, 3, vote=3, is_truncated=True)],
+        [],
+        [answer(3, 0.0, i, version=2, last_version=5) for i in range(4)],
+    ]
+    stats = set_statistics(questions)
+    assert (stats["num_questions"], stats["failed"]) == (3, 1)
+    # Two, one and no answer of four are solved: 0.5 of partial credit is not.
+    assert stats["pass@1"] == pytest.approx((0.5 + 0.25 + 0) / 3)
+    assert stats["pass@2"] == pytest.approx((5 / 6 + 1 / 2 + 0) / 3) and stats["pass@4"] == pytest.approx(2 / 3)
+    assert stats["maj@4"] == pytest.approx((1 + 0 + 0) / 3) and "maj@1" not in stats
+    assert stats["pass@1/low"] < stats["pass@1"] < stats["pass@1/high"]
+    assert stats["reward"] == pytest.approx(3.5 / 12) and stats["answer_len"] == pytest.approx(140 / 12)
+    assert stats["truncated"] == pytest.approx(1 / 12)
+    assert (stats["version/min"], stats["version/max"]) == (2, 5)
+    assert set_statistics([[], []]) == {"num_questions": 0, "failed": 2}
+
+
+def test_answers_are_kept_and_compared(tmp_path):
+    before, after = tmp_path / "before.jsonl", tmp_path / "new" / "after.jsonl"
+    write_answers(before, [answer(i, float(i < 4), answer="é\n\ud800") for i in range(20)])
+    write_answers(after, [answer(i, float(i >= 3)) for i in range(20)])
+    assert read_answers(before)[0].answer == "é\n?" and len(read_answers(after)) == 20
+    found = compare_answers(before, after)
+    assert (found.before, found.after, found.num_questions) == (0.2, 0.85, 20)
+    assert found.changed == {i: (1.0, 0.0) if i < 3 else (0.0, 1.0) for i in range(20) if i != 3}
+    # McNemar: 16 gained, 3 lost.
+    assert found.p_value == pytest.approx(2 * (1 + 19 + 171 + 969) / 2**19)
+    assert "20.0% -> 85.0%" in str(found) and "worse (3): [0, 1, 2]" in str(found)
+    # One answer before, two after: shares are compared.
+    write_answers(after, [answer(i, float(i % 2), sample) for i in range(2) for sample in range(2)])
+    assert compare_answers(before, after).changed == {0: (1.0, 0.0)}
+    write_answers(after, [answer("other", 1.0)])
+    with pytest.raises(DatasetError, match="no question in common"):
+        compare_answers(before, after)
+    with pytest.raises(DatasetError, match="cannot read the answers"):
+        read_answers(tmp_path / "none")
+
+
+class Speak(RolloutWorkflow):
+    """Answers with the row's number, under the engine's version, once the test has opened the gate."""
+
+    def __init__(self, tokenizer, num_samples=1):
+        self.tokenizer, self.num_samples = tokenizer, num_samples
+        self.seeds: list[int] = []
+
+    async def arun_episode(self, engine, data):
+        self.seeds.append(data["seed"])
+        if data["x"] == "fails":
+            raise ValueError("this row fails")
+        ids = self.tokenizer.encode(f"?{data['x']}")
+        mask = [0] + [1] * (len(ids) - 1)
+        versions = [-1] + [engine.get_version()] * (len(ids) - 1)
+        row = trajectory(ids, mask, [0.0] * len(ids), versions, float(data["x"] % 2))
+        return concat_padded([row] * self.num_samples)
+
+
+class Engine(CollectingEngine):
+    """A real executor without servers. `allow(count)` lets so many more episodes end."""
+
+    def ask(self, progress, count): ...
+    def initialize(self, addrs=None, train_batch_size=None): ...
+    def update_weights(self, meta): ...
+
+
+@pytest.fixture
+def engine():
+    made = Engine(InferenceEngineConfig(batch_timeout_s=20))
+    made.start_executor(4)
+    yield made
+    made.destroy()
+
+
+@pytest.fixture
+def make(engine, tokenizer, tmp_path):
+    config = GRPOConfig(experiment_name="e", trial_name="t", eval_gconfig=EvalGenerationConfig(n_samples=1))
+    config.cluster.fileroot, config.train_dataset.batch_size = str(tmp_path), 8
+
+    def build(rows, workflow=None, **options):
+        return Evaluator(config, engine, rows, workflow or Speak(tokenizer), **options)
+
+    return build
+
+
+def numbers(*xs):
+    return [{"x": x} for x in xs]
+
+
+def test_an_evaluation_names_its_sets_versions_and_questions(make, engine, tokenizer):
+    workflow = Speak(tokenizer, num_samples=2)
+    evaluator = make({"odd": numbers(1, 3, 5), "all": [{"x": 1, "id": "one"}, *numbers(2)]}, workflow, version=7)
+    assert evaluator.take() is None
+    evaluator.start(6)
+    stats = evaluator.take(wait=True)
+    assert evaluator.step is None
+    assert (stats["eval/odd/pass@1"], stats["eval/all/pass@1"], stats["eval/all/maj@2"]) == (1, 0.5, 0.5)
+    assert stats["eval/odd/version/min"] == stats["eval/odd/version/max"] == 7
+    answers = read_answers(evaluator.run_dir.answers_path(7, "all"))
+    assert [(a.question, a.sample, a.answer, a.vote) for a in answers] == [
+        ("one", 0, "1", 0), ("one", 1, "1", 0), (1, 0, "2", 0), (1, 1, "2", 0),
+    ]  # fmt: skip
+    # The same seeds again, other ones for other questions.
+    first = workflow.seeds.copy()
+    engine.set_version(3)
+    evaluator.start(9)
+    assert evaluator.take(wait=True)["eval/all/version/max"] == 10
+    assert sorted(workflow.seeds[5:]) == sorted(first) and len(set(first)) == 3
+    evaluator.close()
+
+
+def test_questions_that_fail_are_counted_and_left_out(make):
+    evaluator = make(numbers(1, "fails", 2))
+    evaluator.start(0)
+    stats = evaluator.take(wait=True)
+    assert (stats["eval/valid/num_questions"], stats["eval/valid/failed"], stats["eval/valid/pass@1"]) == (2, 1, 0.5)
+    evaluator.sets["valid"] = numbers("fails")
+    evaluator.start(1)
+    with pytest.raises(TrainingError, match="none of 1 episodes gave a result.*this row fails"):
+        evaluator.take(wait=True)
+    evaluator.close()
+
+
+def test_beside_training_a_quarter_of_its_answers_is_in_flight(make):
+    evaluator = make(numbers(1))
+    evaluator.config.gconfig.n_samples, evaluator.config.eval_gconfig.n_samples = 16, 4
+    evaluator.config.rollout.max_head_offpolicyness = 1
+    # Training may have 2 × 8 episodes of 16 answers in flight.
+    assert evaluator._max_running() == 2 * 8 * 16 // 4 // 4
+    evaluator.config.rollout.max_concurrent_rollouts = 1
+    assert evaluator._max_running() == 1
+    evaluator.close()
+
+
+class Steps:
+    """`Evaluations` over an evaluator that ends when the test says so."""
+
+    def __init__(self, run_dir, **config):
+        self.step, self.is_done, self.log = None, False, []
+        self.schedule = Evaluations(EvaluatorConfig(**config), self, run_dir)  # pyright: ignore
+
+    def start(self, step):
+        assert self.step is None
+        self.step = step
+        self.log.append(f"start {step}")
+
+    def take(self, wait=False):
+        if not (wait or self.is_done):
+            return None
+        self.log.append(f"{'wait for' if wait else 'take'} {self.step}")
+        self.step, self.is_done = None, False
+        return {"eval/valid/pass@1": 1.0}
+
+    def commit(self, step, is_last=False):
+        return list(self.schedule.after_step(StepInfo(0, step, step, 100), is_last))
+
+
+def test_results_belong_to_the_step_at_which_the_evaluation_began(tmp_path, capsys):
+    steps = Steps(RunDir(tmp_path), freq_steps=3)
+    assert steps.schedule.before_steps(None) == {} and steps.commit(0) == []
+    steps.is_done = True
+    assert steps.commit(1) == [-1]
+    assert steps.commit(2) == [] and steps.step == 2
+    steps.commit(3), steps.commit(4)
+    # Step 6 is due while the one of step 3 still runs.
+    assert (
+        steps.commit(5) == []
+        and "no evaluation after step 6: the one after step 3 still runs" in capsys.readouterr().out
+    )
+    # The last is waited for, and then the last step is evaluated too.
+    assert steps.commit(6, is_last=True) == [2] and steps.step == 6
+    assert list(steps.schedule.finish()) == [6] and steps.schedule.finish() == {}
+    assert steps.log == ["start -1", "take -1", "start 2", "wait for 2", "start 6", "wait for 6"]
+
+
+def test_after_a_resume_only_an_evaluation_that_was_lost_runs_again(tmp_path):
+    run_dir = RunDir(tmp_path).create()
+    for step in (0, 2, 4):
+        write_answers(run_dir.answers_path(step, "valid"), [])
+    run_dir.stats_path.write_text('{"step": -1, "eval/valid/pass@1": 0}\n{"step": 0}\n{"step": 1}\n')
+    lost = Steps(run_dir, freq_steps=2)
+    assert lost.schedule.before_steps(StepInfo(0, 1, 1, 100)) == {} and lost.step == 1
+    # What was undone is removed.
+    assert sorted(path.name for path in run_dir.evaluations.iterdir()) == ["step000000", "step000002"]
+    with run_dir.stats_path.open("a") as file:
+        file.write(json.dumps({"step": 1, "eval/valid/pass@1": 0}) + "\n")
+    for step in (0, 1):
+        kept = Steps(run_dir, freq_steps=2)
+        assert kept.schedule.before_steps(StepInfo(0, step, step, 100)) == {} and kept.step is None
+    new = Steps(run_dir, at_start_and_end=False)
+    assert new.schedule.before_steps(None) == {} and new.step is None and not list(run_dir.evaluations.iterdir())
+
+
+def test_lines_and_table():
+    stats = {"eval/a/pass@1": 0.268, "eval/a/pass@1/low": 0.245, "eval/a/pass@1/high": 0.293, "eval/a/truncated": 0.03}
+    stats |= {"eval/a/version/min": 10.0, "eval/a/version/max": 12.0, "eval/b/loss": 1.23456, "eval/b/x": None}
+    assert evaluation_lines(9, stats) == [
+        "evaluation after step 10, a:  pass@1 26.8% (24.5–29.3)  truncated 3.0%  version 10–12",
+        "evaluation after step 10, b:  loss 1.235  x –",
+    ]
+    assert evaluation_lines(-1, stats)[0].startswith("evaluation before the first step, a:")
+    table = evaluation_table([(-1, {"eval/a/pass@1": 0.5}), (9, stats)])
+    assert [column.header for column in table.columns] == ["step", "set", "pass@1", "truncated", "version", "loss", "x"]
+    assert [list(column.cells) for column in table.columns][:3] == [
+        ["0", "10", "10"], ["a", "a", "b"], ["50.0%", "26.8% (24.5–29.3)", "–"],
+    ]  # fmt: skip

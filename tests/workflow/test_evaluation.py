@@ -1,0 +1,76 @@
+"""Votes of answers and the routing of rows to the workflow of their validation set."""
+
+import asyncio
+
+import pytest
+import torch
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.errors import ConfigError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.reward.math import first_equal
+from arealite.utils.data import concat_padded, trajectory
+from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow, with_gconfig
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+class Say(RolloutWorkflow):
+    """Returns given answers to the prompt `?`."""
+
+    def __init__(self, tokenizer, answers):
+        self.tokenizer, self.answers, self.seen = tokenizer, answers, []
+
+    async def arun_episode(self, engine, data):
+        self.seen.append(data)
+        rows = []
+        for answer in self.answers:
+            ids = self.tokenizer.encode(f"?{answer}")
+            mask = [0] + [1] * (len(ids) - 1)
+            rows.append(trajectory(ids, mask, [0.0] * len(ids), [m - 1 for m in mask], 1.0))
+        return concat_padded(rows)
+
+
+def play(workflow, data):
+    async def run():
+        try:
+            return await workflow.arun_episode(None, data)
+        finally:
+            workflow.pool.close()
+
+    return asyncio.run(run())
+
+
+def test_equal_answers_have_the_same_vote(tokenizer):
+    answers = [
+        "so \\boxed{12}",
+        "the answer is 12.0.",
+        "\\boxed{x+1}",
+        "I get 7",
+        "\\boxed{1+x}",
+        "\\boxed{12}",
+        "dunno",
+    ]
+    batch = play(EvaluationWorkflow({"a": Say(tokenizer, answers)}), {SET_COLUMN: "a"})
+    assert batch["votes"].tolist() == [0, 0, 2, 3, 2, 0, 5]
+
+
+def test_an_untrusted_formula_on_either_side_is_compared_as_text():
+    assert first_equal(["9^{9^{9}}", "x", "9^{9^{9}}"]) == 0
+    assert first_equal(["9^{9^{9}}", "9^{81}"]) == 1
+
+
+def test_rows_go_to_the_workflow_of_their_set(tokenizer):
+    one, two = Say(tokenizer, ["1"]), Say(tokenizer, ["2", "2"])
+    workflow = EvaluationWorkflow({"one": one, "two": two})
+    assert "votes" not in play(workflow, {SET_COLUMN: "one", "x": 1})
+    assert torch.equal(play(workflow, {SET_COLUMN: "two", "x": 2})["votes"], torch.zeros(2, dtype=torch.long))
+    assert (one.seen, two.seen) == ([{"x": 1}], [{"x": 2}])
+
+
+def test_a_workflow_is_copied_with_other_sampling(tokenizer):
+    workflow = RLVRWorkflow(lambda **row: 1.0, GenerationHyperparameters(n_samples=4), tokenizer, reward_inline=True)
+    other = with_gconfig(workflow, GenerationHyperparameters(n_samples=1))
+    assert isinstance(other, RLVRWorkflow) and (workflow.gconfig.n_samples, other.gconfig.n_samples) == (4, 1)
+    assert other.reward_pool is workflow.reward_pool
+    with pytest.raises(ConfigError, match="Say has no attribute `gconfig`"):
+        with_gconfig(Say(tokenizer, []), GenerationHyperparameters())
