@@ -141,7 +141,7 @@ def test_questions_that_fail_are_counted_and_left_out(make):
     assert (stats["eval/valid/num_questions"], stats["eval/valid/failed"], stats["eval/valid/pass@1"]) == (2, 1, 0.5)
     evaluator.sets["valid"] = numbers("fails")
     evaluator.start(1)
-    with pytest.raises(TrainingError, match="none of 1 episodes gave a result.*this row fails"):
+    with pytest.raises(TrainingError, match=r"none of 1 episodes gave a result.*this row fails"):
         evaluator.take(wait=True)
     evaluator.close()
 
