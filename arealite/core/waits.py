@@ -11,7 +11,7 @@ from arealite.api.errors import WaitTimeout
 
 
 class Demand(NamedTuple):
-    """The trainer waits for `finished` episodes, or until fewer than `queued` are in the executor's queue."""
+    """The trainer waits for `finished` episodes, or until fewer than `queued` are queued."""
 
     finished: int
     queued: int

@@ -1,4 +1,4 @@
-"""The answers of evaluations: one JSONL file for each evaluation and validation set, and their comparison.
+"""Answers of evaluations: a JSONL file for each evaluation and validation set, and their comparison.
 
 `evaluations/step000100/gsm8k.jsonl` in the run directory has the answers after 100 steps. To see what changed since:
 
@@ -81,7 +81,7 @@ class AnswerComparison:
 
 
 def compare_answers(before: str | Path, after: str | Path) -> AnswerComparison:
-    """Compare two files of answers question by question, with an exact paired test (see `paired_p_value`).
+    """Compare two files of answers question by question, with the exact test of `paired_p_value`.
 
     Questions that only one of them has answered are left out.
     """

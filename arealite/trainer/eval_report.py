@@ -1,4 +1,4 @@
-"""Shows evaluations: a line for each validation set while training, and a table at the end and in reports.
+"""Shows evaluations: a line for each validation set during training, and a table in reports.
 
 Reads statistics named `eval/SET/METRIC`, with an interval in `eval/SET/METRIC/low` and `/high`.
 """

@@ -65,8 +65,8 @@ class Run:
     ):
         if evaluator is None and (config.evaluator.is_set or config.validation_sets):
             raise ConfigError(
-                "a validation set is configured, but this script gives its Run no `evaluator`: remove valid_dataset and "
-                "evaluator from the configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
+                "a validation set is configured, but this script gives its Run no `evaluator`: remove valid_dataset "
+                "and evaluator from the configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
             )
         self.config, self.spec, self.rollout = config, spec, rollout
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
@@ -85,8 +85,9 @@ class Run:
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
         self._server_idle = _ServerIdleTime(rollout)
-        # The last step that was committed.
+        # The last step that was committed, and whether its model was saved.
         self._last_info: StepInfo | None = None
+        self._is_saved = False
         self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
 
     def __enter__(self) -> Run:
@@ -209,15 +210,15 @@ class Run:
             with self.phase("evaluate"):
                 results = self.evaluations.finish()
             self._write_evaluations(results)
-            if self._last_info is not None:
-                self._offer(self._last_info, results)
+            self._offer(results)
         if rank() == 0 and self.best.best is not None:
             show_message(self.best.summary())
 
-    def _offer(self, info: StepInfo, results: dict[int, Stats]) -> None:
-        """Keep the current model, of this step, if the result of an evaluation that has ended is the best."""
-        for stats in results.values():
-            self._try(self.best.offer, info, stats, broadcast_json(self.saver.path(info).exists()))
+    def _offer(self, results: dict[int, Stats]) -> None:
+        """Keep the model of the last step if the result of an evaluation that has ended is the best."""
+        if self._last_info is not None:
+            for stats in results.values():
+                self._try(self.best.offer, self._last_info, stats, self._is_saved)
 
     def _take_engine_stats(self) -> dict[str, float]:
         """Return the times of engines in other processes, and add them to the trace (controller mode)."""
@@ -243,11 +244,16 @@ class Run:
             )
 
     def _save(self, info: StepInfo, results: dict[int, Stats], is_last: bool) -> None:
-        """Save checkpoints that are due, and the best by the results of evaluations that have ended. One that cannot be written (a full disk) is skipped with a warning."""
-        # The last model has been saved before the statistics.
-        if not is_last:
-            self._try(self.saver.maybe_save, info)
-        self._offer(info, results)
+        """Save checkpoints that are due, and the best model by the evaluations that have ended.
+
+        One that cannot be written (a full disk) is skipped with a warning.
+        """
+        if is_last:
+            # It has been saved before the statistics, unless the disk is full.
+            self._is_saved = broadcast_json(self.saver.path(info).exists())
+        else:
+            self._is_saved = self._try(self.saver.maybe_save, info) is not None
+        self._offer(results)
         self._try(self.recover.maybe_save, info)
 
     def _try(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:

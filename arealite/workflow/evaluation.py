@@ -25,7 +25,7 @@ SET_COLUMN = "validation_set"
 
 
 class EvaluationWorkflow(RolloutWorkflow):
-    """Plays rows of several validation sets, each with the workflow of its set, and adds the column `votes`."""
+    """Plays each row with the workflow of its validation set, and adds the column `votes`."""
 
     def __init__(self, workflows: Mapping[str, RolloutWorkflow]):
         self.workflows = dict(workflows)
