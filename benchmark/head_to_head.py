@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -61,7 +62,7 @@ class Comparison:
     groups: int = field(default=250, metadata={"help": "Prompts of mixed cases, 8 samples each."})
     concurrency: int = field(default=256, metadata={"help": "Requests at once in mixed cases."})
     repeats: int = field(default=2, metadata={"help": "Runs of each case; the best counts."})
-    folder: str = field(default="/dev/shm/head-to-head", metadata={"help": "Where weights and logs go."})
+    folder: str = field(default="", metadata={"help": "Where weights and logs go; by default a new folder in memory."})
     tokenizer: str = field(default="", metadata={"help": "Folder of a tokenizer, for vLLM."})
     skip: str = field(default="", metadata={"help": "Measurements to skip: system:shape/case,…"})
     in_process: bool = field(default=True, metadata={"help": "Also measure the engine without HTTP."})
@@ -145,7 +146,7 @@ class Server:
 
 def main() -> None:
     config = load_config(sys.argv[1:], Comparison)
-    folder = Path(config.folder)
+    folder = Path(config.folder or tempfile.mkdtemp(prefix="head-to-head-", dir="/dev/shm"))
     folder.mkdir(parents=True, exist_ok=True)
     cases = [make_case(config, name) for name in config.cases.split(",")]
     shapes = list(dict.fromkeys(case.shape for case in cases))

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import platform
+import secrets
 import signal
 import statistics
 import subprocess
@@ -206,7 +207,7 @@ def run_in_process(options: Options, model: PreTrainedModel, jobs: list[Job], cu
 def measure_update(engine: Engine, jobs: list[Job]) -> dict[str, float]:
     """Measure how long a weight update through shared memory interrupts generation."""
     weights = {name: tensor.detach().cpu() for name, tensor in engine.model.named_parameters()}
-    path = Path("/dev/shm") / f"arealite-bench-{os.getpid()}"
+    path = Path("/dev/shm") / f"arealite-bench-{secrets.token_hex(16)}"
     shared = SharedWeights.create(path, weights)
     try:
         for name, tensor in weights.items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
+import secrets
 import statistics
 import sys
 import tempfile
@@ -94,7 +94,7 @@ def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
 
 def measure(way: str, actor: FSDPEngine, work: Path, repeats: int) -> dict[str, float]:
     """Medians over `repeats` updates while the server answers one long request."""
-    segment = f"/dev/shm/arealite-bench-{os.getpid()}"
+    segment = f"/dev/shm/arealite-bench-{secrets.token_hex(16)}"
     path = {"disk": work / "weights", "shm": segment, "ipc": f"{segment}.cuda"}.get(way, "")
     device = {"device": actor.device, "dtype": actor.config.dtype, "max_running_requests": 8}
     seconds: dict[str, list[float]] = {"publish_s": [], "load_s": [], "pause_s": []}

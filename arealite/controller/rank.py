@@ -34,8 +34,9 @@ from arealite.core.waits import NamedWait
 from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
-from arealite.utils.process import CONTROLLER_ENV, raise_file_limit
+from arealite.utils.process import CONTROLLER_ENV
 from arealite.utils.rundir import RunDir
+from arealite.utils.startup import prepare_process
 from arealite.weights.process_group import fill_outbox, get_outbox
 
 
@@ -53,7 +54,7 @@ class RankActor:
             stream.flush()
             os.dup2(log, stream.fileno())
         log_to_file()
-        raise_file_limit()
+        prepare_process()
         # A Ray that the driver itself started passes the driver's environment on.
         os.environ.pop(CONTROLLER_ENV, None)
         key = RunDir(Path(job_path).parent).read_key()

@@ -28,6 +28,7 @@ from arealite.core.episode import to_bytes
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.utils.config import log_to_file
 from arealite.utils.process_pool import Channel, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
+from arealite.utils.startup import prepare_process
 
 logger = logging.getLogger("arealite.executor")
 # Until a failed start is tried again, while other workers run on.
@@ -197,6 +198,7 @@ def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     """Run episodes in a worker process, any number at once on one event loop, until the owner is gone."""
     die_with_owner()
     log_to_file()
+    prepare_process()
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(_Worker(engine_class(config), Channel(sock)).run())

@@ -47,7 +47,7 @@ class SGLangClient(ServerClient):
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
-        answer = await self.http.post(f"{server.url}/generate", body, self.config.request_timeout_s)
+        answer = await self.http.generate(f"{server.url}/generate", body, self.config.request_timeout_s)
         answers = answer if isinstance(answer, list) else [answer]
         with server.parse_answer():
             pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]

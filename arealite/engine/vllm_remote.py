@@ -47,7 +47,7 @@ class VLLMClient(ServerClient):
         else:
             endpoint, read = _TOKENS, _piece
             body |= {"token_ids": prompt, "sampling_params": params}
-        answer = await self.http.post(f"{server.url}{endpoint}", body, self.config.request_timeout_s)
+        answer = await self.http.generate(f"{server.url}{endpoint}", body, self.config.request_timeout_s)
         # A sample that was aborted before its first token has no entry.
         pieces = [Piece([], [], [], "abort") for _ in range(num_samples)]
         with server.parse_answer():

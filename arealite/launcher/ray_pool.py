@@ -19,7 +19,7 @@ from arealite.launcher.placement import ServerPlacement
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
-from arealite.utils.process import raise_file_limit
+from arealite.utils.startup import prepare_process
 
 CHECK_INTERVAL_S = 2.0
 # Checks in a row with the same result before the pool changes: short queues and pauses do not count.
@@ -52,7 +52,7 @@ class NodeActor:
     def run(self, job_path: str, attempt: int, node: int) -> int:
         import ray
 
-        raise_file_limit()
+        prepare_process()
         job = Job.load(job_path)
         job.attempt = attempt
         os.chdir(job.cwd)

@@ -1,17 +1,17 @@
 """Draws one number per step as a PNG. Needs matplotlib, which is optional: only the demo draws."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.utils.console import show_message
+from arealite.utils.startup import cache_folder
 
 
 def save_curve(path: Path, values: Sequence[float], ylabel: str = "reward", window: int = 5) -> Path | None:
     """Draw the values and their running mean; without matplotlib, print a message and return None."""
     # matplotlib keeps a font list in the user's home by default; a run writes nothing there.
-    os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "arealite-matplotlib"))
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from arealite.api.backends import KEY_REFERENCE
 from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
 from arealite.utils.network import GROUP_TIMED_OUT
-from arealite.utils.process import raise_file_limit
+from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
 from arealite.utils.yaml_reader import (
     MAX_CHARACTERS,
@@ -97,10 +97,10 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
     """Run the `main` of a command and exit with its code; print known errors without a traceback.
 
     Exits with 2 after an error that would come again (launchers then do not restart), with 1 after others, and with 130
-    after Ctrl+C. Raises the limit on open files.
+    after Ctrl+C.
     """
     log_to_file()
-    raise_file_limit()
+    prepare_process()
     try:
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:

@@ -1,10 +1,12 @@
 """A small JSON client on aiohttp, for all requests to servers of the job.
 
 Connection errors become `ServerError` (retry, perhaps elsewhere); an error status becomes `HttpError`, which keeps the
-status. One `JsonClient` belongs to one event loop; its connections are kept alive and unlimited in number.
+status. One `JsonClient` belongs to one event loop. Its connections are kept alive; those for generation are at most as
+many as the limit on open files allows.
 """
 
 import os
+import threading
 from typing import Any
 
 import aiohttp
@@ -12,9 +14,15 @@ import orjson
 
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import HttpError, ServerError
+from arealite.utils.console import show_message
+from arealite.utils.process import raise_file_limit, spare_descriptors
 from arealite.utils.text import clean
 
 CONNECT_TIMEOUT_S = 10.0
+MIN_CONNECTIONS = 8
+# Connections that the clients of this process may open together.
+_num_taken = 0
+_taking = threading.Lock()
 
 
 class UnreachableError(ServerError):
@@ -22,38 +30,70 @@ class UnreachableError(ServerError):
 
 
 class JsonClient:
-    """JSON requests over kept-alive connections. Make it and use it on one event loop."""
+    """JSON requests over kept-alive connections. Make it and use it on one event loop.
 
-    def __init__(self, api_key: str | None = None):
+    With `num_processes` that connect to the same servers, each takes its share of the connections.
+    """
+
+    def __init__(self, api_key: str | None = None, num_processes: int = 1):
         headers = {"Content-Type": "application/json"}
         key = api_key or os.environ.get(API_KEY_ENV)
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        # Timeouts are set per request: a generation may take an hour.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=300),
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers=headers,
-            trust_env=False,
+        self.max_connections = _take_connections(num_processes)
+        # There are few control requests, and they must not wait for generations.
+        self._session, self._generations = (
+            # Timeouts are set per request: a generation may take an hour.
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=300),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=headers,
+                trust_env=False,
+            )
+            for limit in (0, self.max_connections)
         )
+        self._num_generating, self._has_warned = 0, False
+
+    async def generate(self, url: str, body: Any, timeout_s: float | None = None) -> Any:
+        """Post a request for generation. It waits for a connection if as many as the process may open are in use."""
+        self._num_generating += 1
+        if self._num_generating > self.max_connections and not self._has_warned:
+            self._has_warned = True
+            show_message(
+                f"warning: more than {self.max_connections} requests at once, the others wait for a connection: the "
+                f"limit on open files is {raise_file_limit()}. Raise the hard limit (ulimit -Hn), or lower "
+                "rollout.max_concurrent_rollouts"
+            )
+        try:
+            return await self._request(self._generations, "POST", url, orjson.dumps(body), timeout_s)
+        finally:
+            self._num_generating -= 1
 
     async def post(self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True) -> Any:
         """Return the answer; None with `is_json=False`, for an answer whose body does not matter."""
-        return await self._request("POST", url, orjson.dumps(body), timeout_s, is_json)
+        return await self._request(self._session, "POST", url, orjson.dumps(body), timeout_s, is_json)
 
     async def get(self, url: str, timeout_s: float | None = None) -> Any:
-        return await self._request("GET", url, None, timeout_s)
+        return await self._request(self._session, "GET", url, None, timeout_s)
 
     async def close(self) -> None:
+        _give_back(self.max_connections)
         await self._session.close()
+        await self._generations.close()
 
+    @staticmethod
     async def _request(
-        self, method: str, url: str, data: bytes | None, timeout_s: float | None, is_json: bool = True
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        data: bytes | None,
+        timeout_s: float | None,
+        is_json: bool = True,
     ) -> Any:
         try:
             # Connecting is quick or hopeless. Without a limit of its own, a dead host would take the whole timeout.
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-            async with self._session.request(method, url, data=data, timeout=timeout) as response:
+            async with session.request(method, url, data=data, timeout=timeout) as response:
                 raw = await response.read()
                 if response.status >= 400:
                     raise HttpError(url, response.status, _error_text(raw))
@@ -67,6 +107,22 @@ class JsonClient:
             raise kind(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise ServerError(f"{url} answered something that is not JSON: {error}") from error
+
+
+def _take_connections(num_processes: int) -> int:
+    """Return how many connections a new client may open. The next one in this process gets a part of the rest."""
+    global _num_taken
+    with _taking:
+        spare = spare_descriptors() - _num_taken
+        taken = max(MIN_CONNECTIONS, spare * 3 // 4 // num_processes)
+        _num_taken += taken
+    return taken
+
+
+def _give_back(count: int) -> None:
+    global _num_taken
+    with _taking:
+        _num_taken -= count
 
 
 def _error_text(raw: bytes) -> str:

@@ -22,6 +22,9 @@ MARK_ENV = "AREALITE_PROCESS"
 # The path of job.json, set in the driver of controller mode only: the process whose engines live in Ray actors.
 CONTROLLER_ENV = "AREALITE_CONTROLLER"
 _PR_SET_PDEATHSIG = 1
+# For checkpoints, processes and libraries, besides connections.
+_RESERVED_DESCRIPTORS = 256
+_NO_LIMIT = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,6 +61,14 @@ def raise_file_limit(wanted: int = 65_536) -> int:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def spare_descriptors() -> int:
+    """Return how many more files this process may open, after raising the limit. A part is kept in reserve."""
+    limit = raise_file_limit()
+    if limit == resource.RLIM_INFINITY:
+        limit = _NO_LIMIT
+    return limit - len(os.listdir("/proc/self/fd")) - min(_RESERVED_DESCRIPTORS, limit // 4)
 
 
 @dataclass(frozen=True)

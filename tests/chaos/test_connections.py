@@ -157,3 +157,41 @@ def test_a_full_disk_stops_the_run_with_one_clear_message(tmp_path):
     done = warm_python.run([script, tmp_path / "run.sqlite", ROOT], timeout=100)
     assert done.returncode == 3, done.stderr
     assert "STOPPED the ledger" in done.stdout and "Free space" in done.stdout
+
+
+FEW_FILES = """
+import asyncio, resource, sys
+sys.path.insert(0, sys.argv[3])
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from arealite.api.io_struct import ModelRequest
+from arealite.core.waits import NamedWait
+from arealite.engine.sglang_remote import RemoteSGLangEngine
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 192))
+count = int(sys.argv[2])
+config = InferenceEngineConfig(setup_timeout_s=60.0, request_timeout_s=200.0, health_timeout_s=20.0)
+engine = RemoteSGLangEngine(config)
+engine.initialize([sys.argv[1]])
+
+async def ask_all():
+    gconfig = GenerationHyperparameters(max_new_tokens=3, ignore_eos=True)
+    requests = [ModelRequest([5, 6, 7], gconfig, seed=i) for i in range(count)]
+    return await asyncio.gather(*map(engine.agenerate, requests))
+
+answers = engine.executor.run_coroutine(ask_all(), NamedWait("the test", "all answers", 200.0))
+print("answered", sum(len(answer.output_tokens) == 3 for answer in answers))
+print("failures", sum(server.num_failures for server in engine.router.servers.values()))
+engine.destroy()
+"""
+
+
+@pytest.mark.slow
+def test_more_requests_than_the_limit_on_open_files_allows_connections(model_path, tmp_path):
+    script = tmp_path / "few.py"
+    script.write_text(FEW_FILES)
+    with server_process(model_path) as server:
+        done = warm_python.run([script, server.address, "500", ROOT], timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "answered 500\nfailures 0" in done.stdout, done.stdout + done.stderr
+    assert "Too many open files" not in done.stderr
+    assert done.stdout.count("the limit on open files is 192. Raise the hard limit (ulimit -Hn)") == 1, done.stdout

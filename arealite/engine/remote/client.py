@@ -44,7 +44,7 @@ class ServerClient(WeightClient[Server], abc.ABC):
 
     def connect(self) -> None:
         """Create the HTTP session; called on the event loop. Does nothing if there is one."""
-        self._http = self._http or JsonClient()
+        self._http = self._http or JsonClient(num_processes=max(1, self.config.num_workers))
 
     async def close(self) -> None:
         http, self._http = self._http, None
