@@ -55,7 +55,7 @@ class JsonClient:
         self._num_generating, self._has_warned = 0, False
 
     async def generate(self, url: str, body: Any, timeout_s: float | None = None) -> Any:
-        """Post a request for generation. It waits for a connection if as many as the process may open are in use."""
+        """Post a request for generation; waits while all connections that may be open are in use."""
         self._num_generating += 1
         if self._num_generating > self.max_connections and not self._has_warned:
             self._has_warned = True
@@ -110,7 +110,7 @@ class JsonClient:
 
 
 def _take_connections(num_processes: int) -> int:
-    """Return how many connections a new client may open. The next one in this process gets a part of the rest."""
+    """Return how many connections a new client may open; the next one gets a part of the rest."""
     global _num_taken
     with _taking:
         spare = spare_descriptors() - _num_taken

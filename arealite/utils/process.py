@@ -64,7 +64,7 @@ def raise_file_limit(wanted: int = 65_536) -> int:
 
 
 def spare_descriptors() -> int:
-    """Return how many more files this process may open, after raising the limit. A part is kept in reserve."""
+    """Raise the limit on open files, and return how many more may be opened, less a reserve."""
     limit = raise_file_limit()
     if limit == resource.RLIM_INFINITY:
         limit = _NO_LIMIT
