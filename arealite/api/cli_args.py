@@ -172,6 +172,11 @@ class BaseExperimentConfig(Section):
     saver: SaverConfig = _help("When models are saved, besides the last.", SaverConfig)
     evaluator: EvaluatorConfig = _help("When validation sets are run.", EvaluatorConfig)
     recover: RecoverConfig = _help("Whether and when recover checkpoints are written.", RecoverConfig)
+    on_collapse: str = _choice(
+        "What a collapse alarm does besides its message: stop ends the run with exit code 3, rollback goes back to the "
+        "last good recover checkpoint with half the learning rate.",
+        "warn", "stop", "rollback",
+    )  # fmt: skip
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
     def problems(self) -> Iterator[str]:
@@ -181,6 +186,8 @@ class BaseExperimentConfig(Section):
                 "evaluator is set, but there is no validation set: set valid_dataset.path "
                 "(any word if the script makes its own rows)"
             )
+        if self.on_collapse == "rollback" and (self.recover.mode == "disabled" or not self.recover.is_set):
+            yield "on_collapse=rollback goes back to a recover checkpoint: set recover.mode=auto recover.freq_steps=20"
         size, num_shares = self.train_dataset.batch_size, self.num_shares
         if size % num_shares:
             yield (

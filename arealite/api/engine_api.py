@@ -118,6 +118,11 @@ class TrainEngine(abc.ABC):
         """Advance the learning-rate schedule by one training step."""
 
     @abc.abstractmethod
+    @returns_nothing
+    def set_lr_scale(self, scale: float) -> None:
+        """Multiply all learning rates of the schedule by `scale` from now on."""
+
+    @abc.abstractmethod
     def get_version(self) -> int:
         """Return the version of the weights."""
 

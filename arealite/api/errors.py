@@ -59,5 +59,9 @@ class TrainingError(AReaLiteError, RuntimeError):
     """Training cannot continue (repeated non-finite gradients, a batch without trained tokens)."""
 
 
+class CollapseError(AReaLiteError, RuntimeError):
+    """The policy has collapsed, and `on_collapse` says to stop or rolling back did not help."""
+
+
 class CheckpointError(AReaLiteError, RuntimeError):
     """A checkpoint could not be written or read; earlier ones are untouched."""

@@ -78,6 +78,7 @@ class FSDPEngine(TrainEngine):
         self._partial: list[torch.nn.Parameter] = []
         self.total_steps = 0
         self.lr_step = 0
+        self._lr_scale = 1.0
         self.bad_steps = 0
         self._bad_in_a_row = 0
         self._version = 0
@@ -212,7 +213,7 @@ class FSDPEngine(TrainEngine):
         micro_batches = self._micro_batches(batch)
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = self._clip_gradients()
-        result = self.reduce_stats(stats | self._count_work(micro_batches))
+        result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
         # The step comes last, because nothing here waits for it: a GPU still runs it while the weights are published.
         if may_step is None or may_step(result):
             self._step(norm)
@@ -231,20 +232,6 @@ class FSDPEngine(TrainEngine):
         if self._peak_flops is not None:
             result["mfu"] = flops / seconds / (self._peak_flops * self.parallel.world_size)
         return result
-
-    def _count_work(self, micro_batches: list[MicroBatch]) -> dict[str, Stat]:
-        """Count the tokens and floating-point operations of the step over all ranks, without fillers."""
-        tokens, flops = 0, 0.0
-        for mb in micro_batches:
-            if mb.rows:
-                tokens += sum(mb.lengths)
-                computed = mb.lengths if mb.prefixes is None else mb.prefixes.lengths
-                flops += self._flops.count(computed, len(mb.data["target_positions"]))
-        share = 1.0 / self.dp_size
-        return {
-            "num_tokens": Stat(torch.tensor(float(tokens)), share),
-            "flops": Stat(torch.tensor(flops, dtype=torch.float64), share),
-        }
 
     @torch.no_grad()
     def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
@@ -348,11 +335,15 @@ class FSDPEngine(TrainEngine):
     def step_lr_scheduler(self) -> None:
         self.set_lr_step(self.lr_step + 1)
 
+    def set_lr_scale(self, scale: float) -> None:
+        self._lr_scale = scale
+        self.set_lr_step(self.lr_step)
+
     def set_lr_step(self, step: int) -> None:
         """Move to step `step` of the learning-rate schedule."""
         assert self.config.optimizer is not None
         self.lr_step = step
-        lr = self.config.peak_lr * lr_share(self.config.optimizer, self.lr_step, self.total_steps)
+        lr = self._lr_scale * self.config.peak_lr * lr_share(self.config.optimizer, self.lr_step, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 

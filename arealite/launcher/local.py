@@ -19,7 +19,7 @@ from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import run_node
 from arealite.launcher.placement import local_slots
 from arealite.launcher.supervisor import INTERRUPTED
-from arealite.utils.config import REFUSED, run_main
+from arealite.utils.config import COLLAPSED, REFUSED, run_main
 
 
 def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
@@ -55,7 +55,7 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
             code = run(attempt)
         finally:
             shutil.rmtree(attempt.names_folder, ignore_errors=True)
-        if code in (0, REFUSED, *INTERRUPTED) or number == retries:
+        if code in (0, REFUSED, COLLAPSED, *INTERRUPTED) or number == retries:
             return code
         print(f"starting again from the recover checkpoint (restart {number + 1} of {retries})", flush=True)
     raise AssertionError("unreachable")

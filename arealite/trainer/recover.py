@@ -52,6 +52,8 @@ class Recover:
         self.frequency = Frequency(config)
         # The newest checkpoint that this process has loaded or written.
         self._newest: Path | None = None
+        # Name of a checkpoint that is not deleted.
+        self._kept = ""
 
     def load(self) -> StepInfo | None:
         """Restore the newest checkpoint and return its last step; None if there is none."""
@@ -67,8 +69,7 @@ class Recover:
             return None
         state = json.loads((path / _STATE).read_text())
         self._check_contents(state, str(path))
-        for name, engine in self.engines.items():
-            engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
+        self._load_engines(path)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
         self._newest = path
@@ -93,6 +94,22 @@ class Recover:
                 "from a backup, or delete them to start a new run (exported weights are in checkpoints/)"
             )
         return None
+
+    def _load_engines(self, path: Path) -> None:
+        for name, engine in self.engines.items():
+            engine.load(SaveLoadMeta(f"{path}/{name}", "dcp", with_optim=True))
+
+    def keep(self, name: str) -> None:
+        """Never delete the checkpoint of this name, and no longer the one that was kept before."""
+        self._kept = name
+
+    def restore_engines(self, name: str) -> None:
+        """Load the engines alone from the checkpoint of this name. All ranks call it between two steps."""
+        path = self.folder / name
+        damage = find_damage(path, rank(), world_size())
+        if all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})["damaged"]:
+            raise CheckpointError(f"the recover checkpoint {path} is damaged ({damage or 'see the other ranks'})")
+        self._load_engines(path)
 
     def maybe_save(self, info: StepInfo) -> bool:
         """Save if it is due. All ranks call it after each step."""
@@ -120,7 +137,7 @@ class Recover:
         with on_all_ranks(what):
             if rank() == 0:
                 self._finish(writing, info)
-        self._newest = self._path(info)
+        self._newest = self.path(info)
 
     def make_room(self) -> bool:
         """Delete what this run does not need to recover: all but the newest good checkpoint.
@@ -133,13 +150,15 @@ class Recover:
         """Delete an incomplete checkpoint, and those before the newest one if that is still good."""
         old, newest = [self.folder / "writing"], self._newest
         if newest is not None and not find_damage(newest, with_checksums=with_checksums):
-            old += [path for path in list_complete(self.folder) if _number(path) < _number(newest)]
+            older = [path for path in list_complete(self.folder) if _number(path) < _number(newest)]
+            old += [path for path in older if path.name != self._kept]
         old = [path for path in old if path.exists()]
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
         return bool(old)
 
-    def _path(self, info: StepInfo) -> Path:
+    def path(self, info: StepInfo) -> Path:
+        """Return where the checkpoint of this step is saved."""
         return self.folder / f"step{info.global_step + 1:06d}"
 
     def _finish(self, writing: Path, info: StepInfo) -> None:
@@ -151,7 +170,7 @@ class Recover:
             os.fsync(file.fileno())
         own = json.dumps({_STATE: _checksum(writing / _STATE)})
         (writing / f"{_SUMS}{_STATE}").write_text(own)
-        final = self._path(info)
+        final = self.path(info)
         # An earlier attempt may have reached the same step.
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
+from arealite.api.errors import CheckpointError, CollapseError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
@@ -26,9 +26,10 @@ from arealite.trainer.best import BestModel
 from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
+from arealite.trainer.guard import Guard
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
-from arealite.trainer.stats_logger import StatsLogger
+from arealite.trainer.stats_logger import StatsLogger, read_stats
 from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank
@@ -80,6 +81,9 @@ class Run:
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.best = BestModel(config.saver, self.saver)
+        is_async = isinstance(config, GRPOConfig)
+        max_staleness = config.rollout.max_head_offpolicyness if is_async else 0
+        self.guard = Guard(config.on_collapse, self.recover, max_staleness)
         self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
@@ -183,6 +187,7 @@ class Run:
         if num_tokens is not None:
             values["tokens_per_s"] = num_tokens / times["time/step"]
         self._warn_without_signal(values)
+        values |= self.guard.check(values)
         # The model comes first at the end: a disk that is full for it is full for statistics too.
         failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)
@@ -193,6 +198,22 @@ class Run:
             self._save(info, results, is_last)
         if failure is not None:
             raise failure
+        reason = self.guard.take_collapse()
+        if reason:
+            self._on_collapse(info, reason)
+
+    def _on_collapse(self, info: StepInfo, reason: str) -> None:
+        """Go back to a good checkpoint, or save the model and stop."""
+        if self.guard.rolls_back:
+            return self.guard.roll_back(info, reason)
+        path = self.saver.path(info)
+        if not broadcast_json(path.exists()):
+            self._try(self.saver.save, info)
+        best = self.best.summary()
+        raise CollapseError(
+            f"stopped after step {info.global_step + 1} (on_collapse=stop): {reason}. The model is in {path}"
+            + (f", the {best}" if best else "")
+        )
 
     def _write_evaluations(self, results: dict[int, Stats]) -> None:
         """Write the results of evaluations under the step at which each began, and show them."""
@@ -214,11 +235,11 @@ class Run:
         if rank() == 0 and self.best.best is not None:
             show_message(self.best.summary())
 
-    def _offer(self, results: dict[int, Stats]) -> None:
-        """Keep the model of the last step if the result of an evaluation that has ended is the best."""
-        if self._last_info is not None:
-            for stats in results.values():
-                self._try(self.best.offer, self._last_info, stats, self._is_saved)
+    def _offer(self, results: dict[int, Stats]) -> bool:
+        """Keep the model of the last step if the result of an evaluation is the best; returns whether it is."""
+        info = self._last_info
+        offers = [self._try(self.best.offer, info, stats, self._is_saved) for stats in results.values() if info]
+        return any(offers)
 
     def _take_engine_stats(self) -> dict[str, float]:
         """Return the times of engines in other processes, and add them to the trace (controller mode)."""
@@ -253,8 +274,9 @@ class Run:
             self._is_saved = broadcast_json(self.saver.path(info).exists())
         else:
             self._is_saved = self._try(self.saver.maybe_save, info) is not None
-        self._offer(results)
-        self._try(self.recover.maybe_save, info)
+        is_best = self._offer(results)
+        has_checkpoint = bool(self._try(self.recover.maybe_save, info))
+        self._try(self.guard.after_save, info, has_checkpoint, is_best)
 
     def _try(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return what `save` returns; None if the checkpoint could not be written."""
@@ -288,6 +310,8 @@ class Run:
         self.best.resume(is_new_run=last is None)
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first or -1)
+        history = read_stats(self.dir) if rank() == 0 else []
+        self.guard.resume(history, start=self._info(-1) if last is None else None)
         return first
 
     def _info(self, step: int) -> StepInfo:

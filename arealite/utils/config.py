@@ -19,7 +19,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import KEY_REFERENCE
-from arealite.api.errors import AReaLiteError, CheckpointError, ConfigError, DatasetError
+from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
@@ -40,6 +40,8 @@ CHECK_ONLY_ENV = "AREALITE_CHECK_CONFIG"
 LOG_FILE_ENV = "AREALITE_LOG_FILE"
 # Exit code for an error that would come again; launchers do not restart after it.
 REFUSED = 2
+# Exit code after `on_collapse`; a restart would collapse again.
+COLLAPSED = 3
 _PERMANENT = (ConfigError, DatasetError, CheckpointError)
 # Each is merged on its own, so that an error can name it.
 MAX_OVERRIDES = 500
@@ -96,8 +98,8 @@ def public_yaml(config: Any) -> str:
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:
     """Run the `main` of a command and exit with its code; print known errors without a traceback.
 
-    Exits with 2 after an error that would come again (launchers then do not restart), with 1 after others, and with 130
-    after Ctrl+C.
+    Exits with 2 after an error that would come again and with 3 after a collapse (launchers then do not restart), with
+    1 after other errors, and with 130 after Ctrl+C.
     """
     log_to_file()
     prepare_process()
@@ -105,7 +107,8 @@ def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) ->
         code = main(sys.argv[1:] if argv is None else argv)
     except AReaLiteError as error:
         print(clean(f"error: {error}"), file=sys.stderr)
-        raise SystemExit(REFUSED if isinstance(error, _PERMANENT) else 1) from None
+        code = COLLAPSED if isinstance(error, CollapseError) else 1
+        raise SystemExit(REFUSED if isinstance(error, _PERMANENT) else code) from None
     except RuntimeError as error:
         if GROUP_TIMED_OUT not in str(error):
             raise

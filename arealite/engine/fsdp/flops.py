@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from arealite.api.io_struct import Stat
+from arealite.engine.fsdp.micro_batches import MicroBatch
 from arealite.engine.fsdp.parallel import num_experts
 
 # Dense bf16 peak of one device in FLOP/s, by a part of its name.
@@ -55,3 +57,16 @@ class FlopCounter:
         squares = sum(length * length for length in lengths)
         forward = 2.0 * (self.body * sum(lengths) + self.head * num_predicted) + self.attention * squares
         return 3.0 * forward
+
+    def work(self, micro_batches: Sequence[MicroBatch], dp_size: int) -> dict[str, Stat]:
+        """Return the tokens and operations of a step, without fillers, to be summed over data-parallel ranks."""
+        tokens, flops = 0, 0.0
+        for mb in micro_batches:
+            if mb.rows:
+                tokens += sum(mb.lengths)
+                computed = mb.lengths if mb.prefixes is None else mb.prefixes.lengths
+                flops += self.count(computed, len(mb.data["target_positions"]))
+        return {
+            "num_tokens": Stat(torch.tensor(float(tokens)), 1.0 / dp_size),
+            "flops": Stat(torch.tensor(flops, dtype=torch.float64), 1.0 / dp_size),
+        }

@@ -1,0 +1,146 @@
+"""`Guard`: shows the alarms of a run, and goes back to a good checkpoint after a collapse.
+
+`Run` gives it the statistics of each step. With `on_collapse=rollback` one recover checkpoint is always kept to go back
+to: the newest one at which no alarm was active and the reward was at its best up to noise, or that of the best
+validation; at first the model before the first step. A rollback restores weights and optimizers of that checkpoint and
+halves the learning rate. Steps, data and versions go on: servers get the restored weights with the next update, and
+answers of the collapsed policy are off-policy data until they are too old.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from arealite.api.errors import CheckpointError, CollapseError
+from arealite.api.io_struct import Stats, StepInfo
+from arealite.trainer.alarms import Alarm, Alarms
+from arealite.trainer.alarms import Stats as SomeStats
+from arealite.trainer.recover import Recover, list_complete
+from arealite.utils.console import show_message
+from arealite.utils.distributed import broadcast_json, rank
+from arealite.utils.rundir import write_file
+
+MAX_ROLLBACKS = 3
+
+
+@dataclass
+class _State:
+    """What a run that resumes must know, in `recover/guard.json`."""
+
+    # Folder of the checkpoint to go back to.
+    good: str = ""
+    num_rollbacks: int = 0
+    # The alarms look at steps from here on.
+    first_step: int = 0
+
+    @property
+    def lr_scale(self) -> float:
+        return 0.5**self.num_rollbacks
+
+
+class Guard:
+    """Checks each step on rank 0; all ranks call the same methods."""
+
+    def __init__(self, action: str, recover: Recover, max_staleness: int):
+        self.action, self.recover = action, recover
+        self.alarms = Alarms()
+        self.collapse: Alarm | None = None
+        self._state = _State()
+        self._file = recover.folder / "guard.json"
+        # Steps after a rollback whose answers are, or may be, of the collapsed policy.
+        self._num_old_steps = max_staleness + 2
+
+    @property
+    def rolls_back(self) -> bool:
+        return self.action == "rollback"
+
+    def resume(self, history: Iterable[SomeStats], start: StepInfo | None) -> None:
+        """Continue with the steps so far. `start`, in a new run, is the position before its first step."""
+        if self.rolls_back and start is not None:
+            self.recover.save(start)
+            self._keep(start)
+        elif self.rolls_back:
+            self._state = _State(**broadcast_json(asdict(self._read()) if rank() == 0 else None))
+            self.recover.keep(self._state.good)
+            self._scale_rates()
+        for stats in history:
+            if (stats.get("step") or 0) >= self._state.first_step:
+                self.alarms.check(stats)
+
+    def check(self, stats: Stats) -> Stats:
+        """Show new alarms; return how many there are, and `alarm/NAME` for each."""
+        if rank() != 0:
+            return {}
+        found = self.alarms.check(stats)
+        for alarm in found:
+            show_message(f"alarm: {alarm.text}")
+        self.collapse = next((alarm for alarm in found if alarm.is_collapse), None)
+        counts = {"alarms": float(len(found)), **{f"alarm/{alarm.name}": 1.0 for alarm in found}}
+        return counts | ({"rollbacks": float(self._state.num_rollbacks)} if self.rolls_back else {})
+
+    def after_save(self, info: StepInfo, is_saved: bool, is_best: bool) -> None:
+        """Keep the recover checkpoint of this step if it is one to go back to.
+
+        `is_saved`: the step has one. `is_best`: its validation is the best so far; then one is written in any case.
+        """
+        if not self.rolls_back:
+            return
+        if is_best and not is_saved:
+            self.recover.save(info)
+        is_good = is_best or (is_saved and self.alarms.is_quiet and self.alarms.is_near_best)
+        if broadcast_json(is_good):
+            self._keep(info)
+
+    def take_collapse(self) -> str:
+        """Return what has collapsed since the last call, the same on all ranks; empty if nothing has."""
+        if self.action == "warn":
+            return ""
+        reason, self.collapse = self.collapse.text if self.collapse else "", None
+        return broadcast_json(reason)
+
+    def roll_back(self, info: StepInfo, reason: str) -> None:
+        """Restore the kept checkpoint and halve the learning rate; raise if that was done too often."""
+        state = self._state
+        if state.num_rollbacks == MAX_ROLLBACKS:
+            raise CollapseError(
+                f"the policy has collapsed again after {MAX_ROLLBACKS} rollbacks: {reason}. The last good checkpoint "
+                f"is {self.recover.folder / state.good}; start a new run with other settings"
+            )
+        self.recover.restore_engines(state.good)
+        state.num_rollbacks += 1
+        state.first_step = info.global_step + 1 + self._num_old_steps
+        self._scale_rates()
+        for engine in self.recover.engines.values():
+            engine.set_version(info.global_step + 1)
+        self.alarms.restart(self._num_old_steps)
+        # A run that resumes goes on from here, not from the collapsed policy.
+        self.recover.save(info)
+        self._write()
+        if rank() == 0:
+            show_message(
+                f"rollback {state.num_rollbacks} of at most {MAX_ROLLBACKS}: went back to {state.good} after step "
+                f"{info.global_step + 1}; the learning rate is {state.lr_scale:g} of the configured one from now on"
+            )
+
+    def _scale_rates(self) -> None:
+        for engine in self.recover.engines.values():
+            engine.set_lr_scale(self._state.lr_scale)
+
+    def _keep(self, info: StepInfo) -> None:
+        self._state.good = self.recover.path(info).name
+        self.recover.keep(self._state.good)
+        self._write()
+
+    def _write(self) -> None:
+        if rank() == 0:
+            write_file(self._file, json.dumps(asdict(self._state)), private=False)
+
+    def _read(self) -> _State:
+        """Return the stored state; if it names no checkpoint, the newest one is the good one."""
+        try:
+            state = _State(**json.loads(self._file.read_text())) if self._file.exists() else _State()
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self._file} is damaged: delete it to go on with the configured rate") from error
+        if not state.good or not (self.recover.folder / state.good).is_dir():
+            state.good = list_complete(self.recover.folder)[0].name
+        return state
