@@ -1,0 +1,158 @@
+"""Trains a real model on GSM8K with the settings of the example, and evaluates it before, meanwhile and after.
+
+    python benchmark/learning.py --model FOLDER --data FOLDER --out FOLDER [--steps 240] [KEY=VALUE ...]
+
+FOLDER of `--data` has GSM8K's `train.jsonl` and `test.jsonl`; other `*.jsonl` files in it (columns `input`, `target`,
+such as MAWPS) are held-out sets. The command of the README is run, with server and trainer on one GPU. A run that was
+interrupted goes on if the same command is given again. Writes to `--out`: `stats.jsonl`, `curve.png`, `config.yaml`
+and `results.md` with a table of all sets before and after, from the answers that the run keeps.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from common import describe_machine
+from matplotlib.figure import Figure
+
+from arealite.trainer.answers import Answer, read_answers
+from arealite.trainer.eval_metrics import interval
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLE = REPOSITORY / "examples/arealite"
+KEPT = (
+    "step", "time", "reward", "answer_len", "truncated_share", "zero_advantage_share", "entropy", "prox_kl",
+    "behav_kl/k3", "ratio/max", "clip_share", "grad_norm", "lr", "staleness", "staleness/max", "skipped_minibatches",
+    "alarms", "tokens_per_s", "mfu", "idle/trainer", "idle/server", "time/step", "time/rollout", "time/update",
+    "time/weights", "num_seqs", "seq_len",
+)  # fmt: skip
+
+
+def prepare_data(data: Path, folder: Path) -> dict[str, Path]:
+    """Return the validation sets by name; held-out sets are rewritten in the layout of GSM8K."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sets = {"gsm8k": data / "test.jsonl"}
+    for source in sorted(data.glob("*.jsonl")):
+        if source.name in ("train.jsonl", "test.jsonl"):
+            continue
+        rows = [json.loads(line) for line in source.read_text().splitlines()]
+        converted = [{"question": row["input"], "answer": f"#### {row['target']}"} for row in rows]
+        sets[source.stem] = folder / source.name
+        sets[source.stem].write_text("".join(json.dumps(row) + "\n" for row in converted))
+    return sets
+
+
+def train(args: argparse.Namespace, sets: dict[str, Path]) -> Path:
+    """Run the example to its end; return the run directory."""
+    name = args.out.name
+    command = [sys.executable, "-m", "arealite.launcher.local", str(EXAMPLE / "gsm8k_grpo.py")]
+    command += ["--config", str(EXAMPLE / "configs/gsm8k_grpo.yaml"), "allocation_mode=embedded.d1p1t1+d1p1t1"]
+    command += [f"actor.path={args.model}", f"train_dataset.path={args.data / 'train.jsonl'}"]
+    command += [f"cluster.fileroot={args.runs}", f"experiment_name={name}", f"total_train_steps={args.steps}"]
+    command += ["rollout.weight_update=shm", "actor.compile=true", "gconfig.max_new_tokens=512"]
+    command += ["recover.mode=auto", "recover.freq_steps=50", f"evaluator.freq_steps={args.eval_every}"]
+    command += [f"valid_datasets.{key}.path={path}" for key, path in sets.items()]
+    subprocess.run([*command, *args.overrides], check=True, cwd=REPOSITORY)
+    return args.runs / name / "trial0"
+
+
+def read_stats(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+
+
+def describe(answers: list[Answer]) -> dict[str, float]:
+    """Accuracy with its interval, and the part of it that is format: the share of answers with a box."""
+    solved = [float(answer.is_solved) for answer in answers]
+    boxed = [answer for answer in answers if "\\boxed" in answer.answer]
+    low, high = interval(solved, len(solved))
+    return {
+        "accuracy": fmean(solved),
+        "low": low,
+        "high": high,
+        "boxed": len(boxed) / len(answers),
+        "accuracy_of_boxed": fmean(float(answer.is_solved) for answer in boxed) if boxed else 0.0,
+        "length": fmean(answer.length for answer in answers),
+    }
+
+
+def write_table(run: Path, sets: dict[str, Path], stats: list[dict[str, float]], out: Path) -> None:
+    """Write results.md: accuracy of each set at the first and the last evaluation."""
+    folders = sorted((run / "evaluations").glob("step*"))
+    first, last = folders[0], folders[-1]
+    machine = describe_machine()
+    lines = [
+        f"# {out.name}: GRPO on GSM8K, {len(stats)} steps",
+        "",
+        ", ".join(f"{key} {value}" for key, value in machine.items() if value) + ".",
+        "",
+        f"Greedy, all questions; before: {first.name}, after: {last.name}. Intervals are 95%.",
+        "",
+        "| set | questions | before | after | with a box before | after | accuracy of those before | after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in sets:
+        before, after = (read_answers(folder / f"{name}.jsonl") for folder in (first, last))
+        old, new = describe(before), describe(after)
+        spans = [f"{x['accuracy']:.1%} ({x['low']:.1%} to {x['high']:.1%})" for x in (old, new)]
+        rest = [f"{x[key]:.1%}" for key in ("boxed", "accuracy_of_boxed") for x in (old, new)]
+        lines.append(f"| {name} | {len(before)} | {' | '.join(spans)} | {' | '.join(rest)} |")
+    steady = [row for row in stats if row["step"] >= 3 and "num_seqs" in row]
+    tokens = sum(row["num_seqs"] * row["seq_len"] for row in steady)
+    seconds = sum(row["time/step"] for row in steady)
+    parts = {key: fmean(row[f"time/{key}"] for row in steady) for key in ("step", "rollout", "update", "weights")}
+    lines += [
+        "",
+        f"Trained tokens per second after the third step: {tokens / seconds:,.0f}. Seconds of a step: "
+        + ", ".join(f"{key} {value:.2f}" for key, value in parts.items())
+        + ".",
+    ]
+    (out / "results.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def draw(stats: list[dict[str, float]], sets: dict[str, Path], path: Path) -> None:
+    """Draw reward of training and accuracy of the validation sets by step."""
+    figure = Figure(figsize=(10, 4), dpi=120, layout="tight")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["step"] for row in stats], [row["reward"] for row in stats], alpha=0.5)
+    left.set(xlabel="step", ylabel="reward of training samples")
+    for name in sets:
+        key = f"eval/{name}/pass@1"
+        points = [row for row in stats if key in row]
+        steps = [row.get(f"eval/{name}/version/min", row["step"]) for row in points]
+        right.plot(steps, [row[key] for row in points], marker="o", label=name)
+        if points and name == "gsm8k":
+            right.fill_between(steps, *([row[f"{key}/{end}"] for row in points] for end in ("low", "high")), alpha=0.2)
+    right.set(xlabel="step", ylabel="accuracy, greedy")
+    right.legend(fontsize=7)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--eval-every", type=int, default=60)
+    parser.add_argument("overrides", nargs="*", help="further configuration")
+    args = parser.parse_args()
+    args.data, args.out, args.runs = args.data.resolve(), args.out.resolve(), args.runs.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sets = prepare_data(args.data, args.runs / f"{args.out.name}-data")
+    run = train(args, sets)
+    stats = read_stats(run)
+    kept = [{k: v for k, v in row.items() if k in KEPT or k.startswith("eval/")} for row in stats]
+    (args.out / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    shutil.copy(run / "config.yaml", args.out / "config.yaml")
+    draw(stats, sets, args.out / "curve.png")
+    write_table(run, sets, stats, args.out)
+
+
+if __name__ == "__main__":
+    main()
