@@ -85,7 +85,7 @@ def write_table(run: Path, sets: dict[str, Path], stats: list[dict[str, float]],
     first, last = folders[0], folders[-1]
     machine = describe_machine()
     lines = [
-        f"# {out.name}: GRPO on GSM8K, {len(stats)} steps",
+        f"# {out.name}: GRPO on GSM8K, {last.name.removeprefix('step').lstrip('0')} steps",
         "",
         ", ".join(f"{key} {value}" for key, value in machine.items() if value) + ".",
         "",
@@ -118,12 +118,14 @@ def draw(stats: list[dict[str, float]], sets: dict[str, Path], path: Path) -> No
     """Draw reward of training and accuracy of the validation sets by step."""
     figure = Figure(figsize=(10, 4), dpi=120, layout="tight")
     left, right = figure.subplots(1, 2)
-    left.plot([row["step"] for row in stats], [row["reward"] for row in stats], alpha=0.5)
+    trained = [row for row in stats if "reward" in row]
+    left.plot([row["step"] + 1 for row in trained], [row["reward"] for row in trained], alpha=0.5)
     left.set(xlabel="step", ylabel="reward of training samples")
     for name in sets:
         key = f"eval/{name}/pass@1"
         points = [row for row in stats if key in row]
-        steps = [row.get(f"eval/{name}/version/min", row["step"]) for row in points]
+        # An evaluation has the step that it follows; -1 is before the first.
+        steps = [row["step"] + 1 for row in points]
         right.plot(steps, [row[key] for row in points], marker="o", label=name)
         if points and name == "gsm8k":
             right.fill_between(steps, *([row[f"{key}/{end}"] for row in points] for end in ("low", "high")), alpha=0.2)
@@ -146,6 +148,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     sets = prepare_data(args.data, args.runs / f"{args.out.name}-data")
     run = train(args, sets)
+    write_results(args, run, sets)
+
+
+def write_results(args: argparse.Namespace, run: Path, sets: dict[str, Path]) -> None:
+    """Write everything to `--out`."""
     stats = read_stats(run)
     kept = [{k: v for k, v in row.items() if k in KEPT or k.startswith("eval/")} for row in stats]
     (args.out / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
