@@ -121,6 +121,7 @@ class Embedded(Backend):
             port=port,
             tensor_parallel=_strategy(config).tensor,
             seed=config.server.seed + index * _SEED_STRIDE,
+            weight_folders=[*config.server.weight_folders, str(config.private_file.parent)],
         )
         default = vars(ServerConfig())
         changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}

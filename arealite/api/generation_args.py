@@ -11,6 +11,9 @@ from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, S
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 
+# A server that listens on one of these is reached from its own machine only.
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass
 class GenerationHyperparameters(Section):
@@ -119,7 +122,8 @@ class ServerConfig(Section):
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
     seed: int = _help("Seed of requests that have none.", 0, SEED)
     join: str = _help("Run directory of a running job that this server joins.", "")
+    weight_folders: list[str] = _help("Folders that weights are loaded from; empty: any of this user.", list)
 
     def problems(self) -> Iterator[str]:
-        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key:
+        if self.host not in LOOPBACK_HOSTS and not self.api_key:
             yield f"server.host={self.host} is not loopback: set server.api_key too"

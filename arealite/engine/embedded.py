@@ -64,7 +64,7 @@ class EmbeddedEngine(CollectingEngine):
         try:
             outputs = await asyncio.wrap_future(self.engine.submit(request))
         except asyncio.CancelledError:
-            self.engine.abort(request.rid)
+            self.engine.abort_request(request)
             raise
         return [_piece(output) for output in outputs]
 

@@ -73,13 +73,13 @@ class SGLangClient(ServerClient):
 
     async def load_folder(self, server: Server, meta: WeightUpdateMeta) -> None:
         server.adapter = ""
-        body = {"model_path": meta.path, "weight_version": str(meta.version)}
+        body = {"model_path": meta.path, **_version_fields(server, meta)}
         await self._load(server, "update_weights_from_disk", body | self._flush())
 
     async def load_segment(self, server: Server, meta: WeightUpdateMeta) -> None:
         server.adapter = ""
         if server.is_arealite:
-            body = {"path": meta.path, "weight_version": str(meta.version)}
+            body = {"path": meta.path, **_version_fields(server, meta)}
             await self._load(server, "update_weights_from_shm", body | self._flush())
             return
         # SGLang has no endpoint for a file: it maps tensors by name.
@@ -115,7 +115,7 @@ class SGLangClient(ServerClient):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, **self._flush()}
                 # The version belongs to the complete weights.
                 if index == len(portions):
-                    body["weight_version"] = str(meta.version)
+                    body |= _version_fields(server, meta)
                 await self._load(server, "update_weights_from_distributed", body)
 
     async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
@@ -124,7 +124,7 @@ class SGLangClient(ServerClient):
         body: dict[str, Any] = {"lora_name": name, "lora_path": meta.path}
         if server.is_arealite:
             # It merges the adapter, so requests need not name it.
-            await self._load(server, "load_lora_adapter", body | self._flush())
+            await self._load(server, "load_lora_adapter", body | _version_fields(server, meta) | self._flush())
             return
         try:
             await self._load(server, "load_lora_adapter", body)
@@ -246,6 +246,17 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
     if progress.seed is not None:
         params["sampling_seed"] = progress.seed
     return params
+
+
+def _version_fields(server: Server, meta: WeightUpdateMeta) -> dict[str, Any]:
+    """Return the version of new weights. The embedded server expects the next one, unless it is told otherwise.
+
+    A run that recovers goes back, and a server that joins late skips versions.
+    """
+    fields: dict[str, Any] = {"weight_version": str(meta.version)}
+    if server.is_arealite and not server.version <= meta.version <= server.version + 1:
+        fields["reset_version"] = True
+    return fields
 
 
 def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -> Piece:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -103,6 +104,16 @@ class Engine:
         """Version of the weights in use."""
         return self.core.version
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Number of characters above which no text fits into the context.
+
+        A token stands for at most as many characters as its name has. Tokenizers that drop white space or join unknown
+        characters take more: they are never held to less than 64 Ki.
+        """
+        longest = 1 if self.tokenizer is None else max(map(len, self.tokenizer.get_vocab()), default=1)
+        return max(1 << 16, self.max_len * longest)
+
     @property
     def adapter_name(self) -> str:
         """Name of the LoRA adapter in use; empty without one."""
@@ -146,7 +157,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, prompt and continuation together may have {self.max_len}: "
                 "shorten it, or raise context_length or max_total_tokens"
             )
-        request.params.check(vocab)
+        request.params.check(vocab, self.shape.eos_ids)
         if request.want_text and self.tokenizer is None:
             raise RequestError("text or stop strings need a tokenizer, and the model has none")
 
@@ -159,6 +170,15 @@ class Engine:
     def abort(self, rid: str | None = None) -> Future[int]:
         """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""
         return self._call(lambda: self.core.abort(rid))
+
+    def abort_request(self, request: Request) -> None:
+        """End this very request with the tokens it has; not another one with the same id."""
+
+        def abort() -> None:
+            if self.core.requests.get(request.rid) is request:
+                self.core.abort(request.rid)
+
+        self._call(abort)
 
     def pause(self, mode: str = "abort") -> Future[int]:
         """Stop generation between two steps. New requests wait until `resume`.

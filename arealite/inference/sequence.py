@@ -66,8 +66,8 @@ class SamplingParams:
             present["logit_bias"] = _int_keys(present["logit_bias"])
         return cls(**{name: _typed(name, value) for name, value in present.items()})
 
-    def check(self, vocab_size: int) -> None:
-        """Raise `RequestError` for values out of range."""
+    def check(self, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> None:
+        """Raise `RequestError` for values out of range, or if no token is left to sample."""
         limits = (
             ("n", 1, MAX_SAMPLES),
             ("max_new_tokens", 1, 2**31 - 1),
@@ -99,6 +99,11 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not (abs(bias) <= 1e6 or bias == -math.inf):
                 raise RequestError(f"logit_bias of token {token} is {bias}; use -1e6 to 1e6, or -inf to forbid it")
+        forbidden = {token for token, bias in self.logit_bias.items() if bias == -math.inf}
+        if self.min_new_tokens:
+            forbidden |= {*eos_ids, *self.stop_token_ids}
+        if len(forbidden) >= vocab_size:
+            raise RequestError("logit_bias and min_new_tokens forbid every token: allow at least one")
         if len(self.stop) > MAX_STOPS:
             raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}")
         if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in self.stop):

@@ -124,8 +124,9 @@ class Transport(abc.ABC):
         try:
             await self._load(client, server, meta)
         except HttpError as error:
-            # 503: the server is being stopped, the weights are not to blame.
-            if error.status == 503:
+            # 503: the server is being stopped; 409: it was restarted, or somebody else has changed its weights. The new
+            # weights are not to blame.
+            if error.status in (409, 503):
                 raise
             raise WeightUpdateError(f"{server.address} refused version {meta.version}: {error.text}") from None
 

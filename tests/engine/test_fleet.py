@@ -34,7 +34,7 @@ def steady_process(model_path):
 def steady(steady_process, model_path):
     """A server that outlives the tests, with the weights it started with."""
     path = {"model_path": str(model_path), "weight_version": "0"}
-    steady_process.post("update_weights_from_disk", **path)
+    steady_process.post("update_weights_from_disk", **path, reset_version=True)
     return steady_process
 
 
@@ -112,7 +112,8 @@ def test_a_server_joins_and_leaves_and_its_requests_continue(model_path, tmp_pat
     engine = connect(steady)
     engine.update_weights(WeightUpdateMeta("disk", weights, 1))
     expected = run(engine, engine.agenerate(request(3))).output_tokens
-    with server_process(model_path, deterministic="true", join=tmp_path / "run") as guest:
+    folders = f"[{tmp_path}]"
+    with server_process(model_path, deterministic="true", join=tmp_path / "run", weight_folders=folders) as guest:
         until(lambda: is_open(engine, guest))
         assert guest.get("model_info")["weight_version"] == "1"
         futures = [background(engine, engine.agenerate(request(3))) for _ in range(6)]
@@ -133,7 +134,7 @@ def test_a_server_with_another_model_is_refused_and_the_job_continues(model_path
     Qwen2ForCausalLM(other).save_pretrained(tmp_path / "larger")
     engine = connect(steady)
     engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
-    with server_process(tmp_path / "larger", join=tmp_path / "run") as guest:
+    with server_process(tmp_path / "larger", join=tmp_path / "run", weight_folders=f"[{model_path}]") as guest:
         said = []
         until(lambda: said.append(capfd.readouterr().out) or "no requests" in "".join(said))
         words = rf"warning: {guest.address} gets no requests.*model.embed_tokens.weight has shape"

@@ -2,21 +2,18 @@
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from arealite.api.errors import ConfigError, ServerError
+from arealite.api.errors import ConfigError, HttpError, ServerError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.engine.remote.client import read_version
 from arealite.engine.remote.fleet import Fleet
 from arealite.engine.remote.server import ServerInfo
 from arealite.utils.json_client import JsonClient, UnreachableError
@@ -50,6 +47,28 @@ def test_a_server_that_comes_back_with_other_weights_gets_no_requests(model_path
         assert not is_open(engine, one) and is_open(engine, steady)
         is_torn[0] = False
         until(lambda: is_open(engine, one))
+
+
+@pytest.mark.parametrize("forged", ["7", "999999", str(2**31 - 1)])
+def test_a_version_that_was_never_published_is_not_trained_on(forged, model_path, connect, steady):  # noqa: F811
+    engine = connect(steady)
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+    steady.post("update_weight_version", weight_version=forged, reset_version=True)
+    assert set(run(engine, engine.agenerate(request(0))).output_versions) == {1}
+    assert steady.get("model_info")["weight_version"] == "1"
+    # An update finds it as well, and the server gets the weights of the run again.
+    steady.post("update_weight_version", weight_version=forged, reset_version=True)
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 2))
+    assert steady.get("model_info")["weight_version"] == "2"
+    # A run that recovers goes back.
+    engine.update_weights(WeightUpdateMeta("disk", str(model_path), 0))
+    assert steady.get("model_info")["weight_version"] == "0"
+
+
+@pytest.mark.parametrize("version", ["999999999999999999", 2**31])
+def test_a_version_that_no_run_reaches_is_an_error(version):
+    with pytest.raises(ValueError, match="above"):
+        read_version(version, 0)
 
 
 def test_requests_leave_a_server_that_fails_and_then_hangs(model_path, connect, steady):  # noqa: F811
@@ -171,33 +190,21 @@ def test_a_rollout_worker_does_not_open_a_server_that_the_trainer_has_closed():
     assert asyncio.run(worker_side()) == (False, [])
 
 
-def test_the_run_continues_when_a_server_stops_while_it_reads_weights(
-    model_path,
-    tmp_path,
-    connect,  # noqa: F811
-    steady,  # noqa: F811
-):
+def test_the_run_continues_when_a_server_stops_while_it_reads_weights(model_path, connect, steady):  # noqa: F811
     """It answers 503, which is not a refusal of the weights."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    os.mkfifo(slow / "model.safetensors.index.json")
     with server_process(model_path, deterministic="true") as one:
         engine = connect(one, steady)
         load = engine.client.load_folder
 
-        def load_slowly(server, meta):
-            return load(server, replace(meta, path=str(slow)) if server.address == one.address else meta)
-
-        engine.client.load_folder = load_slowly
-        meta = WeightUpdateMeta("disk", str(model_path), 1)
-        with ThreadPoolExecutor(1) as pool:
-            update = pool.submit(engine.update_weights, meta)
-            with (slow / "model.safetensors.index.json").open("w") as index:  # it reads now
-                (slow / "model.safetensors").symlink_to(model_path / "model.safetensors")
+        async def load_and_stop(server, meta):
+            if server.address == one.address:
                 one.signal(signal.SIGTERM)
-                until(lambda: not answers(one))
-                index.write(json.dumps({"weight_map": {"all": "model.safetensors"}}))
-            update.result(30)
+                await asyncio.to_thread(until, lambda: not answers(one))
+                raise HttpError(f"{server.url}/update_weights_from_disk", 503, "the inference engine is closed")
+            await load(server, meta)
+
+        engine.client.load_folder = load_and_stop
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
         assert is_open(engine, steady) and not is_open(engine, one)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from transformers import (
 )
 
 from arealite.api.cli_args import ServerConfig
+from arealite.core.event_loop import new_event_loop
 from arealite.inference.engine import Engine
+from arealite.inference.http.server import bind, serve
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
 SMALL = {
@@ -86,6 +90,25 @@ def make_engine() -> Iterator[MakeEngine]:
         engine.close()
 
 
+@contextmanager
+def served(engine: Engine, **settings) -> Iterator[str]:
+    """Serve the engine over HTTP on a thread; yields `host:port`. Closes the engine at the end."""
+    config = ServerConfig(**settings)
+    sock = bind(config)
+    sock.listen()  # so that connections wait for the thread
+    loop = new_event_loop()
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(engine, config, sock, stop)))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        assert not thread.is_alive()
+        loop.close()
+
+
 def run(engine: Engine, prompt: list[int], **params) -> list[SampleOutput]:
     """Generate and wait."""
     return submit(engine, prompt, **params).result(100)
@@ -95,10 +118,10 @@ def submit(engine: Engine, prompt: list[int], rid: str | None = None, **params):
     return engine.submit(Request(prompt, SamplingParams(**params), rid))
 
 
-def submit_and_see_start(engine: Engine, prompt: list[int], **params):
+def submit_and_see_start(engine: Engine, prompt: list[int], rid: str | None = None, **params):
     """Submit a request and wait for its first token."""
     seen = threading.Event()
-    request = Request(prompt, SamplingParams(**params), on_progress=lambda *event: seen.set())
+    request = Request(prompt, SamplingParams(**params), rid, on_progress=lambda *event: seen.set())
     future = engine.submit(request)
     assert seen.wait(30)
     return future

@@ -102,5 +102,5 @@ def test_unexpected_exception_is_logged_and_answered_with_500(make_engine, monke
     engine = make_engine(make_model())
     monkeypatch.setattr(engine, "stats", lambda: {}["nothing"])
     status, answer = call(engine, "/server_info")
-    assert status == 500 and "bug" in message(answer) and "KeyError('nothing')" in message(answer)
+    assert status == 500 and "bug" in message(answer) and "KeyError" in message(answer)
     assert "/server_info" in caplog.text and "Traceback" in caplog.text

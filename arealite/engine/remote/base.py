@@ -143,14 +143,19 @@ class RemoteEngine(CollectingEngine):
         raise ServerError(f"request {rid} failed {len(errors)} times (rollout.request_retries): {'; '.join(errors)}")
 
     async def _generate(self, server: Server, progress: Progress, count: int) -> list[Piece]:
-        """Ask one server; an answer by older weights than the server held is a `ServerError`."""
+        """Ask one server; raises `ServerError` for an answer by weights that it cannot have at this time."""
         held = server.version
         with server.track_request():
             pieces = await self.client.generate(server, progress, count)
-        oldest = min((version for piece in pieces for version in piece.versions), default=held)
-        if oldest < held:
+        versions = [version for piece in pieces for version in piece.versions]
+        if versions and min(versions) < held:
             # It was restarted so quickly that no request failed.
-            raise ServerError(f"{server.address} held version {held}, and answers with {oldest}")
+            raise ServerError(f"{server.address} held version {held}, and answers with {min(versions)}")
+        if versions and max(versions) > max(held, self.fleet.newest_version):
+            raise ServerError(
+                f"{server.address} answers with version {max(versions)}, and the newest one of this run is "
+                f"{self.fleet.newest_version}: somebody else has changed its weights"
+            )
         return pieces
 
     def begin_update(self, meta: WeightUpdateMeta) -> None:

@@ -17,16 +17,21 @@ from arealite.weights.transport import WeightClient
 
 CONTROL_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
+MAX_VERSION = 2**31 - 1
 
 
 def read_version(version: Any, unknown: int) -> int:
     """Parse a weight version as SGLang and vLLM report it.
 
     Versions of this package are numbers; `default`, the weights that a server started with, is 0; else it is `unknown`.
+    A number that no run reaches is a `ValueError`.
     """
     if version == "default":
         return 0
-    return int(version) if isinstance(version, int | str) and str(version).isdigit() else unknown
+    number = int(version) if isinstance(version, int | str) and str(version).isdigit() else unknown
+    if number > MAX_VERSION:
+        raise ValueError(f"weight version {number!s:.20} is above {MAX_VERSION}")
+    return number
 
 
 class ServerClient(WeightClient[Server], abc.ABC):

@@ -79,6 +79,11 @@ class Fleet:
         servers = [server.state() for server in self.router.servers.values()]
         return {"version": max((s.version for s in servers), default=0), "servers": servers}
 
+    @property
+    def newest_version(self) -> int:
+        """The newest version that an answer may have; a rollout worker learns of an update after the servers."""
+        return self.updater.version + (self._mirrored is not None)
+
     def mirror(self, state: dict[str, Any]) -> None:
         """In a rollout worker: take over the state of the trainer's fleet."""
         servers: list[ServerState] = state["servers"]

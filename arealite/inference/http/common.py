@@ -1,54 +1,59 @@
-"""Shared by all HTTP endpoints: JSON bodies, errors, the bearer token, waiting for the engine.
+"""Shared by all HTTP endpoints: JSON bodies, errors, waiting for the engine and for threads.
 
 A bad request gets a status and a message that says what is wrong, never a traceback, and never ends the server. An
 error in a stream that has begun is sent as its last event.
 """
 
 import asyncio
-import hmac
 import json
 import logging
+import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from orjson import dumps, loads
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
-from arealite.inference.sequence import Request, SampleOutput
+from arealite.inference.http.access import Access
+from arealite.inference.http.connections import Connections
+from arealite.inference.sequence import Request, SampleOutput, resolve
 
 ENGINE = web.AppKey("engine", Engine)
-API_KEY = web.AppKey("api_key", str)
-OPEN_PATHS = ("/health",)
+ACCESS = web.AppKey("access", Access)
+CONNECTIONS = web.AppKey("connections", Connections)
+BODY_TIMEOUT_S = 60.0
+_MAX_MESSAGE = 2000
 logger = logging.getLogger("arealite.server")
+R = TypeVar("R")
 
 
 @web.middleware
-async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answer every exception of a handler, also a bug, with a status and a JSON body."""
+async def answer_all(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Check who asks, and answer every exception of a handler, also a bug, with a status and a JSON body."""
+    connection, has_key = request.app[CONNECTIONS].of(request), False
+    if connection is not None:
+        connection.begin_request()
     try:
-        check_token(request)
-        return await handler(request)
+        has_key = request.app[ACCESS].check(request)
+        response = await handler(request)
     except ConnectionResetError:  # the client has closed the connection
         raise
     except Exception as error:
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise
         body = error_body(request, error)
-        return json_response(body, body["error"]["code"])
-
-
-def check_token(request: web.Request) -> None:
-    """Raise 401 unless the request carries the server's bearer token, if it has one."""
-    expected = request.app[API_KEY]
-    if not expected or request.path in OPEN_PATHS:
-        return
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), expected.encode()):
-        raise web.HTTPUnauthorized(reason="missing or wrong bearer token")
+        response = json_response(body, body["error"]["code"])
+    finally:
+        if connection is not None:
+            connection.end_request()
+    if not has_key:
+        # Only connections of those who have the key may stay.
+        response.force_close()
+    return response
 
 
 def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
@@ -61,7 +66,9 @@ def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
         status, message = error.status, error.reason or error.text or ""
     else:
         logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        status, message = 500, f"bug in the server, its log has the traceback: {error!r}"
+        status, message = 500, f"bug in the server, its log has the traceback: {type(error).__name__}"
+    # A message may quote the request, also what UTF-8 cannot express.
+    message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
     return {"error": {"message": message, "code": status}, "success": False, "message": message}
 
 
@@ -73,8 +80,11 @@ def json_response(body: Any, status: int = 200) -> web.Response:
 async def read_object(request: web.Request) -> dict[str, Any]:
     """Read the body as a JSON object; an empty body is an empty object."""
     try:
-        raw = await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await request.read()
         body = _parse_json(raw) if raw else {}
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     except (web.RequestPayloadError, ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -105,6 +115,20 @@ def check_token_ids(value: Any, name: str) -> list[int]:
     if value and not -(2**31) <= min(value) <= max(value) < 2**31:
         raise RequestError(f"{name} holds a token id that no vocabulary has")
     return value
+
+
+async def run_beside(function: Callable[[], R]) -> R:
+    """Run a function that may block on a thread of its own, which does not keep the server from ending."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            resolve(future, function())
+        except BaseException as error:  # whatever it is, the caller awaits it
+            resolve(future, error)
+
+    threading.Thread(target=run, name="beside the event loop", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class Mailbox:
@@ -151,7 +175,7 @@ async def finish(app: web.Application, request: Request) -> list[SampleOutput]:
     try:
         return _check_finite(await app[MAILBOX].wait_for(future))
     except asyncio.CancelledError:
-        engine.abort(request.rid)
+        engine.abort_request(request)
         raise
 
 
@@ -174,7 +198,7 @@ async def progress(engine: Engine, request: Request) -> AsyncIterator[tuple[int,
             yield _check_finite(event.result()) if ended else event
     finally:
         if not ended:
-            engine.abort(request.rid)
+            engine.abort_request(request)
 
 
 def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:

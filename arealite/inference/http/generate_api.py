@@ -21,13 +21,15 @@ _KNOWN = {
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
     "logprob_start_len", "priority",
 }  # fmt: skip
+# Characters that are tokenized on the event loop: a thread would take longer.
+SHORT_TEXT = 4096
 _UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_experts")
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
     """Handle `/generate`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
-    request = parse(engine, body)
+    request = await parse(engine, body)
     if common.flag(body, "stream"):
         request.want_text |= engine.tokenizer is not None
         return await common.event_stream(http_request, _stream(engine, request))
@@ -36,7 +38,7 @@ async def generate(http_request: web.Request) -> web.StreamResponse:
     return common.json_response(answers if request.params.n > 1 else answers[0])
 
 
-def parse(engine: Engine, body: dict[str, Any]) -> Request:
+async def parse(engine: Engine, body: dict[str, Any]) -> Request:
     """Make a request from a JSON body; `RequestError` says what is wrong with it."""
     for name in _UNSUPPORTED:
         if body.pop(name, None):
@@ -48,7 +50,7 @@ def parse(engine: Engine, body: dict[str, Any]) -> Request:
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids")
     if ids is None:
-        ids = encode(engine, text)
+        ids = await encode(engine, text)
     rid = body.get("rid")
     if rid is not None and not isinstance(rid, str):
         raise RequestError(f"rid must be a string, got {rid!r}")
@@ -70,14 +72,26 @@ def check_text(text: str) -> None:
         raise RequestError(f"the text is not valid Unicode: {error}") from error
 
 
-def encode(engine: Engine, text: Any) -> list[int]:
-    """Tokenize a prompt."""
+async def encode(engine: Engine, text: Any) -> list[int]:
+    """Tokenize a prompt; a long one beside the event loop."""
     if not isinstance(text, str):
         raise RequestError(f"text must be a string, got {type(text).__name__}")
+    if len(text) <= SHORT_TEXT:
+        return tokenize(engine, text)
+    return await common.run_beside(lambda: tokenize(engine, text))
+
+
+def tokenize(engine: Engine, text: str, **settings: Any) -> list[int]:
+    """Tokenize a text that may fit into the context; raises `RequestError` for others."""
     if engine.tokenizer is None:
         raise RequestError("the model has no tokenizer: send input_ids")
+    if len(text) > SHORT_TEXT and len(text) > engine.max_characters:
+        raise RequestError(
+            f"the text has {len(text)} characters; prompt and continuation together may have {engine.max_len} tokens, "
+            f"at most {engine.max_characters} characters: shorten it"
+        )
     check_text(text)
-    return engine.tokenizer.encode(text)
+    return engine.tokenizer.encode(text, **settings)
 
 
 def describe(engine: Engine, request: Request, index: int, output: SampleOutput) -> dict[str, Any]:

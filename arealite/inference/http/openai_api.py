@@ -19,7 +19,7 @@ from orjson import dumps
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
-from arealite.inference.http.generate_api import check_text, encode
+from arealite.inference.http.generate_api import SHORT_TEXT, encode, tokenize
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
 _SAME_NAME = (
@@ -68,7 +68,7 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     params = _sampling(body, default_max_tokens=16)
-    prompts = _prompts(engine, body.get("prompt"))
+    prompts = await _prompts(engine, body.get("prompt"))
     requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
     if common.flag(body, "stream"):
         if len(requests) > 1:
@@ -88,7 +88,10 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
 async def chat_completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/chat/completions`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
-    ids = _chat_prompt(engine, body)
+    if http_request.content_length is not None and http_request.content_length <= SHORT_TEXT:
+        ids = _chat_prompt(engine, body)
+    else:
+        ids = await common.run_beside(lambda: _chat_prompt(engine, body))
     params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
     request = Request(ids, params, want_text=True)
     if common.flag(body, "stream"):
@@ -111,17 +114,18 @@ def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
     return SamplingParams.from_json(values)
 
 
-def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
+async def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
     """Token ids of each prompt: a text, a list of token ids, or a list of either."""
     if isinstance(prompt, str):
-        return [encode(engine, prompt)]
+        return [await encode(engine, prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt must be a text, a list of token ids, or a list of those")
     if all(type(token) is int for token in prompt):
         return [common.check_token_ids(prompt, "prompt")]
-    return [
-        encode(engine, part) if isinstance(part, str) else common.check_token_ids(part, "prompt") for part in prompt
-    ]
+    for part in prompt:
+        if not isinstance(part, str):
+            common.check_token_ids(part, "prompt")
+    return [await encode(engine, part) if isinstance(part, str) else part for part in prompt]
 
 
 def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
@@ -129,6 +133,9 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise RequestError("messages must be a non-empty list")
     messages = [_message(message) for message in body["messages"]]
+    num_characters = sum(len(message.get("content") or "") for message in messages)
+    if num_characters > SHORT_TEXT and num_characters > engine.max_characters:
+        raise RequestError(f"the messages have more characters than {engine.max_len} tokens can hold: shorten them")
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
     variables = body.get("chat_template_kwargs") or {}
@@ -140,8 +147,7 @@ def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
         text = tokenizer.apply_chat_template(messages, **settings, **variables)
     except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
         raise RequestError(f"the chat template rejects these messages: {error}") from error
-    check_text(text)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenize(engine, text, add_special_tokens=False)
 
 
 def _message(message: Any) -> dict[str, Any]:

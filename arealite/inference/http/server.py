@@ -16,10 +16,12 @@ from typing import Any, Literal
 from aiohttp import web
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import RequestError, ServerError
+from arealite.api.errors import AReaLiteError, RequestError, ServerError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
+from arealite.inference.http.access import Access, new_version
+from arealite.inference.http.connections import Connections
 from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
@@ -29,14 +31,21 @@ from arealite.weights.sync import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_MAX_BODY_BYTES = 256 << 20
+# The layout of a hundred thousand tensors, or a batch of prompts.
+_MAX_BODY_BYTES = 32 << 20
+# Above the time for which our clients keep a connection, so that they are the ones who close it.
+_KEEPALIVE_S = 330.0
+_RELEASE_INTERVAL_S = 30.0
+# Characters of an adapter's name.
+_MAX_NAME = 256
 
 
 def make_app(engine: Engine, config: ServerConfig) -> web.Application:
     """Make the web application with all routes."""
-    app = web.Application(middlewares=[common.errors_as_json], client_max_size=_MAX_BODY_BYTES)
+    app = web.Application(middlewares=[common.answer_all], client_max_size=_MAX_BODY_BYTES)
     app[common.ENGINE] = engine
-    app[common.API_KEY] = config.api_key or ""
+    app[common.ACCESS] = Access(config)
+    app[common.CONNECTIONS] = Connections()
     app[common.MAILBOX] = common.Mailbox()
     app[RECEIVER] = WeightReceiver()
     app.add_routes(
@@ -89,22 +98,35 @@ def bind(config: ServerConfig) -> socket.socket:
 
 async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop: asyncio.Event) -> None:
     """Serve until `stop` is set or the engine fails."""
-    runner = web.AppRunner(make_app(engine, config), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+    app, loop = make_app(engine, config), asyncio.get_running_loop()
+    settings: dict[str, Any] = {"access_log": None, "handler_cancellation": True, "keepalive_timeout": _KEEPALIVE_S}
+    runner = web.AppRunner(app, shutdown_timeout=2.0, **settings)
     await runner.setup()
-    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+    assert runner.server is not None
+    loop.set_exception_handler(AcceptErrors())
     # asyncio accepts as many connections at once as this backlog, and also fails as often once out of descriptors.
-    await web.SockSite(runner, sock, backlog=64).start()
+    listener = await loop.create_server(app[common.CONNECTIONS].accept(runner.server), sock=sock, backlog=64)
     sock.listen(4096)
     host, port = sock.getsockname()[:2]
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
+    releasing = asyncio.create_task(_release_removed(engine), name="release removed weights")
     try:
         await stop.wait()
         # Running requests return the tokens they have, so that clients can continue on other servers.
         if engine.failure is None:
             await asyncio.wrap_future(engine.pause("abort"))
     finally:
+        releasing.cancel()
+        listener.close()
         engine.close()
         await runner.cleanup()
+
+
+async def _release_removed(engine: Engine) -> None:
+    """Release the weights of ended runs: nobody tells a server that serves several runs."""
+    while True:
+        await asyncio.sleep(_RELEASE_INTERVAL_S)
+        engine.release_removed()
 
 
 class AcceptErrors:
@@ -134,7 +156,9 @@ class AcceptErrors:
 async def health(http_request: web.Request) -> web.Response:
     failure = http_request.app[common.ENGINE].failure
     if failure is not None:
-        raise ServerError(f"the inference engine has failed: {failure!r}")
+        # Everybody may ask: messages of other exceptions could hold what is not meant for them.
+        cause = str(failure) if isinstance(failure, AReaLiteError) else type(failure).__name__
+        raise ServerError(f"the inference engine has failed: {cause}")
     return common.json_response({"status": "ok"})
 
 
@@ -164,9 +188,10 @@ async def model_info(http_request: web.Request) -> web.Response:
 
 async def server_info(http_request: web.Request) -> web.Response:
     """Counters; with `?probe=PATH`, also what this server reads in a trainer's segment of GPU memory."""
-    info, probe = http_request.app[common.ENGINE].stats(), http_request.query.get("probe")
+    app, probe = http_request.app, http_request.query.get("probe")
+    info = app[common.ENGINE].stats()
     if probe:
-        info["probe"] = await asyncio.to_thread(read_probe, probe)
+        info["probe"] = await common.run_beside(lambda: read_probe(app[common.ACCESS].weight_path(probe)))
     return common.json_response(info)
 
 
@@ -211,9 +236,13 @@ async def flush_cache(http_request: web.Request) -> web.Response:
 
 async def update_published(way: Literal["disk", "shm"], key: str, http_request: web.Request) -> web.Response:
     """Load the weights that a trainer has published at the path `body[key]`."""
-    body = await common.read_object(http_request)
-    meta = WeightUpdateMeta(way, _path(body, key), _version(http_request.app[common.ENGINE], body))
-    return await _update(http_request, body, lambda: WeightSource.published(meta))
+    app, body = http_request.app, await common.read_object(http_request)
+    path, version = _path(body, key), _version(app[common.ENGINE], body)
+
+    def get_source() -> WeightSource:
+        return WeightSource.published(WeightUpdateMeta(way, app[common.ACCESS].weight_path(path), version))
+
+    return await _update(http_request, body, get_source)
 
 
 async def load_lora_adapter(http_request: web.Request) -> web.Response:
@@ -221,14 +250,15 @@ async def load_lora_adapter(http_request: web.Request) -> web.Response:
 
     The weight version becomes `weight_version`, else N where `lora_name` is `vN`, else the next one.
     """
-    body = await common.read_object(http_request)
+    app, body = http_request.app, await common.read_object(http_request)
     name = body.get("lora_name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"lora_name must name the adapter, got {name!r}")
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise RequestError(f"lora_name must name the adapter in at most {_MAX_NAME} characters, got {name!r:.60}")
     if name[0] == "v" and name[1:].isdigit():
         body.setdefault("weight_version", name[1:])
-    path, version = _path(body, "lora_path"), _version(http_request.app[common.ENGINE], body)
-    return await _update(http_request, body, lambda: WeightSource.adapter(path, version, name))
+    path, version = _path(body, "lora_path"), _version(app[common.ENGINE], body)
+    access = app[common.ACCESS]
+    return await _update(http_request, body, lambda: WeightSource.adapter(access.weight_path(path), version, name))
 
 
 async def unload_lora_adapter(http_request: web.Request) -> web.Response:
@@ -242,7 +272,7 @@ async def unload_lora_adapter(http_request: web.Request) -> web.Response:
 
 async def init_weights_update_group(http_request: web.Request) -> web.Response:
     body = await common.read_object(http_request)
-    await asyncio.to_thread(http_request.app[RECEIVER].join, body)
+    await common.run_beside(lambda: http_request.app[RECEIVER].join(body))
     return common.json_response({"success": True, "message": "joined"})
 
 
@@ -276,7 +306,7 @@ async def _update(
     flush = body.get("flush_cache") is None or common.flag(body, "flush_cache")
     if common.flag(body, "abort_all_requests"):
         await asyncio.wrap_future(engine.abort())
-    count = await asyncio.wrap_future(await asyncio.to_thread(lambda: engine.update(get_source(), flush)))
+    count = await asyncio.wrap_future(await common.run_beside(lambda: engine.update(get_source(), flush)))
     message = f"weights of version {engine.version} are in use"
     return common.json_response({"success": True, "message": message, "num_paused_requests": count})
 
@@ -289,10 +319,4 @@ def _path(body: dict[str, Any], key: str) -> str:
 
 
 def _version(engine: Engine, body: dict[str, Any]) -> int:
-    given = body.get("weight_version")
-    if given is None:
-        return engine.version + 1
-    digits = str(given) if type(given) in (int, str) else ""
-    if not (digits.isdecimal() and len(digits) < 19):
-        raise RequestError(f"weight_version must be a whole number from 0 on, got {given!r}")
-    return int(digits)
+    return new_version(body, engine.version, common.flag(body, "reset_version"))
