@@ -183,11 +183,12 @@ def test_server_commands():
         "model_path=m",
         "dtype=float32",
         "port=1234",
+        f'weight_folders=["{embedded.private_file.parent}"]',
         "api_key=${oc.env:AREALITE_API_KEY}",
     ]
     assert BACKENDS["embedded"].env(embedded) == {"AREALITE_API_KEY": "secret"}
     wide = BACKENDS["embedded"].command(config("embedded.d2t4+d1"), 1)
-    assert wide[-2:] == ["tensor_parallel=4", "port=1"]
+    assert wide[-3:-1] == ["tensor_parallel=4", "port=1"]
     sglang = config(
         "sglang.d1t4+d1",
         sglang={"mem_fraction_static": 0.8, "trust_remote_code": True, "disable_x": False, "command": "sg --now"},
