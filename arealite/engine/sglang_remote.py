@@ -249,9 +249,10 @@ def sampling_params(progress: Progress, num_samples: int, max_new_tokens: int) -
 
 
 def _version_fields(server: Server, meta: WeightUpdateMeta) -> dict[str, Any]:
-    """Return the version of new weights. The embedded server expects the next one, unless it is told otherwise.
+    """Return the version of new weights, as servers expect it.
 
-    A run that recovers goes back, and a server that joins late skips versions.
+    The embedded server takes the next version only, unless it is told otherwise: a run that recovers goes back, and a
+    server that joins late skips versions.
     """
     fields: dict[str, Any] = {"weight_version": str(meta.version)}
     if server.is_arealite and not server.version <= meta.version <= server.version + 1:

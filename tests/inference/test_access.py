@@ -294,6 +294,7 @@ def test_a_standing_server_releases_the_weights_of_ended_runs(make_engine, tmp_p
     shared = SharedWeights.create(tmp_path / "segment", weights)
     for name, tensor in weights.items():
         shared.tensors[name].copy_(tensor)
+    SharedWeights.detach(shared.path)  # as if another process had made it
     meta = WeightUpdateMeta("shm", str(shared.path), 1)
     engine.update(WeightSource.published(meta)).result(30)
     engine.release_removed()

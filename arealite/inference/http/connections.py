@@ -1,4 +1,4 @@
-"""Limits on connections: how many there are, and how long one may take to send the header of a request.
+"""Limits on connections: how many there are, and how long one may take to send a header.
 
 Somebody who opens connections and sends nothing, or a byte at a time, would hold all file descriptors. A connection
 that has sent a complete header with the right key may stay; of the others, each client address gets a share of the
