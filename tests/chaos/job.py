@@ -61,6 +61,7 @@ class ChaosJob:
         self.command += [f"{key}={value}" for key, value in options.items()]
         self.eta = int(str(options["rollout.max_head_offpolicyness"]))
         self.steps = int(str(options["total_train_steps"]))
+        self.batch = int(str(options["train_dataset.batch_size"]))
         self.log = (folder / "launcher.log").open("a")
         self.env = {**os.environ, "CHAOS_FOLDER": str(folder), "PYTHONPATH": str(ROOT)}
         self.start()
@@ -156,8 +157,8 @@ class ChaosJob:
             (self.eta,),
         ).fetchall()
         db.close()
-        assert counts["trained"] == self.steps * BATCH, counts
-        assert per_step == {step: BATCH for step in range(self.steps)}, per_step
+        assert counts["trained"] == self.steps * self.batch, counts
+        assert per_step == {step: self.batch for step in range(self.steps)}, per_step
         assert not too_old, too_old
         last = steps[-1]
         assert last["trained"] == counts["trained"]

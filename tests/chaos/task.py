@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
     workflow = Unruly(vowels, config.gconfig, tokenizer, reward_inline=True)
-    rows = [{"prompt": f"word {i}: "} for i in range(64)]
+    rows = [{"prompt": f"word {i}: "} for i in range(512)]
     PPOTrainer(config, rows, tokenizer).train(workflow)
 
 

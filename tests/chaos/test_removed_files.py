@@ -1,0 +1,106 @@
+"""Files that disappear or cannot be written while a real job runs."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from arealite.trainer.recover import find_damage, list_complete
+from arealite.utils.rundir import RunDir
+from tests.chaos.test_faults import job  # noqa: F401
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_removed_ledger_and_removed_shared_memory_lose_nothing(job):  # noqa: F811
+    run = job(**{"total_train_steps": 8})
+    run.wait_for_step(2)
+    for name in ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm"):
+        (run.run_dir / name).unlink()
+    segment = RunDir(run.run_dir).shared_weights
+    segment.unlink()
+    run.wait_for_step(5)
+    segment.unlink()
+    (run.run_dir / "run.sqlite").unlink()
+    assert run.finish() == 0, run.tail()
+    run.check()
+    assert run.tail().count("run.sqlite was removed while the run writes it: it is written again") >= 2
+    assert not segment.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_newest_checkpoint_without_checksums_is_not_used(job):  # noqa: F811
+    run = job(**{"total_train_steps": 10})
+    run.until(lambda: len(list_complete(run.run_dir / "recover")) == 2, "two checkpoints")
+    run.wait_for_step(5)
+    newest, *_ = list_complete(run.run_dir / "recover")
+    for file in newest.glob("sums-*"):
+        file.unlink()
+    stray = run.run_dir / "recover" / "step000099"
+    stray.mkdir()
+    (stray / "state.json").write_text("{}")
+    run.send_signal("trainer")
+    assert run.finish() == 0, run.tail()
+    run.check()
+    assert "step000099 is damaged (state.json has no checksum)" in run.tail()
+    assert not find_damage(list_complete(run.run_dir / "recover")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_with_more_episodes_in_flight_than_open_files(job):  # noqa: F811
+    options = {"total_train_steps": 2, "train_dataset.batch_size": 400, "rollout.episode_timeout_s": 300}
+    run = job(wrap=["sh", "-c", 'ulimit -n 256 && exec "$0" "$@"'], **options)
+    assert run.finish() == 0, run.tail()
+    run.check()
+    assert "Too many open files" not in run.tail()
+    assert "the limit on open files is 256. Raise the hard limit" in run.tail()
+
+
+SMALL_DISK = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"']
+# Enough for the ledger and the statistics of a step, not for a model.
+LEFT_BYTES = 64 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_checkpoints", [1, 2])
+def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_checkpoints):  # noqa: F811
+    """Room is made if there is an older recover checkpoint. Otherwise the error says where the model is."""
+    (tmp_path / "runs").mkdir()
+    wrap = [*SMALL_DISK, str(tmp_path / "runs")]
+    if subprocess.run([*wrap, "true"], capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # Failures would fill the disk with their logs.
+    monkeypatch.setenv("CHAOS_MISBEHAVE", "0")
+    freq_steps = 6 // num_checkpoints
+    run = job(wrap=wrap, **{"total_train_steps": 8, "recover.freq_steps": freq_steps})
+    run.until(lambda: os.path.ismount(f"/proc/{run.launcher.pid}/root{tmp_path}/runs"), "the small disk")
+    # The disk as the job sees it, also after the job has ended.
+    disk = os.open(f"/proc/{run.launcher.pid}/root{tmp_path}/runs", os.O_PATH)
+    run.run_dir = Path(f"/proc/self/fd/{disk}/chaos/job")
+    try:
+        run.until(lambda: len(list_complete(run.run_dir / "recover")) == num_checkpoints, "checkpoints")
+        pid = run.send_signal("trainer", signal.SIGSTOP)
+        assert run.step() < 8
+        usage = os.statvfs(f"/proc/self/fd/{disk}")
+        Path(f"/proc/self/fd/{disk}/filler").write_bytes(bytes(usage.f_bavail * usage.f_bsize - LEFT_BYTES))
+        os.kill(pid, signal.SIGCONT)
+        code = run.finish()
+        output = (tmp_path / "launcher.log").read_text()
+        if num_checkpoints == 2:
+            assert code == 0, run.tail()
+            model = run.run_dir / "checkpoints" / "step000008"
+        else:
+            assert code == 2 and "Traceback" not in output, run.tail()
+            (model,) = tmp_path.glob("arealite-model-*/step000008")
+            assert f"The trained model is in {model}: move it" in output, output
+        assert load_file(model / "model.safetensors") and (model / "tokenizer.json").exists()
+        assert not find_damage(list_complete(run.run_dir / "recover")[0])
+    finally:
+        os.close(disk)
