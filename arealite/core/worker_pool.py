@@ -27,7 +27,7 @@ from arealite.core.diagnosis import describe
 from arealite.core.episode import to_bytes
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.utils.config import log_to_file
-from arealite.utils.process_pool import Channel, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
+from arealite.utils.process_pool import Channel, MessageError, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
 from arealite.utils.startup import prepare_process
 
 logger = logging.getLogger("arealite.executor")
@@ -105,7 +105,7 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
 
     async def _read(self, worker: RolloutWorker) -> None:
         """Receive the results of a worker until it ends, then replace it; its episodes go on elsewhere."""
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError, MessageError):
             while True:
                 kind, number, payload = await worker.channel.receive()
                 future = worker.waiting.get(number)

@@ -2,15 +2,18 @@
 
 Reward code that hangs or crashes fails its own job only. A workflow awaits `pool.run(fn, rows)` on the executor's event
 loop. A worker takes one job at a time; if it crashes or passes the deadline it is killed and replaced, and that job
-alone fails, with the reason. While all workers only wait (for a judge, a database) more are started, so that waiting
-costs no throughput. Coroutine functions are awaited on the event loop itself.
+alone fails, with the reason. While workers spend their time blocked in jobs (on a judge, a database) more are started,
+so that waiting costs no throughput; workers that compute, or wait for the next job, are never more than `num_workers`.
+Coroutine functions are awaited on the event loop itself.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
 import pickle
+import resource
 import socket
 import time
 import traceback
@@ -26,12 +29,16 @@ from arealite.utils.process_pool import (
     WorkerLost,
     WorkerProcess,
     WorkerTimeout,
+    close_pool_pipes,
     die_with_owner,
     start_fork_server,
 )
 
 # While jobs wait: how often to check whether more workers would help.
 _GROWTH_INTERVAL_S = 0.1
+# A job that runs through more checks counts before its worker has reported for how long it was blocked. Checks, not
+# seconds: the event loop may itself have been blocked.
+_LONG_JOB_CHECKS = 5
 # Jobs that take longer are split, and a worker sends the results that it has.
 _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
@@ -40,18 +47,23 @@ _MAX_TEXT = 10_000
 
 
 class RewardPool(ProcessPool[WorkerProcess]):
-    """Computes in `num_workers` processes, and in up to `max_workers` while those only wait."""
+    """Computes in `num_workers` processes, and in up to `max_workers` while those are blocked in jobs."""
 
     def __init__(self, num_workers: int = 0, timeout_s: float = 15.0, max_workers: int = 64):
         super().__init__()
-        self.num_workers = num_workers or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self.num_workers = num_workers or max(2, min(8, len(os.sched_getaffinity(0)) // 2))
         self.timeout_s = timeout_s
         self.max_workers = max(max_workers, self.num_workers)
         self._limit = self.num_workers
         self._idle: deque[WorkerProcess] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
+        # Busy workers, and how many checks the job of each has seen.
+        self._busy: dict[WorkerProcess, int] = {}
         self._growth_timer: asyncio.TimerHandle | None = None
-        # Running mean of the time for one row.
+        # Since the timer was set: when, and for how long workers were blocked in the jobs that have ended.
+        self._timer_set = 0.0
+        self._blocked_s = 0.0
+        # Running mean of a worker's time for one row.
         self._row_s = 0.0
         self._timeouts_in_row = 0
 
@@ -94,9 +106,9 @@ class RewardPool(ProcessPool[WorkerProcess]):
                 "module or of your script, or pass reward_inline=True"
             ) from error
         worker = await self._acquire(fn)
-        began = time.monotonic()
+        self._busy[worker] = 0
         try:
-            kind, payload = await self._ask(worker, job)
+            kind, payload, busy_s, blocked_s = await self._ask(worker, job)
         except WorkerLost as lost:
             text = f"failed: its worker process {lost}"
             if isinstance(lost, WorkerTimeout):
@@ -111,24 +123,31 @@ class RewardPool(ProcessPool[WorkerProcess]):
             # The worker is still busy with a job that nobody waits for.
             self._replace(worker)
             raise
+        finally:
+            del self._busy[worker]
         self._timeouts_in_row = 0
-        self._row_s += 0.2 * ((time.monotonic() - began) / len(rows) - self._row_s)
+        self._row_s += 0.2 * (busy_s / len(rows) - self._row_s)
+        self._blocked_s += blocked_s
         self._on_ready(worker)
         if kind == "error":
             raise RewardError(f"reward {_name(fn)} raised:\n{payload}")
         return payload
 
-    async def _ask(self, worker: WorkerProcess, job: bytes) -> tuple[str, Any]:
+    async def _ask(self, worker: WorkerProcess, job: bytes) -> tuple[str, Any, float, float]:
+        """Return whether the job is "done" or an "error", its values or text, and its busy and blocked time."""
         worker.channel.send(job)
         values: list[Any] = []
         # Each message restarts the deadline: it is that of one row, not of the group.
         while True:
-            kind, payload = await worker.receive(self.timeout_s)
-            if kind == "error":
-                return kind, payload
-            values += payload
-            if kind == "done":
-                return kind, values
+            match await worker.receive(self.timeout_s):
+                case "some", list(part):
+                    values += part
+                case "done", list(part), float(busy_s), float(blocked_s):
+                    return "done", values + part, busy_s, blocked_s
+                case "error", str(text), float(busy_s), float(blocked_s):
+                    return "error", text, busy_s, blocked_s
+                case _:
+                    raise WorkerLost("sent a message that is no answer")
 
     def close(self) -> None:
         """Kill all workers; idempotent."""
@@ -175,18 +194,31 @@ class RewardPool(ProcessPool[WorkerProcess]):
     def _check_growth_later(self) -> None:
         if self._growth_timer is None and self._limit < self.max_workers:
             loop = asyncio.get_running_loop()
-            self._growth_timer = loop.call_later(_GROWTH_INTERVAL_S, self._grow_if_workers_wait)
+            self._growth_timer = loop.call_later(_GROWTH_INTERVAL_S, self._grow_if_workers_are_blocked)
+            self._timer_set, self._blocked_s = time.monotonic(), 0.0
 
-    def _grow_if_workers_wait(self) -> None:
-        """Allow twice as many workers if jobs wait and fewer workers compute than may."""
+    def _grow_if_workers_are_blocked(self) -> None:
+        """Allow twice as many workers if jobs wait and workers are mostly blocked in theirs."""
         self._growth_timer = None
+        self._busy = {worker: num_checks + 1 for worker, num_checks in self._busy.items()}
         if not self._waiting:
             return
-        num_computing = sum(is_computing(worker.process.pid) for worker in self._workers)
-        if num_computing < self.num_workers and len(self._workers) == self._limit:
+        if len(self._workers) == self._limit and self._are_workers_blocked():
             before, self._limit = self._limit, min(2 * self._limit, self.max_workers)
             self._wake(self._limit - before)
         self._check_growth_later()
+
+    def _are_workers_blocked(self) -> bool:
+        """Whether they spent half of the last interval or more blocked in jobs, and few compute now.
+
+        A worker that waits for its next job is not blocked: with very short jobs the event loop is what limits, and
+        more workers would only take its processor.
+        """
+        interval_s = time.monotonic() - self._timer_set
+        num_long = sum(num_checks > _LONG_JOB_CHECKS for num_checks in self._busy.values())
+        if self._blocked_s + num_long * interval_s < interval_s * len(self._workers) / 2:
+            return False
+        return sum(is_computing(worker.process.pid) for worker in self._workers) < self.num_workers
 
     def _fail_waiting(self, fn: Callable[..., float]) -> None:
         """Fail all jobs that wait for a worker: after timeouts only, they would time out as well."""
@@ -216,6 +248,7 @@ def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float
 def _serve(sock: socket.socket) -> None:
     """Run jobs in a worker process until the owner is gone."""
     die_with_owner()
+    close_pool_pipes()
     own_pid = os.getpid()
     owner = Connection(sock.detach())
     owner.send("ready")
@@ -224,6 +257,7 @@ def _serve(sock: socket.socket) -> None:
             job = owner.recv()
         except EOFError:
             return
+        began, used = time.monotonic(), _processor_s()
         try:
             fn, rows = pickle.loads(job)
             response = ("done", _compute(owner, fn, rows))
@@ -233,7 +267,18 @@ def _serve(sock: socket.socket) -> None:
         if os.getpid() != own_pid:
             # The reward forked; the original process answers.
             os._exit(0)
-        owner.send(response)
+        busy_s = time.monotonic() - began
+        owner.send((*response, busy_s, max(0.0, busy_s - (_processor_s() - used))))
+
+
+def _processor_s() -> float:
+    """Return how long this process and its ended children had a processor, or waited for one."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    waited_ns = 0
+    # Not every kernel keeps it.
+    with contextlib.suppress(OSError, IndexError), open("/proc/self/schedstat") as file:
+        waited_ns = int(file.read().split()[1])
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + waited_ns / 1e9
 
 
 def _compute(owner: Connection, fn: Callable[..., float], rows: list[dict[str, Any]]) -> list[Any]:

@@ -1,8 +1,9 @@
 """Pools of worker processes, for rewards and rollout workers: start, messages, replacement, end.
 
 Workers are forked from a fork server that has imported the user's script once: functions defined in the script work in
-them, and a new worker is ready within milliseconds. Every wait for a worker has a deadline. Workers end with their
-owner, also if it is killed.
+them, and a new worker is ready within milliseconds. Workers inherit none of the owner's descriptors but its standard
+streams. Every wait for a worker has a deadline, and nothing that a worker sends or does not send blocks the event loop.
+Workers end with their owner, also if it is killed.
 """
 
 import asyncio
@@ -19,11 +20,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.context import ForkServerContext
 from typing import Any, Generic, TypeVar
 
 START_TIMEOUT_S = 120.0
+# For a process that has closed its connection to end.
+EXIT_TIMEOUT_S = 1.0
+_CHUNK_BYTES = 1 << 20
 # Read by `preloaded`, which only the fork server imports.
 PRELOAD_ENV = "AREALITE_PRELOAD"
 _SCRIPT_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
@@ -65,8 +69,38 @@ def die_with_owner() -> None:
         os._exit(1)
 
 
+def close_pool_pipes() -> None:
+    """Close the pipes that multiprocessing gives a worker, so that it could start processes of its own.
+
+    The owner has the other ends: without them a worker shares nothing with it but the socket of its messages.
+    """
+    # multiprocessing has no public way; with None it starts its own helpers if they are needed.
+    for holder, name in (
+        (forkserver._forkserver, "_forkserver_alive_fd"),  # type: ignore[attr-defined]
+        (resource_tracker._resource_tracker, "_fd"),  # type: ignore[attr-defined]
+    ):
+        descriptor = getattr(holder, name)
+        if descriptor is not None:
+            os.close(descriptor)
+            setattr(holder, name, None)
+    forkserver._forkserver._forkserver_address = None  # type: ignore[attr-defined]
+
+
+def _kill_fork_server() -> None:
+    """End a fork server that does not answer; the next worker starts another one."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    # A worker that uses its owner's fork server has no pid of it.
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class MessageError(Exception):
+    """The other side of a channel sent something that is no message."""
+
+
 class WorkerLost(Exception):
-    """A worker process ended or could not start; the message continues "it …"."""
+    """A worker process ended, failed to start or sent nonsense; the message continues "it …"."""
 
 
 class WorkerTimeout(WorkerLost):
@@ -109,18 +143,25 @@ class Channel:
                 self._outbox.popleft()
 
     async def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the other side is gone."""
+        """Return the next message; raises EOFError or OSError when the other side is gone, or `MessageError`."""
         (size,) = _HEADER.unpack(await self._read(_HEADER.size))
-        return pickle.loads(await self._read(size))
+        if size < 0:
+            raise MessageError(f"sent a message of {size} bytes")
+        data = await self._read(size)
+        try:
+            return pickle.loads(data)
+        # Damaged bytes may raise anything.
+        except Exception as error:
+            raise MessageError(f"sent a message that cannot be read: {error!r}") from error
 
     async def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = await asyncio.get_running_loop().sock_recv_into(self._socket, view)
-            if not count:
+        """Read so many bytes. Memory is taken as they arrive: the announced size may be wrong."""
+        data = bytearray()
+        while len(data) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(data), _CHUNK_BYTES))
+            if not part:
                 raise EOFError
-            view = view[count:]
+            data += part
         return data
 
     def shut_down(self) -> None:
@@ -143,13 +184,21 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Start the process and wait until it is ready; raises `WorkerLost`."""
+        is_started = False
         try:
-            # In a thread: the first start waits until the fork server has imported the script.
-            await asyncio.to_thread(self._start_process)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                # In a thread: the first start waits until the fork server has imported the script.
+                await asyncio.to_thread(self._start_process)
+            is_started = True
             self._theirs.close()
             await self.receive(START_TIMEOUT_S)
         except BaseException as error:
             self.kill()
+            if not is_started and isinstance(error, TimeoutError | asyncio.CancelledError):
+                # Ends the thread too, which would else wait for an answer as long as this process lives.
+                _kill_fork_server()
+            if isinstance(error, TimeoutError):
+                raise WorkerLost(f"had no answer from its fork server within {START_TIMEOUT_S:g} s") from error
             if isinstance(error, EOFError | OSError):
                 raise WorkerLost(f"lost its fork server ({error!r})") from error
             raise
@@ -167,7 +216,9 @@ class WorkerProcess:
         except TimeoutError:
             raise WorkerTimeout(f"did not respond within {timeout_s:g} s") from None
         except (EOFError, OSError):
-            raise WorkerLost(self._describe_exit()) from None
+            raise WorkerLost(await self._describe_exit()) from None
+        except MessageError as error:
+            raise WorkerLost(str(error)) from error
 
     def kill(self) -> None:
         """End the process at once; idempotent. A task that waits for it gets `WorkerLost`."""
@@ -176,9 +227,17 @@ class WorkerProcess:
             self.process.kill()
         self.channel.shut_down()
 
-    def _describe_exit(self) -> str:
+    async def _describe_exit(self) -> str:
         """Say how the process ended; it has closed its socket, so it ends within moments."""
-        self.process.join(timeout=1.0)
+        loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.process.sentinel, has_ended.set)
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await has_ended.wait()
+        except TimeoutError:
+            return "closed its connection and did not end"
+        finally:
+            loop.remove_reader(self.process.sentinel)
         code = self.process.exitcode
         return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 
 def length(completion, **data):
@@ -50,6 +51,29 @@ def ends_the_fork_server(completion, **data):
 def closes_everything(completion, **data):
     os.closerange(3, 1000)
     return 1.0
+
+
+def descriptors(path, **data):
+    """Write where the descriptors of this process lead, one a line."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    Path(path).write_text("\n".join(os.readlink(link) for link in links if os.path.islink(link)))
+    return 1.0
+
+
+def writes(completion, stops=True, **data):
+    """Write bytes (in hexadecimal) to the owner's socket, in place of or before an answer."""
+    for name in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{name}"
+        if os.path.islink(link) and os.readlink(link).startswith("socket:"):
+            os.write(int(name), bytes.fromhex(completion))
+    if stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def closes_and_runs_on(completion, **data):
+    os.closerange(3, 1000)
+    time.sleep(3600)
 
 
 def returns_text(completion, **data):

@@ -3,17 +3,22 @@
 import asyncio
 import contextlib
 import os
+import pickle
 import select
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 from arealite.api.errors import RewardError
 from arealite.reward.pool import RewardPool
+from arealite.utils import process_pool
 from tests.reward import sample_rewards
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +50,7 @@ def test_a_group_is_one_job(pool):
         (sample_rewards.raises_odd, "not even an Exception"),
         (sample_rewards.leaves, "SystemExit: enough"),
         (sample_rewards.closes_everything, "its worker process ended with exit code 1"),
+        (sample_rewards.closes_and_runs_on, "its worker process closed its connection and did not end"),
         (sample_rewards.returns_text, "must return a number"),
         (sample_rewards.returns_nan, "must be finite"),
         (lambda completion: 1.0, "top level"),
@@ -148,6 +154,110 @@ def test_more_workers_start_while_workers_wait_but_not_while_they_compute():
 
     assert asyncio.run(pids(sample_rewards.naps, 30)) == 8
     assert asyncio.run(pids(sample_rewards.computes, 3)) == 1
+
+
+def test_more_workers_start_while_jobs_that_have_not_ended_are_blocked():
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=3600.0, max_workers=4)
+        jobs = [asyncio.create_task(pool.run(sample_rewards.never_returns, rows("x"))) for _ in range(8)]
+        async with asyncio.timeout(60):
+            while len(pool._workers) < 4:
+                await asyncio.sleep(0.05)
+        pool.close()
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
+
+    asyncio.run(main())
+
+
+def test_very_short_jobs_do_not_start_more_workers(pool):
+    async def main():
+        await asyncio.gather(*(pool.run(sample_rewards.length, rows("x")) for _ in range(5000)))
+        return len(pool._workers)
+
+    assert asyncio.run(main()) == 2
+
+
+def test_workers_share_no_descriptor_with_their_owner(pool, tmp_path):
+    with (
+        open(tmp_path / "ledger", "w") as file,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        contextlib.closing(sqlite3.connect(tmp_path / "run.sqlite")),
+    ):
+        # As a lock that a launcher passes on.
+        os.set_inheritable(file.fileno(), True)
+        os.set_inheritable(server.fileno(), True)
+        asyncio.run(pool.run(sample_rewards.descriptors, [{"path": str(tmp_path / "fds")}]))
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        mine = {os.readlink(link) for link in links if os.path.islink(link)}
+        standard = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)} | {os.devnull}
+    shared = (mine & set((tmp_path / "fds").read_text().splitlines())) - standard
+    # The pipe by which the worker notices that its owner has ended: each side has its own end.
+    assert len(shared) == 1 and shared.pop().startswith("pipe:")
+
+
+HEADER = (1000).to_bytes(4, "big").hex()
+
+
+def test_half_a_message_blocks_nothing_but_its_own_job():
+    async def main():
+        pool = RewardPool(num_workers=5, timeout_s=4.0)
+        parts = ["0000", HEADER, HEADER + "80" * 10, "7fffffff"]
+        stuck = [asyncio.create_task(pool.run(sample_rewards.writes, rows(part))) for part in parts]
+        assert await pool.run(sample_rewards.length, rows("abc")) == [3.0]
+        outcomes = await asyncio.gather(*stuck, return_exceptions=True)
+        assert {str(outcome) for outcome in outcomes} == {"reward writes did not return within 4.0 s and was killed"}
+        pool.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("ffffff00", "sent a message of -256 bytes"),
+        ("00000003616263", "sent a message that cannot be read: UnpicklingError"),
+        (f"00000004{pickle.dumps(5, protocol=1).hex()[:8].ljust(8, '0')}", "sent a message that"),
+    ],
+)
+def test_a_worker_that_sends_nonsense_is_replaced(pool, message, words):
+    async def main():
+        with pytest.raises(RewardError, match=f"its worker process {words}"):
+            await pool.run(sample_rewards.writes, [{"completion": message, "stops": False}])
+        assert pool.num_replaced == 1
+        return await pool.run(sample_rewards.length, rows("abc"))
+
+    assert asyncio.run(main()) == [3.0]
+
+
+def test_a_fork_server_that_does_not_answer_is_replaced(monkeypatch):
+    process_pool.start_fork_server(sample_rewards.__name__)
+    stopped = forkserver._forkserver._forkserver_pid
+
+    async def main():
+        pool = RewardPool(num_workers=1, timeout_s=20.0)
+        assert await pool.run(sample_rewards.length, rows("xyz")) == [3.0]
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(RewardError, match="its worker process closed its connection"):
+            await pool.run(sample_rewards.crashes, rows("x"))
+        monkeypatch.setattr(process_pool, "START_TIMEOUT_S", 0.5)
+        with pytest.raises(RewardError, match=r"had no answer from its fork server within 0.5 s"):
+            await pool.run(sample_rewards.length, rows("xyz"))
+        monkeypatch.undo()
+        outcomes = []
+        # Whoever is the first to notice that it is gone may fail.
+        for _ in range(3):
+            with contextlib.suppress(RewardError):
+                outcomes += await pool.run(sample_rewards.length, rows("xyz"))
+        pool.close()
+        return outcomes
+
+    try:
+        assert 3.0 in asyncio.run(main())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
 
 
 def test_the_deadline_is_that_of_one_sample(pool):
