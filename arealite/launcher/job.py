@@ -155,6 +155,7 @@ class Job:
     def save(self) -> Path:
         """Write config.yaml, job.json and the key; returns the path of job.json."""
         with self.lock():
+            self._keep_earlier_run()
             self.run_dir.write_key(self.config.server.api_key)
             values = dataclasses.asdict(self)
             values["config"]["server"]["api_key"] = None
@@ -164,6 +165,24 @@ class Job:
             except OSError as error:
                 raise self.run_dir.unwritable(error) from error
         return self.path
+
+    def _keep_earlier_run(self) -> None:
+        """Move the results of an earlier run of this name aside, unless this job continues it."""
+        run_dir, mode = self.run_dir, self.config.recover.mode
+        if self.attempt > 0 or mode == "resume" or (mode == "auto" and list(run_dir.recover.glob("step*"))):
+            return
+        moved = run_dir.earlier_results()
+        for key, path in self.config.model_paths.items():
+            if any(Path(path).absolute().is_relative_to(folder) for folder in moved):
+                raise ConfigError(
+                    f"{key}={path} is part of an earlier run of the same name: use another trial_name for this one"
+                )
+        try:
+            kept = run_dir.keep_earlier_results()
+        except OSError as error:
+            raise run_dir.unwritable(error) from error
+        if kept is not None:
+            print(f"note: the earlier run of this name is kept in {kept}", flush=True)
 
     def lock(self) -> AbstractContextManager[int]:
         """Lock the run directory. Waits for processes of a killed run that are still ending."""

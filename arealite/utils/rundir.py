@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,6 +120,24 @@ class RunDir:
             "cluster.fileroot to a folder you can write"
         )
 
+    def earlier_results(self) -> list[Path]:
+        """Return what a run of this name has left here; empty if there was none."""
+        files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
+        folders = (self.checkpoints, self.recover, self.tensorboard)
+        # SQLite keeps two more files beside a database.
+        paths = [*files, *folders, *(self.db_path.with_name(f"{self.db_path.name}-{end}") for end in ("wal", "shm"))]
+        return [p for p in paths if p.exists()] if self.stats_path.exists() or self.db_path.exists() else []
+
+    def keep_earlier_results(self) -> Path | None:
+        """Move what a run of this name has left to `earlier/N`, under the lock; returns that folder."""
+        results = self.earlier_results()
+        if not results:
+            return None
+        kept = make_new_folder(self.path / "earlier" / str(number) for number in itertools.count(1))
+        for path in results:
+            path.rename(kept / path.name)
+        return kept
+
     @contextmanager
     def lock(self, wait_s: float = 0.0) -> Iterator[int]:
         """Hold the lock of this run directory against other runs; yields the lock's file descriptor.
@@ -193,6 +212,17 @@ def run_path(fileroot: str, experiment_name: str, trial_name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{key}={name!r} becomes a folder name: use letters, digits, '.', '_' and '-'")
     return Path(fileroot).expanduser().absolute() / experiment_name / trial_name
+
+
+def make_new_folder(names: Iterable[Path]) -> Path:
+    """Make and return the first of these folders that does not exist."""
+    for path in names:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError("all of the given folders exist")
 
 
 def make_private_folder(path: Path) -> None:

@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from arealite.launcher.local import launch
 from arealite.trainer.curve import save_curve
 from arealite.utils.config import load_config, run_main
 from arealite.utils.console import print_summary
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, make_new_folder
 
 HERE = Path(__file__).parent
 SFT_STEPS, SFT_BATCH = 75, 128
@@ -56,8 +56,8 @@ def supervise(start: Path, out: Path, seed: int) -> float:
 
 def main(argv: list[str]) -> int:
     argv = ["--config", str(HERE / "configs" / "demo.yaml"), *argv]
-    folders = RunDir(load_config([*argv, "actor.path=unused"], GRPOConfig))
-    shutil.rmtree(folders.path, ignore_errors=True)
+    folders = new_run_dir(load_config([*argv, "actor.path=unused"], GRPOConfig))
+    argv += [f"trial_name={folders.path.name}"]
     start, supervised = folders.path / "model" / "random", folders.path / "model" / "supervised"
 
     # The table of the training run is the only progress display.
@@ -71,6 +71,12 @@ def main(argv: list[str]) -> int:
     if code:
         return code
     return report(folders)
+
+
+def new_run_dir(config: GRPOConfig) -> RunDir:
+    """Make a run directory of its own, with a number if there is one of this name: another demo may be running."""
+    path = RunDir(config).path
+    return RunDir(make_new_folder(path.with_name(f"{path.name}-{n}") if n > 1 else path for n in itertools.count(1)))
 
 
 def report(folders: RunDir) -> int:

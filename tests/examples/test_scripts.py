@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.api.cli_args import GRPOConfig
+from arealite.utils.config import load_config
 from tests import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,3 +132,15 @@ def test_grpo_gives_the_same_numbers_with_every_layout(model_path, gsm8k_path, t
         assert len(steps) == NUM_STEPS and all(s["behav_kl/k3"] < 1e-6 for s in steps)
     for layout, found in losses.items():
         assert found[0] == pytest.approx(losses["d1"][0], rel=1e-3), layout
+
+
+def test_a_second_demo_leaves_the_first_one_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    demo = importlib.import_module("demo")
+    argv = ["--config", str(EXAMPLES / "configs" / "demo.yaml"), "actor.path=unused", f"cluster.fileroot={tmp_path}"]
+    config = load_config(argv, GRPOConfig)
+    first = demo.new_run_dir(config)
+    (first.path / "model").mkdir()
+    names = [first.path.name, *(demo.new_run_dir(config).path.name for _ in range(2))]
+    assert names == ["reverse", "reverse-2", "reverse-3"]
+    assert (first.path / "model").exists()

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from arealite.api.backends import BACKENDS, Spread
-from arealite.api.cli_args import ClusterConfig, ServerConfig
+from arealite.api.cli_args import ClusterConfig, RecoverConfig, ServerConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
@@ -326,6 +326,47 @@ def test_a_job_without_its_key_is_one_message(tmp_path):
     job.run_dir.key_path.unlink()
     with pytest.raises(ConfigError, match="there is no API key"):
         Job.load(path)
+
+
+def save_job(root, **recover):
+    settings = config("embedded.d1+d1", cluster=ClusterConfig(fileroot=str(root)), recover=RecoverConfig(**recover))
+    job = Job(settings, "a.py", [], [[0, 1]], False)
+    job.save()
+    return job.run_dir
+
+
+def test_a_new_run_keeps_the_results_of_an_earlier_one_of_its_name(tmp_path, capsys):
+    run_dir = save_job(tmp_path)
+    assert not (run_dir.path / "earlier").exists(), "nothing was trained"
+    for number in (1, 2):
+        run_dir.stats_path.write_text(f"steps of run {number}")
+        run_dir.db_path.write_text("episodes")
+        (run_dir.checkpoints / "model").mkdir(parents=True)
+        save_job(tmp_path)
+        kept = run_dir.path / "earlier" / str(number)
+        assert (kept / "stats.jsonl").read_text() == f"steps of run {number}" and (kept / "config.yaml").exists()
+        assert (kept / "run.sqlite").exists() and (kept / "checkpoints" / "model").is_dir()
+        assert not run_dir.stats_path.exists() and str(kept) in capsys.readouterr().out
+
+
+def test_a_run_that_continues_moves_nothing(tmp_path):
+    run_dir = save_job(tmp_path)
+    run_dir.stats_path.write_text("steps")
+    save_job(tmp_path, mode="resume")
+    (run_dir.recover / "step000003").mkdir(parents=True)
+    save_job(tmp_path, mode="auto")
+    assert run_dir.stats_path.exists() and not (run_dir.path / "earlier").exists()
+
+
+def test_a_model_of_the_earlier_run_needs_another_name(tmp_path):
+    run_dir = save_job(tmp_path)
+    run_dir.stats_path.write_text("steps")
+    (run_dir.checkpoints / "last").mkdir(parents=True)
+    settings = config("embedded.d1+d1", cluster=ClusterConfig(fileroot=str(tmp_path)))
+    settings.model_paths = {"actor.path": str(run_dir.checkpoints / "last")}
+    with pytest.raises(ConfigError, match="use another trial_name"):
+        Job(settings, "a.py", [], [[0, 1]], False).save()
+    assert run_dir.stats_path.exists()
 
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "gconfig.n_samples=2"]

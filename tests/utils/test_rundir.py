@@ -1,5 +1,7 @@
+import itertools
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import load_config
-from arealite.utils.rundir import RunDir
+from arealite.utils.rundir import RunDir, make_new_folder
 
 
 def config(root, name="e"):
@@ -115,3 +117,10 @@ def test_a_name_in_shared_memory_that_is_taken_is_given_up(tmp_path):
         assert RunDir(tmp_path).shared_weights != taken
     finally:
         taken.unlink()
+
+
+def test_each_of_many_gets_a_folder_of_its_own(tmp_path):
+    (tmp_path / "1").mkdir()
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: make_new_folder(tmp_path / str(n) for n in itertools.count(1)), range(24)))
+    assert sorted(int(path.name) for path in made) == list(range(2, 26))
