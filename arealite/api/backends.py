@@ -209,7 +209,9 @@ class VLLM(Backend):
             master, master_port = spread[2].rsplit(":", 1)
             flags |= {"nnodes": spread[0], "node_rank": spread[1], "headless": spread[1] > 0}
             flags |= {"master_addr": master, "master_port": master_port}
-        return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm)]
+        # vLLM's own check leaves out the endpoints that load weights. It takes this flag more than once.
+        auth = ["--middleware", "arealite.engine.remote.vllm_auth.RequireKey"] if config.server.api_key else []
+        return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm), *auth]
 
     def env(self, config: ServerSettings) -> dict[str, str]:
         # The endpoints for weight updates exist in this mode only.

@@ -13,6 +13,7 @@ class Missing:
         if name.partition(".")[0] in ("omegaconf", "math_verify", "rich", "peft", "orjson", "psutil"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
+import arealite.engine.remote.vllm_auth
 import arealite.engine.remote.vllm_extension
 """
 
