@@ -34,7 +34,7 @@ from arealite.core.waits import NamedWait
 from arealite.utils.config import LOG_FILE_ENV, log_to_file
 from arealite.utils.data import concat_padded, split_groups
 from arealite.utils.network import free_port, host_address
-from arealite.utils.process import CONTROLLER_ENV
+from arealite.utils.process import CONTROLLER_ENV, STORE_ENV
 from arealite.utils.rundir import RunDir
 from arealite.utils.startup import prepare_process
 from arealite.weights.process_group import fill_outbox, get_outbox
@@ -56,7 +56,8 @@ class RankActor:
         log_to_file()
         prepare_process()
         # A Ray that the driver itself started passes the driver's environment on.
-        os.environ.pop(CONTROLLER_ENV, None)
+        for name in (CONTROLLER_ENV, STORE_ENV):
+            os.environ.pop(name, None)
         key = RunDir(Path(job_path).parent).read_key()
         if key is not None:
             os.environ[API_KEY_ENV] = key

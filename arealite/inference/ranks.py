@@ -17,6 +17,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -48,7 +49,6 @@ from arealite.weights.layout import TensorLayout
 
 logger = logging.getLogger("arealite.server")
 
-_HOST = "127.0.0.1"
 _CLOSE_S = 5.0
 _ANSWER_S = 600.0  # a large model on a slow disk takes long to start or to update
 
@@ -60,7 +60,10 @@ class Ranks:
         read_config(config)  # raises before a process is started
         context = multiprocessing.get_context("spawn")
         size = config.tensor_parallel
-        store = TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
+        # The ranks find each other through a file that only this user can read: every user can connect to a port.
+        self._folder = tempfile.TemporaryDirectory(prefix="arealite-ranks-")
+        path = f"{self._folder.name}/store"
+        store = FileStore(path, size)
         self._inputs: list[Connection] = []
         self._updates: list[Connection] = []
         self.processes: list[Any] = []
@@ -71,7 +74,7 @@ class Ranks:
         for rank in range(1, size):
             inputs, their_inputs = context.Pipe()
             updates, their_updates = context.Pipe()
-            args = (rank, config, store.port, their_inputs, their_updates)
+            args = (rank, config, path, their_inputs, their_updates)
             process = context.Process(target=_run_rank, args=args, name=f"rank {rank}", daemon=True)
             process.start()
             their_inputs.close()
@@ -147,6 +150,7 @@ class Ranks:
                 process.join()
         if self._shared is not None:
             self._shared.unlink()
+        self._folder.cleanup()
 
     def _send(self, pipes: list[Connection], message: Any) -> None:
         data = json.dumps(message, separators=(",", ":")).encode()
@@ -278,7 +282,7 @@ class LeaderCore(RankCore):
         return super().swap(staged, version, flush_cache, adapter_name)
 
 
-def _run_rank(rank: int, config: ServerConfig, port: int, inputs: Connection, updates: Connection) -> None:
+def _run_rank(rank: int, config: ServerConfig, path: str, inputs: Connection, updates: Connection) -> None:
     """Main function of a rank's process. Ends when rank 0 closes the pipe or dies."""
     die_with_owner()
     disable_progress_bar()
@@ -286,7 +290,7 @@ def _run_rank(rank: int, config: ServerConfig, port: int, inputs: Connection, up
         signal.signal(number, signal.SIG_IGN)  # they are for rank 0, which ends this process
     try:
         inputs.send_bytes(b"")
-        store = TCPStore(_HOST, port, config.tensor_parallel, wait_for_workers=False)
+        store = FileStore(path, config.tensor_parallel)
         device = choose_device(config, rank)
         group = TensorGroup(rank, config.tensor_parallel, store, device)
         RankWorker(config, *load_model(config, group), inputs, updates).run()

@@ -30,7 +30,7 @@ from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrup
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
-from arealite.utils.process import CONTROLLER_ENV
+from arealite.utils.process import CONTROLLER_ENV, STORE_ENV
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -276,8 +276,13 @@ class NodePart:
         """Start this node's ranks when the addresses of all servers and of the rendezvous are known."""
         servers, master = self.meet_servers()
         mine = self.placement.ranks_on(self.node)
+        meeting: dict[str, str] = {}
+        if len(self.job.devices) == 1:
+            # Every user can connect to a port; only this one can enter the folder.
+            meeting[STORE_ENV] = tempfile.mkdtemp(prefix="arealite-store-")
+            self.supervisor.remove_at_end(Path(meeting[STORE_ENV]))
         for rank in mine:
-            env = self.rank_env(servers, master, len(mine))
+            env = self.rank_env(servers, master, len(mine)) | meeting
             name = f"rank{rank.rank}"
             log_path = self.logs / f"{name}.log"
             env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank), LOG_FILE_ENV: str(log_path)}

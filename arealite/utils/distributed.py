@@ -4,6 +4,7 @@ All functions also work in a single process without a group. Nothing is pickled:
 bytes. CUDA jobs get both NCCL and gloo, so that tensors on the host can be exchanged too.
 """
 
+import itertools
 import json
 import os
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat, Stats
 from arealite.utils.network import GROUP_TIMED_OUT
-from arealite.utils.process import rank
+from arealite.utils.process import STORE_ENV, rank
 
 
 def world_size() -> int:
@@ -25,6 +26,7 @@ def world_size() -> int:
 
 
 _replica_size = 1
+_group_numbers = itertools.count()
 
 
 def set_replica_size(size: int) -> None:
@@ -44,7 +46,10 @@ def data_size() -> int:
 
 
 def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
-    """Join the group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if WORLD_SIZE is set."""
+    """Join the group of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, if WORLD_SIZE is set.
+
+    On one machine the ranks of a launcher meet in a folder that only this user can enter, instead of at a port.
+    """
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
@@ -55,7 +60,14 @@ def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    folder = os.environ.get(STORE_ENV)
+    if folder is None:
+        return dist.init_process_group(backend, timeout=timeout)
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A second group of the same processes must not find the keys of the first.
+    store = dist.FileStore(f"{folder}/{next(_group_numbers)}", size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
 
 
 def destroy_process_group() -> None:
