@@ -281,6 +281,9 @@ class NodePart:
             # Every user can connect to a port; only this one can enter the folder.
             meeting[STORE_ENV] = tempfile.mkdtemp(prefix="arealite-store-")
             self.supervisor.remove_at_end(Path(meeting[STORE_ENV]))
+            if not self.config.server_addrs and self.config.weight_update != "broadcast":
+                # Servers on other machines may join a broadcast.
+                meeting["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         for rank in mine:
             env = self.rank_env(servers, master, len(mine)) | meeting
             name = f"rank{rank.rank}"
