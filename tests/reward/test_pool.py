@@ -191,8 +191,10 @@ def test_workers_share_no_descriptor_with_their_owner(pool, tmp_path):
         asyncio.run(pool.run(sample_rewards.descriptors, [{"path": str(tmp_path / "fds")}]))
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
         mine = {os.readlink(link) for link in links if os.path.islink(link)}
-        standard = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)} | {os.devnull}
+        standard = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)}
     shared = (mine & set((tmp_path / "fds").read_text().splitlines())) - standard
+    # Libraries open the same files of /sys in each process.
+    shared = {link for link in shared if link.startswith(("socket:", "pipe:", "anon_inode:", str(tmp_path)))}
     # The pipe by which the worker notices that its owner has ended: each side has its own end.
     assert len(shared) == 1 and shared.pop().startswith("pipe:")
 
