@@ -14,7 +14,8 @@ import importlib
 import os
 import tempfile
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,7 @@ from arealite.api.cli_args import (
     TrainEngineConfig,
 )
 from arealite.api.config_field import help_field
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.trainer import dpo, evaluate, ppo, rw, sft
 from arealite.trainer.tasks import find_task
 from arealite.utils.config import load_config, public_yaml, run_main
@@ -146,8 +147,9 @@ def _check_tasks(config: MainConfig) -> None:
         find_task(dataset)
 
 
-def _write_config(flat: BaseExperimentConfig, folder: Path) -> Path:
-    """Write the file that ranks read, named by its content.
+@contextmanager
+def _config_file(flat: BaseExperimentConfig, folder: Path) -> Iterator[Path]:
+    """Write the file that ranks read, named by its content; remove it if the run is refused.
 
     The launcher writes config.yaml itself, when it has made sure that no other run uses the folder.
     """
@@ -156,12 +158,23 @@ def _write_config(flat: BaseExperimentConfig, folder: Path) -> Path:
         os.environ[API_KEY_ENV] = flat.server.api_key
     text = public_yaml(flat)
     path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+    # A running job of the same configuration reads the same file.
+    is_new = not path.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, text, private=False)
     except OSError as error:
         raise RunDir(folder).unwritable(error) from error
-    return path
+    try:
+        yield path
+    except AReaLiteError:
+        if is_new:
+            path.unlink(missing_ok=True)
+            # Of the run and of the experiment, if nothing else is in them.
+            for empty in (folder, folder.parent):
+                with suppress(OSError):
+                    empty.rmdir()
+        raise
 
 
 def main(argv: list[str]) -> int:
@@ -171,8 +184,10 @@ def main(argv: list[str]) -> int:
     flat = flatten(config)
     if not dry_run:
         _check_tasks(config)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = _write_config(flat, Path(scratch) if dry_run else RunDir(flat).path)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _config_file(flat, Path(scratch) if dry_run else RunDir(flat).path) as path,
+    ):
         # Only one launcher is imported: Ray is optional.
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
         code = launcher.launch(Path(str(loop.__file__)), ["--config", str(path)], dry_run)

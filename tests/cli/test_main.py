@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.cli.main import main
 from arealite.utils.rundir import RunDir
 
@@ -38,3 +38,17 @@ def test_data_of_no_known_task_is_refused_before_anything_starts(argv, tmp_path,
         with pytest.raises(ConfigError, match=r"no built-in task for dataset '.*mine\.jsonl'"):
             main([*argv, f"{key}.path={tmp_path / 'mine.jsonl'}", *more])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
+
+
+def test_a_refused_run_leaves_no_file_behind(argv, tmp_path):
+    for refused in ("allocation_mode=d4096", "trainer.sft.model.path=/missing"):
+        with pytest.raises(AReaLiteError):
+            main([*argv, refused])
+    assert not list(tmp_path.iterdir())
+    # What was there stays.
+    kept = tmp_path / "arealite" / "sft" / "stats.jsonl"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    with pytest.raises(AReaLiteError):
+        main([*argv, "allocation_mode=d4096"])
+    assert [path.name for path in kept.parent.iterdir()] == ["stats.jsonl"]
