@@ -324,6 +324,7 @@ class EvalConfig(GRPOConfig):
 
     version: int = _help("Weight version of the evaluated model: the steps that it was trained.", 0, NOT_NEGATIVE)
     results_dir: str = _help("Run directory that gets statistics and answers; empty: the evaluation's own.", "")
+    adapter: str = _help("PEFT folder of a LoRA adapter that servers apply to actor.path.", "")
 
     def problems(self) -> Iterator[str]:
         yield from self._validation_problems()

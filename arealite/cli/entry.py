@@ -20,6 +20,7 @@ COMMANDS = {
     "launch torchrun": ("arealite.launcher.torchrun", "run a script with torchrun on one or several machines"),
     "launch ray": ("arealite.launcher.ray", "run a script on a Ray cluster"),
     "launch slurm": ("arealite.launcher.slurm", "run a script on a Slurm cluster"),
+    "evaluate": ("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on"),
     "plan": ("arealite.cli.plan", "print what a configuration would start, and where"),
     "serve": ("arealite.cli.serve", "serve a model over HTTP with the embedded engine"),
     "report": ("arealite.cli.report", "show steps, times and rollouts of a run"),

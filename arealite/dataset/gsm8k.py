@@ -1,6 +1,6 @@
 """GSM8K rows for supervised training and for RL.
 
-Reads any file with the columns `question` and `answer`, which ends in `#### number`.
+Reads any file with the columns `question` and `answer`, which ends in `#### number`, and those of MAWPS.
 """
 
 from typing import Any
@@ -39,7 +39,14 @@ def get_gsm8k_rl(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> l
     return [{key: row[key] for key in row if key != "input_ids"} for row in kept]
 
 
+def _rename(row: Row) -> Row:
+    """Return a row with `question` and `answer`; MAWPS has `input`, and a number as `target`."""
+    if "question" not in row and {"input", "target"} <= row.keys():
+        return {"question": row["input"], "answer": str(row["target"])}
+    return row
+
+
 def _load(config: DatasetConfig) -> list[Row]:
-    rows = load_dataset(config)
+    rows = [_rename(row) for row in load_dataset(config)]
     require_columns(rows, ["question", "answer"], config.path, must_be_text=True)
     return rows

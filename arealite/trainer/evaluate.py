@@ -7,6 +7,7 @@ checkpoint of a run. Statistics, answers and intervals are those of evaluations 
 from rich.console import Console
 
 from arealite.api.cli_args import EvalConfig
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.controller.factory import make_engine
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
@@ -33,9 +34,12 @@ def main(argv: list[str]) -> None:
     rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=sum(map(len, sets.values())))
     results = RunDir(config.results_dir) if config.results_dir else run_dir
-    evaluator = Evaluator(config, rollout, sets, workflows, results, config.version)
+    # Servers count the weights with which they start as version 0.
+    evaluator = Evaluator(config, rollout, sets, workflows, results, 0 if config.adapter else config.version)
     step = config.version - 1
     try:
+        if config.adapter:
+            rollout.update_weights(WeightUpdateMeta("disk", config.adapter, config.version, is_adapter=True))
         evaluator.start(step, beside_training=False)
         stats = evaluator.take(wait=True)
     finally:

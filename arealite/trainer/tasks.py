@@ -23,7 +23,8 @@ class Task(NamedTuple):
     reward: RewardFn
 
 
-TASKS = {"gsm8k": Task(get_gsm8k_rl, get_gsm8k_sft, gsm8k_reward)}
+_WORD_PROBLEMS = Task(get_gsm8k_rl, get_gsm8k_sft, gsm8k_reward)
+TASKS = {"gsm8k": _WORD_PROBLEMS, "mawps": _WORD_PROBLEMS}
 
 
 def find_task(dataset: DatasetConfig) -> Task:

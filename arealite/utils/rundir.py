@@ -167,6 +167,18 @@ class RunDir:
             path.unlink(missing_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
+    def is_in_use(self) -> bool:
+        """Whether a launcher runs a job in this run directory."""
+        try:
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        # There is no lock file, or the file system has no locks.
+        except OSError:
+            return False
+        return False
+
     def _acquire(self, descriptor: int, deadline: float) -> None:
         """Take the lock. Waits until the deadline if its owner is gone: its processes may still be ending."""
         pause = threading.Event()

@@ -1,0 +1,158 @@
+"""Evaluates the checkpoints of a run, also while it goes on: `arealite evaluate RUN_DIR [--once] [key=value]…`.
+
+Follows `checkpoints/` of the run directory. Each new checkpoint is evaluated on servers of its own, which start for it
+and end after it (`allocation_mode=embedded.d1+eval`, on the devices that CUDA_VISIBLE_DEVICES names). Validation sets
+and sampling are those of the run's configuration; `key=value` changes them. Results go to the run's stats.jsonl and
+TensorBoard files under the checkpoint's step, answers to `evaluations/`. A checkpoint that has its results is not
+evaluated again. The command ends when the run has ended, or with --once after the checkpoints that there are.
+"""
+
+import argparse
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from arealite.api.cli_args import EvalConfig
+from arealite.api.errors import ConfigError
+from arealite.launcher.job import StopEvent
+from arealite.launcher.local import launch
+from arealite.launcher.supervisor import INTERRUPTED
+from arealite.trainer import evaluate
+from arealite.trainer.eval_metrics import powers_of_two
+from arealite.trainer.stats_logger import read_stats
+from arealite.trainer.tasks import find_task
+from arealite.utils.config import load_config, load_plain, run_main, to_yaml
+from arealite.utils.rundir import RunDir
+
+_POLL_INTERVAL_S = 5.0
+_ADAPTER = "adapter_config.json"
+# Sections of a run that its evaluation does not have.
+_DROPPED = ("critic", "ref", "teacher", "recover", "controller", "saver", "evaluator")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished checkpoint. `version` is the number of steps before it."""
+
+    path: Path
+    version: int
+
+
+def main(argv: list[str]) -> int:
+    """Follow a run until it ends; returns 1 if a checkpoint could not be evaluated."""
+    parser = argparse.ArgumentParser(
+        prog="arealite evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval_gconfig.n_samples=8")
+    parser.add_argument("--once", action="store_true", help="evaluate the checkpoints that there are, and end")
+    options = parser.parse_args(argv)
+    run_dir = RunDir(options.run_dir)
+    settings = read_settings(run_dir, options.overrides)
+    for data in settings.validation_sets.values():
+        find_task(data)
+    failed: set[Path] = set()
+    with StopEvent() as stop:
+        while True:
+            # Asked before the search: a checkpoint that is written in between is found.
+            is_running = run_dir.is_in_use()
+            for checkpoint in find_new(run_dir, settings):
+                if checkpoint.path in failed:
+                    continue
+                code = evaluate_checkpoint(settings, checkpoint)
+                if code in INTERRUPTED or stop.is_set():
+                    return code or 1
+                if code:
+                    failed.add(checkpoint.path)
+            if options.once or not is_running:
+                return 1 if failed else 0
+            if stop.wait(_POLL_INTERVAL_S):
+                return 128 + stop.number
+
+
+def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
+    """Return the configuration of evaluations: that of the run, as far as it applies, and the overrides."""
+    if not run_dir.config_path.is_file():
+        raise ConfigError(f"{run_dir.path} is no run directory: it has no {run_dir.config_path.name}")
+    run: Any = OmegaConf.to_container(load_plain(["--config", str(run_dir.config_path)], EvalConfig))
+    known = {field.name for field in fields(EvalConfig)} - set(_DROPPED)
+    values = {key: value for key, value in run.items() if key in known}
+    actor = values.get("actor") or {"path": (run.get("model") or {}).get("path", "")}
+    own = {
+        "actor": actor,
+        "tokenizer_path": values.get("tokenizer_path") or actor["path"],
+        "experiment_name": "jobs",
+        "trial_name": "job",
+        "allocation_mode": "embedded.d1+eval",
+        "cluster": {"n_nodes": 1, "fileroot": str(run_dir.evaluations)},
+        "results_dir": str(run_dir.path),
+        # The run's own servers are not used.
+        "rollout": {**(values.get("rollout") or {}), "server_addrs": []},
+        "server": {**(values.get("server") or {}), "model_path": "", "port": 0, "api_key": None, "join": ""},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create({**values, **own})))
+        config = load_config(["--config", str(path), *overrides], EvalConfig)
+    # No training data is read: the launcher must not look for it.
+    return replace(config, train_dataset=next(iter(config.validation_sets.values())))
+
+
+def find_new(run_dir: RunDir, settings: EvalConfig) -> list[Checkpoint]:
+    """Return the checkpoints without results, the oldest first."""
+    results = {step["step"]: step for step in read_stats(run_dir)}
+    found = [Checkpoint(path, int(path.name[4:])) for path in run_dir.checkpoints.glob("step*") if is_complete(path)]
+    found = [each for each in found if not _has_results(results.get(each.version - 1, {}), each.version, settings)]
+    return sorted(found, key=lambda each: each.version)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a folder is a checkpoint that is not being written any more."""
+    if not re.fullmatch(r"step\d+", path.name):
+        return False
+    has_model = (path / "config.json").exists() or (path / _ADAPTER).exists()
+    # The tokenizer's files are moved into the folder last, from one beside it.
+    return has_model and not Path(f"{path}.tokenizer").exists()
+
+
+def _has_results(stats: dict[str, Any], version: int, settings: EvalConfig) -> bool:
+    """Whether there are results of exactly these weights, with as many samples as configured.
+
+    An evaluation beside training may have answers of later weights too.
+    """
+    metric = f"pass@{powers_of_two(settings.eval_gconfig.n_samples)[-1]}"
+    for name in settings.validation_sets:
+        versions = {stats.get(f"eval/{name}/version/{end}") for end in ("min", "max")}
+        if f"eval/{name}/{metric}" not in stats or versions != {version}:
+            return False
+    return True
+
+
+def evaluate_checkpoint(settings: EvalConfig, checkpoint: Checkpoint) -> int:
+    """Evaluate one checkpoint on servers of its own; returns the exit code."""
+    path, name = checkpoint.path, checkpoint.path.name
+    is_adapter = (path / _ADAPTER).exists()
+    actor = replace(settings.actor, lora_rank=0, path=str(path))
+    config = replace(settings, trial_name=name, version=checkpoint.version, actor=actor)
+    if is_adapter:
+        config = replace(config, actor=settings.actor, adapter=str(path))
+    print(f"evaluating {path}", flush=True)
+    job = RunDir(config)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(to_yaml(config))
+        code = launch(Path(str(evaluate.__file__)), ["--config", str(file)])
+    if code == 0:
+        shutil.rmtree(job.path, ignore_errors=True)
+    elif code not in INTERRUPTED:
+        print(f"warning: {name} was not evaluated: see {job.logs}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    run_main(main)
