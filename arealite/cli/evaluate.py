@@ -1,4 +1,6 @@
-"""Evaluates the checkpoints of a run, also while it goes on: `arealite evaluate RUN_DIR [--once] [key=value]…`.
+"""Evaluates the checkpoints of a run, also while the run goes on.
+
+    arealite evaluate RUN_DIR [--once] [key=value]…
 
 Follows `checkpoints/` of the run directory. Each new checkpoint is evaluated on servers of its own, which start for it
 and end after it (`allocation_mode=embedded.d1+eval`, on the devices that CUDA_VISIBLE_DEVICES names). Validation sets
