@@ -45,6 +45,11 @@ class ServerSettings(Protocol):
     lora_rank: int
 
     @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        ...
+
+    @property
     def private_file(self) -> Path:
         """Where the launcher writes flags that must not appear on a command line."""
         ...
@@ -121,7 +126,7 @@ class Embedded(Backend):
             port=port,
             tensor_parallel=_strategy(config).tensor,
             seed=config.server.seed + index * _SEED_STRIDE,
-            weight_folders=[*config.server.weight_folders, str(config.private_file.parent)],
+            weight_folders=[*config.server.weight_folders, str(config.run_path)],
         )
         default = vars(ServerConfig())
         changed = {k: v for k, v in vars(server).items() if v != default[k] and k != "api_key"}

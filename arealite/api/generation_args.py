@@ -125,5 +125,6 @@ class ServerConfig(Section):
     weight_folders: list[str] = _help("Folders that weights are loaded from; empty: any of this user.", list)
 
     def problems(self) -> Iterator[str]:
-        if self.host not in LOOPBACK_HOSTS and not self.api_key:
+        # A server that joins a job takes the job's key.
+        if self.host not in LOOPBACK_HOSTS and not self.api_key and not self.join:
             yield f"server.host={self.host} is not loopback: set server.api_key too"

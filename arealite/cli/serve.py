@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     config = load_config(argv, ServerConfig)
     if config.join and not config.api_key:
         config = replace(config, api_key=RunDir(config.join).read_key())
+        replace(config, join="").check()
     disable_progress_bar()
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()

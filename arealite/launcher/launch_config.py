@@ -21,8 +21,8 @@ from arealite.api import cli_args
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
+from arealite.utils import rundir
 from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_yaml
-from arealite.utils.rundir import RunDir, run_path
 
 _CHECK_TIMEOUT_S = 300.0
 # Sections of a configuration that become engines.
@@ -66,16 +66,17 @@ class LaunchConfig:
     @property
     def private_file(self) -> Path:
         """File of the run directory with server flags that must not appear on a command line."""
-        return RunDir(self._run_path).private / "server_flags.yaml"
+        return rundir.RunDir(self.run_path).private / "server_flags.yaml"
 
     @property
     def package_link(self) -> Path:
         """Link to this package, alone in a folder of the run directory."""
-        return self._run_path / "pythonpath" / "arealite"
+        return self.run_path / "pythonpath" / "arealite"
 
     @property
-    def _run_path(self) -> Path:
-        return run_path(self.cluster.fileroot, self.experiment_name, self.trial_name)
+    def run_path(self) -> Path:
+        """The run directory."""
+        return rundir.run_path(self.cluster.fileroot, self.experiment_name, self.trial_name)
 
 
 def read_launch_config(script: str, argv: list[str], has_controller_mode: bool = False) -> LaunchConfig:

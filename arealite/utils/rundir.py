@@ -65,6 +65,7 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             _take_folder(self.path, 0o7775)
+            make_private_folder(self.names)
             if config is not None:
                 write_file(self.config_path, public_yaml(config), private=False)
         except OSError as error:

@@ -72,12 +72,13 @@ class ChaosJob:
         )
 
     def pids(self, part: str) -> list[int]:
-        """Return the processes of a part: `server`, `trainer`, `worker` (of rollout) or `launcher`."""
+        """Return the processes of a part: `server`, `trainer`, `worker` (of rollout), `launcher` or `watchdog`."""
         words = {
             "server": "arealite.cli.serve",
             "trainer": "chaos/task.py",
             "worker": "multiprocessing.forkserver",
             "launcher": "launcher.local",
+            "watchdog": "launcher.watchdog",
         }
         found = []
         for pid in process_table():

@@ -4,12 +4,16 @@ import os
 import random
 import signal
 import subprocess
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.chaos.job import ChaosJob
+
+# Parts that are stopped in soak tests only; shorter tests stop them in other ways.
+STOPPED = ("server", "worker", "launcher")
 
 
 @pytest.fixture
@@ -60,6 +64,42 @@ def test_a_server_that_hangs_is_replaced_by_the_other(job):
     os.kill(pid, signal.SIGCONT)
     assert run.finish() == 0, run.tail()
     run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", ["trainer", *(pytest.param(p, marks=pytest.mark.soak) for p in STOPPED)])
+def test_a_process_that_is_stopped_for_a_while(job, part):
+    run = job(total_train_steps=8, **{"rollout.num_workers": int(part == "worker")})
+    run.wait_for_step(2)
+    pid = run.send_signal(part, signal.SIGSTOP)
+    # Longer than the health check allows.
+    time.sleep(6)
+    os.kill(pid, signal.SIGCONT)
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stopped_watchdog_does_not_keep_a_run_from_ending(job):
+    run = job(total_train_steps=4)
+    run.wait_for_step(1)
+    run.send_signal("watchdog", signal.SIGSTOP)
+    assert run.finish() == 0, run.tail()
+    run.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", ["trainer", *(pytest.param(p, marks=pytest.mark.soak) for p in STOPPED[:2])])
+def test_a_launcher_ends_although_a_process_is_stopped(job, part):
+    run = job(**{"rollout.num_workers": int(part == "worker"), "launcher.stop_timeout_s": 2})
+    run.wait_for_step(1)
+    run.send_signal(part, signal.SIGSTOP)
+    run.send_signal("launcher", signal.SIGTERM)
+    assert run.finish(60) == 128 + signal.SIGTERM, run.tail()
+    run.until_gone()
 
 
 @pytest.mark.slow

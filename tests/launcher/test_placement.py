@@ -183,7 +183,7 @@ def test_server_commands():
         "model_path=m",
         "dtype=float32",
         "port=1234",
-        f'weight_folders=["{embedded.private_file.parent}"]',
+        f'weight_folders=["{embedded.run_path}"]',
         "api_key=${oc.env:AREALITE_API_KEY}",
     ]
     assert BACKENDS["embedded"].env(embedded) == {"AREALITE_API_KEY": "secret"}
