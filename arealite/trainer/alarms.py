@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-# Steps kept: the best reward is that of so many steps.
+# Steps kept.
 _HISTORY = 1000
 # Steps that define the usual range, and how many of them are needed.
 _USUAL, _MIN_USUAL = 50, 5
@@ -59,12 +59,12 @@ class Limits(NamedTuple):
 
 
 _SMALLER_STEPS = "lower actor.optimizer.lr or actor.ppo_n_minibatches, or lengthen the warm-up"
+UPDATE_KL = Limits(
+    "prox_kl", "KL between the policies before and after minibatches of one update", factor=20, floor=0.01, limit=0.1,
+    patience=1,
+    cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
+)  # fmt: skip
 LIMITS = (
-    Limits(
-        "prox_kl", "KL between the policies before and after minibatches of one update", factor=20, floor=0.01,
-        limit=0.1, patience=1,
-        cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
-    ),
     Limits(
         "behav_kl/k3", "KL between the policies that sampled and that are trained", factor=10, floor=0.03, limit=0.05,
         cause="the policy changes too fast between versions, or servers hold other weights than they should",
@@ -100,26 +100,48 @@ LIMITS = (
 )  # fmt: skip
 
 
+class History:
+    """The statistics of the last steps, and the best reward (a mean over a few steps) of the whole run."""
+
+    def __init__(self) -> None:
+        self.best_reward = -math.inf
+        self._steps: deque[Stats] = deque(maxlen=_HISTORY)
+
+    def add(self, stats: Stats) -> None:
+        self._steps.append({key: stats.get(key) for key in _KEYS})
+        rewards = self.values("reward")[-_WINDOW:]
+        if len(rewards) == _WINDOW:
+            self.best_reward = max(self.best_reward, fmean(rewards))
+
+    def clear(self) -> None:
+        """Forget all steps, but not the best reward."""
+        self._steps.clear()
+
+    def last(self, key: str) -> float | None:
+        """Return a statistic of the last step; None if it has none (a step without any gradient has few)."""
+        return self._steps[-1].get(key)
+
+    def values(self, key: str) -> list[float]:
+        """Return the finite values of a statistic, the oldest first."""
+        found = (stats.get(key) for stats in self._steps)
+        return [value for value in found if value is not None and math.isfinite(value)]
+
+
 class Alarms:
     """Keeps the history of one run and the alarms that are active."""
 
     def __init__(self) -> None:
-        self._history: deque[Stats] = deque(maxlen=_HISTORY)
+        self._history = History()
         # Steps without the condition, for each alarm that was raised.
         self._quiet: dict[str, int] = {}
         self._to_skip = 0
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no alarm is active."""
-        return not self._quiet
 
     def check(self, stats: Stats) -> list[Alarm]:
         """Add a step to the history; return the alarms that it raises."""
         if self._to_skip:
             self._to_skip -= 1
             return []
-        self._history.append({key: stats.get(key) for key in _KEYS})
+        self._history.add(stats)
         found = [alarm for rule in RULES if (alarm := rule(self._history)) is not None]
         names = {alarm.name for alarm in found}
         self._quiet = {name: 0 if name in names else steps + 1 for name, steps in self._quiet.items()}
@@ -129,25 +151,19 @@ class Alarms:
         return raised
 
     def restart(self, num_skipped: int) -> None:
-        """Forget the history and ignore the next steps: the policy has been replaced."""
+        """Forget the history and ignore the next steps: the policy has been replaced by an earlier one.
+
+        The best reward stays: the earlier policy must reach it again.
+        """
         self._history.clear()
         self._quiet.clear()
         self._to_skip = num_skipped
 
     @property
-    def is_near_best(self) -> bool:
-        """Whether the reward is, up to noise, the best so far."""
+    def is_healthy(self) -> bool:
+        """Whether no alarm is active and the reward is, up to noise, the best so far."""
         drop = _RewardDrop.of(self._history)
-        return drop is None or drop.best - drop.now <= drop.noise
-
-
-History = Sequence[Stats]
-
-
-def _values(history: History, key: str) -> list[float]:
-    """Return the finite values of a statistic, the oldest first."""
-    found = (stats.get(key) for stats in history)
-    return [value for value in found if value is not None and math.isfinite(value)]
+        return not self._quiet and drop is not None and drop.best - drop.now <= drop.noise
 
 
 def _usual(values: Sequence[float]) -> tuple[float, float] | None:
@@ -160,9 +176,9 @@ def _usual(values: Sequence[float]) -> tuple[float, float] | None:
 
 def out_of_range(history: History, limits: Limits) -> Alarm | None:
     """Compare the last steps with the limits of one statistic."""
-    values = _values(history, limits.key)
+    values = history.values(limits.key)
     before, recent = values[: -limits.patience], values[-limits.patience :]
-    if len(recent) < limits.patience or not _is_current(history, limits.key):
+    if len(recent) < limits.patience or history.last(limits.key) is None:
         return None
     usual, high, low = _usual(before), limits.limit, -math.inf
     if usual is not None:
@@ -174,11 +190,6 @@ def out_of_range(history: History, limits: Limits) -> Alarm | None:
     compared = f"usually {usual[0]:.3g}" if usual is not None else f"limit {high:.3g}"
     happened = f"{limits.title} ({limits.key}) is {recent[-1]:.3g}, {compared}"
     return Alarm(limits.key, _line(happened, limits.cause, limits.advice))
-
-
-def _is_current(history: History, key: str) -> bool:
-    """Whether the last step has this statistic (a step without any gradient has few)."""
-    return history[-1].get(key) is not None
 
 
 def _line(happened: str, cause: str, advice: str) -> str:
@@ -194,15 +205,14 @@ class _RewardDrop(NamedTuple):
 
     @classmethod
     def of(cls, history: History) -> "_RewardDrop | None":
-        rewards = _values(history, "reward")
+        rewards = history.values("reward")
         if len(rewards) < _WINDOW + 3:
             return None
-        means = [fmean(rewards[i - _WINDOW : i]) for i in range(_WINDOW, len(rewards) + 1)]
         # Differences of neighbours measure noise also while the reward rises. A difference has twice the variance.
         steps = [abs(b - a) for a, b in pairwise(rewards)]
         std = _MAD_TO_STD * median(steps) / math.sqrt(2)
         # The difference of two means; 4 because the best is the largest of many.
-        return cls(max(means), means[-1], 4 * std * math.sqrt(2 / _WINDOW))
+        return cls(history.best_reward, fmean(rewards[-_WINDOW:]), 4 * std * math.sqrt(2 / _WINDOW))
 
 
 def reward_fell(history: History) -> Alarm | None:
@@ -217,7 +227,7 @@ def reward_fell(history: History) -> Alarm | None:
 
 def entropy_exploded(history: History) -> Alarm | None:
     """The entropy is several times what it was: the policy becomes random."""
-    values = _values(history, "entropy")
+    values = history.values("entropy")
     usual, recent = _usual(values[:-3]), values[-3:]
     if usual is None or min(recent) <= max(2.5 * usual[0], usual[0] + 0.5, usual[0] + _NUM_STD * usual[1]):
         return None
@@ -227,11 +237,11 @@ def entropy_exploded(history: History) -> Alarm | None:
 
 def entropy_collapsed(history: History) -> Alarm | None:
     """The entropy is a small share of that at the start, and the reward has not gained by it."""
-    values, drop = _values(history, "entropy"), _RewardDrop.of(history)
+    values, drop = history.values("entropy"), _RewardDrop.of(history)
     if len(values) < 4 * _MIN_USUAL or drop is None:
         return None
     start, now = median(values[:_MIN_USUAL]), max(values[-3:])
-    first = fmean(_values(history, "reward")[:_WINDOW])
+    first = fmean(history.values("reward")[:_WINDOW])
     has_gained = drop.now - first > drop.noise and drop.best - drop.now <= drop.noise
     if now >= 0.1 * start or has_gained:
         return None
@@ -240,14 +250,14 @@ def entropy_collapsed(history: History) -> Alarm | None:
     return Alarm("entropy/low", _line(happened, "the policy answers always the same", advice))
 
 
-def update_cut_short(history: History) -> Alarm | None:
-    """The trust region skipped minibatches."""
-    skipped, kl = (history[-1].get(key) for key in ("skipped_minibatches", "prox_kl"))
+def update_too_large(history: History) -> Alarm | None:
+    """One update moves the policy too far; with `max_update_kl` its remaining minibatches are skipped."""
+    skipped, kl = history.last("skipped_minibatches"), history.last(UPDATE_KL.key)
     if not skipped:
-        return None
+        return out_of_range(history, UPDATE_KL)
     happened = f"{skipped:.0f} minibatches were skipped: the update moved the policy by more than actor.max_update_kl"
-    happened += "" if kl is None else f" (mean KL of its minibatches {kl:.3g})"
-    return Alarm("skipped_minibatches", _line(happened, "the optimizer steps are too large", _SMALLER_STEPS))
+    happened += "" if kl is None else f" ({UPDATE_KL.key} {kl:.3g})"
+    return Alarm(UPDATE_KL.key, _line(happened, UPDATE_KL.cause, UPDATE_KL.advice))
 
 
 Rule = Callable[[History], Alarm | None]
@@ -258,6 +268,6 @@ def _bound(limits: Limits) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    reward_fell, entropy_exploded, entropy_collapsed, update_cut_short, *(_bound(limits) for limits in LIMITS)
+    reward_fell, entropy_exploded, entropy_collapsed, update_too_large, *(_bound(limits) for limits in LIMITS)
 )  # fmt: skip
-_KEYS = ("reward", "entropy", "skipped_minibatches", *(limits.key for limits in LIMITS))
+_KEYS = ("reward", "entropy", "skipped_minibatches", UPDATE_KL.key, *(limits.key for limits in LIMITS))

@@ -30,8 +30,8 @@ class _State:
     # Folder of the checkpoint to go back to.
     good: str = ""
     num_rollbacks: int = 0
-    # The alarms look at steps from here on.
-    first_step: int = 0
+    # The first step after the last rollback.
+    restarted_at: int = 0
 
     @property
     def lr_scale(self) -> float:
@@ -47,8 +47,8 @@ class Guard:
         self.collapse: Alarm | None = None
         self._state = _State()
         self._file = recover.folder / "guard.json"
-        # Steps after a rollback whose answers are, or may be, of the collapsed policy.
-        self._num_old_steps = max_staleness + 2
+        # Steps after a rollback whose answers may be of the collapsed policy.
+        self._num_old_steps = max_staleness + 1
 
     @property
     def rolls_back(self) -> bool:
@@ -64,8 +64,9 @@ class Guard:
             self.recover.keep(self._state.good)
             self._scale_rates()
         for stats in history:
-            if (stats.get("step") or 0) >= self._state.first_step:
-                self.alarms.check(stats)
+            if self._state.num_rollbacks and stats.get("step") == self._state.restarted_at:
+                self.alarms.restart(self._num_old_steps)
+            self.alarms.check(stats)
 
     def check(self, stats: Stats) -> Stats:
         """Show new alarms; return how many there are, and `alarm/NAME` for each."""
@@ -87,7 +88,7 @@ class Guard:
             return
         if is_best and not is_saved:
             self.recover.save(info)
-        is_good = is_best or (is_saved and self.alarms.is_quiet and self.alarms.is_near_best)
+        is_good = is_best or (is_saved and self.alarms.is_healthy)
         if broadcast_json(is_good):
             self._keep(info)
 
@@ -108,7 +109,7 @@ class Guard:
             )
         self.recover.restore_engines(state.good)
         state.num_rollbacks += 1
-        state.first_step = info.global_step + 1 + self._num_old_steps
+        state.restarted_at = info.global_step + 1
         self._scale_rates()
         for engine in self.recover.engines.values():
             engine.set_version(info.global_step + 1)

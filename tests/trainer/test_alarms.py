@@ -30,7 +30,7 @@ def test_a_destroyed_run_is_reported_within_five_steps_of_its_turn():
     turn = max(i for i, reward in enumerate(rewards) if reward > 0.9 * max(rewards))
     found = dict((name, number) for number, name in raised(steps))
     # The first update already moves the policy too far; the other alarms follow the reward.
-    assert found["skipped_minibatches"] == 0
+    assert found["prox_kl"] == 0
     assert max(found[name] for name in ("reward", "truncated_share", "behav_kl/k3")) <= turn + 5
 
 
@@ -66,7 +66,7 @@ def test_noise_raises_no_alarm(seed):
         ("reward", {"reward": lambda step: 0.4 if step < 30 else 0.1}),
         ("entropy/high", {"entropy": lambda step: 0.3 if step < 30 else 1.2}),
         ("entropy/low", {"entropy": lambda step: 0.3 if step < 30 else 0.01, "reward": lambda _: 0.2}),
-        ("skipped_minibatches", {"skipped_minibatches": lambda step: float(step >= 30)}),
+        ("prox_kl", {"skipped_minibatches": lambda step: float(step >= 30)}),
         ("prox_kl", {"prox_kl": lambda step: 1e-4 if step < 30 else 0.015}),
         ("behav_kl/k3", {"behav_kl__k3": lambda step: 3e-4 if step < 30 else 0.08}),
         ("behav_kl/fresh", {"behav_kl__fresh": lambda step: 1e-4 if step < 30 else 0.02}),
@@ -111,11 +111,20 @@ def test_falling_entropy_that_comes_with_reward_is_learning():
     assert raised(steps) == []
 
 
-def test_a_restart_forgets_the_history():
+def test_a_restart_forgets_the_history_but_not_the_best_reward():
     alarms = Alarms()
     for stats in noisy(40, reward=lambda _: 0.4):
         assert not alarms.check(stats)
+    assert alarms.is_healthy
     alarms.restart(num_skipped=3)
-    # The first steps still train on answers of the old policy.
-    for stats in noisy(3, reward=lambda _: 0.0, ratio__max=lambda _: 5000.0) + noisy(30, reward=lambda _: 0.1):
+    # The first steps still train on answers of the old policy, and one more value is no history.
+    for stats in noisy(
+        4, reward=lambda step: 0.0 if step < 3 else 0.4, ratio__max=lambda step: 5000.0 if step < 3 else 1
+    ):
+        assert not alarms.check(stats) and not alarms.is_healthy
+    for stats in noisy(20, reward=lambda _: 0.4):
         assert not alarms.check(stats)
+    assert alarms.is_healthy
+    alarms.restart(num_skipped=0)
+    # A policy that does not come back to its reward has collapsed.
+    assert "reward" in {alarm.name for stats in noisy(10, reward=lambda _: 0.1) for alarm in alarms.check(stats)}

@@ -91,12 +91,12 @@ def test_stop_saves_the_model_and_ends_with_an_exit_code_of_its_own(config, caps
 
 def test_rollback_restores_a_good_checkpoint_with_half_the_rate(config, capfd):
     config.on_collapse, config.rollout.max_head_offpolicyness = "rollback", 1
-    run, weights = train(config, lambda step: 0.0 if 20 <= step < 28 else 0.5)
+    run, weights = train(config, lambda step: 0.0 if 20 <= step < 23 else 0.5)
     stats = read_stats(run)
     (alarm,) = [s["step"] for s in stats if s["alarms"]]
     assert "rollback 1 of at most 3: went back to step000020" in capfd.readouterr().out
     # The weights before the next step are those after step 20, and then training goes on from there.
-    assert 20 < alarm < 28 and weights[alarm] == alarm
+    assert 20 < alarm < 23 and weights[alarm] == alarm
     assert weights[alarm + 1] == 20 and weights[NUM_STEPS - 1] == 20 + NUM_STEPS - alarm - 2
     assert [s["lr"] for s in stats] == [LR] * (alarm + 1) + [LR / 2] * (NUM_STEPS - alarm - 1)
     # Steps and versions go on.
@@ -120,10 +120,10 @@ def test_rollbacks_are_bounded(config):
 
 def test_a_run_that_resumes_keeps_rate_checkpoint_and_history(config, tmp_path):
     config.on_collapse = "rollback"
-    collapsing = lambda step: 0.0 if 20 <= step < 28 else 0.5  # noqa: E731
+    collapsing = lambda step: 0.0 if 20 <= step < 23 else 0.5  # noqa: E731
     train(config, collapsing, 32)
     # The newest checkpoint is that of step 32, and the one to go back to is kept beside it.
-    run, weights = train(config, lambda step: 0.5 if step < 44 else 0.0, 56)
+    run, weights = train(config, lambda step: 0.0 if 44 <= step < 47 else 0.5, 56)
     assert min(weights) == 32
     stats = read_stats(run)
     assert {s["lr"] for s in stats[32:44]} == {LR / 2} and stats[-1]["lr"] == LR / 4
@@ -138,7 +138,7 @@ def test_the_best_validation_is_what_a_rollback_goes_back_to(config):
     config.evaluator.at_start_and_end = False
     results = iter([0.1, 0.4, 0.3, 0.2, 0.2, 0.2, 0.2, 0.2])
     evaluator = BlockingEvaluator(lambda: {"eval/valid/pass@1": next(results)})
-    run, weights = train(config, lambda step: 0.0 if 20 <= step < 28 else 0.5, 40, evaluator)
+    run, weights = train(config, lambda step: 0.0 if 20 <= step < 23 else 0.5, 40, evaluator)
     after = next(s["step"] for s in read_stats(run) if s["alarms"]) + 1
     # The second of all validations was the best.
     assert weights[after] == 14
@@ -168,7 +168,7 @@ def _roll_back_on_rank(rank, path, folder):
             actor.step_lr_scheduler()
             actor.set_version(step + 1)
             # Only rank 0 sees the collapse: it decides for all.
-            run.commit(step, {"reward": 0.0 if 20 <= step < 28 and rank == 0 else 0.5})
+            run.commit(step, {"reward": 0.0 if 20 <= step < 23 and rank == 0 else 0.5})
             rates.append(actor.optimizer.param_groups[0]["lr"])
             if step == 30:
                 break
