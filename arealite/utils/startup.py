@@ -20,7 +20,11 @@ def prepare_process() -> None:
     """Raise the limit on open files, and keep compiled kernels where no other user can write."""
     raise_file_limit()
     if _COMPILED_ENV not in os.environ:
-        os.environ[_COMPILED_ENV] = str(cache_folder() / "torchinductor")
+        try:
+            os.environ[_COMPILED_ENV] = str(cache_folder() / "torchinductor")
+        except OSError as error:
+            # Nothing is compiled then: torch needs a temporary folder too.
+            logger.warning("there is no folder for compiled code: %s", error)
 
 
 def cache_folder() -> Path:

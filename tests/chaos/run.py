@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from arealite.utils.rundir import RunDir
 from tests.chaos.job import ChaosJob
 from tests.tiny_model import make_model
 
@@ -25,7 +26,7 @@ CHOICES = {
     "rollout.num_workers": [0, 0, 1],
 }
 
-FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "hang"]
+FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "hang", "segment"]
 
 
 def inject_faults(job: ChaosJob, rng: random.Random) -> None:
@@ -42,6 +43,9 @@ def inject_faults(job: ChaosJob, rng: random.Random) -> None:
             pid = job.send_signal("server", signal.SIGSTOP)
             time.sleep(rng.uniform(0, 8))
             os.kill(pid, signal.SIGCONT)
+        elif fault == "segment":
+            # As systemd does when the user logs out.
+            RunDir(job.run_dir).shared_weights.unlink(missing_ok=True)
         elif fault == "launcher":
             job.send_signal("launcher")
             job.launcher.wait()

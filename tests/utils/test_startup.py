@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from arealite.utils.startup import cache_folder
+from arealite.utils.startup import cache_folder, prepare_process
 
 
 @pytest.fixture
@@ -44,6 +44,13 @@ def test_a_cache_folder_that_others_could_write_is_not_used(shared, tmp_path, ca
     made = cache_folder()
     assert made != path and made.parent == shared and made.stat().st_mode & 0o777 == 0o700
     assert not list(victim.iterdir()) and "is not used for caches" in caplog.text
+
+
+def test_a_machine_without_a_temporary_folder_is_no_error(monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    prepare_process()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and "no folder for compiled code" in caplog.text
 
 
 def test_compiled_code_and_fonts_are_kept_in_folders_of_ones_own(tmp_path):
