@@ -39,6 +39,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+# How names of local data files end.
+DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+
+
 @dataclass
 class DatasetConfig(Section):
     """A dataset and how it is batched."""

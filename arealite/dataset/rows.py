@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import DATA_FILES, DatasetConfig
 from arealite.api.errors import DatasetError
 
 Row = dict[str, Any]
-_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # Names of splits, the preferred ones first.
 _TRAINING = ("train", "training")
 _VALIDATION = ("validation", "valid", "val", "dev", "test", "eval")
@@ -33,7 +32,7 @@ def load_dataset(config: DatasetConfig) -> list[Row]:
     path = Path(config.path).expanduser()
     if path.exists():
         rows = [row for file in _files(path, config) for row in _read(file)]
-    elif path.is_absolute() or config.path.startswith((".", "~")) or config.path.endswith(_ENDINGS):
+    elif path.is_absolute() or config.path.startswith((".", "~")) or config.path.endswith(DATA_FILES):
         raise DatasetError(f"there is no dataset at {path.absolute()}")
     else:
         rows = _load_from_hub(config)
@@ -70,9 +69,9 @@ def _files(path: Path, config: DatasetConfig) -> list[Path]:
             f"{path} was written by `save_to_disk` of datasets: write it with `to_parquet`, or give your script's "
             "StatefulDataLoader what `datasets.load_from_disk` returns"
         )
-    files = sorted(p for p in path.rglob("*") if p.name.endswith(_ENDINGS) and p.is_file())
+    files = sorted(p for p in path.rglob("*") if p.name.endswith(DATA_FILES) and p.is_file())
     if not files:
-        raise DatasetError(f"the folder {path} holds no {', '.join(_ENDINGS)} file")
+        raise DatasetError(f"the folder {path} holds no {', '.join(DATA_FILES)} file")
     names = {file: str(file.relative_to(path)) for file in files}
     words = {file: set(re.split(r"[^a-z]+", name.lower())) for file, name in names.items()}
     if config.split is not None:

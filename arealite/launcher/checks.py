@@ -9,13 +9,12 @@ from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.backends import BACKENDS
+from arealite.api.cli_args import DATA_FILES
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import check_installed
 from arealite.utils.model_config import check_model
-
-_DATA_FILES = (".jsonl", ".json", ".jsonl.gz", ".csv", ".parquet")
 
 
 def check_job(job: Job, servers_run_here: bool) -> None:
@@ -58,7 +57,7 @@ def _check_dataset(config: LaunchConfig, key: str, path: str) -> None:
     local = Path(path).expanduser()
     is_local = path.startswith(("/", ".", "~"))
     if config.reads_datasets:
-        is_local = is_local or path.endswith(_DATA_FILES)
+        is_local = is_local or path.endswith(DATA_FILES)
     if local.exists():
         return
     if is_local:

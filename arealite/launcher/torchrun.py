@@ -96,14 +96,13 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
         raise ConfigError(
             f"cluster.n_nodes={count} machines have joined already: end the earlier run, or raise cluster.n_nodes"
         )
-    path = job.run_dir.path / "job.json"
     if node == 0:
         job.save()
         names.publish("job", job.id)
     found = wait_for_names(names, ["job"], job.config.setup_timeout_s, f"node {node}")
-    agreed = Job.load(path)
+    agreed = Job.load(job.path)
     if agreed.id != found["job"]:
-        raise ConfigError(f"{path} belongs to another job: is {job.run_dir.path} on a shared folder?")
+        raise ConfigError(f"{job.path} belongs to another job: is {job.run_dir.path} on a shared folder?")
     return replace(agreed, cwd=job.cwd), node
 
 
