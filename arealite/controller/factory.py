@@ -24,11 +24,10 @@ from arealite.engine.fsdp.parallel import fold_pipeline
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
 from arealite.utils.config import LOG_FILE_ENV
-from arealite.utils.process import CONTROLLER_ENV, MARK_ENV
+from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
-_ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", "AREALITE_ATTEMPT")
-_ENVIRONMENT += (MARK_ENV, "OMP_NUM_THREADS")
+_ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", ATTEMPT_ENV, MARK_ENV, "OMP_NUM_THREADS")
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrup
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
-from arealite.utils.process import CONTROLLER_ENV, STORE_ENV
+from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, STORE_ENV
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -316,7 +316,7 @@ class NodePart:
             "MASTER_PORT": port,
             "AREALITE_SERVER_ADDRS": ",".join(servers),
             "AREALITE_NAMES": str(self.job.names_folder),
-            "AREALITE_ATTEMPT": str(self.job.attempt),
+            ATTEMPT_ENV: str(self.job.attempt),
             "OMP_NUM_THREADS": str(self.placement.threads),
             "PYTHONUNBUFFERED": "1",
             **self.mps_env,

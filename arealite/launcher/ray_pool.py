@@ -14,10 +14,11 @@ from typing import Any
 
 from arealite.api.errors import ServerError
 from arealite.launcher.job import Job
-from arealite.launcher.node import NodePart, run_node
+from arealite.launcher.node import NodeFailure, NodePart, run_node
 from arealite.launcher.placement import ServerPlacement
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
+from arealite.utils.config import REFUSED
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names
 from arealite.utils.startup import prepare_process
 
@@ -38,6 +39,8 @@ class PoolPart(NodePart):
         self.serve_until_ranks_end()
 
     def handle_server_end(self, child: Child) -> None:
+        if child.code == REFUSED:
+            raise NodeFailure(f"{child.name} cannot start: {child.error_message()}", REFUSED)
         raise ServerError(f"a server of the pool died: {child.describe_end()}")
 
 
@@ -136,6 +139,17 @@ class ServerPool:
                 del self.members[node]
                 log = log_path(self.job, node).name
                 print(f"server {pool_index(node)} of the pool ended; see logs/{log}", flush=True)
+                if self.has_refused(member):
+                    print("it refuses its configuration or model: the pool gets no more servers", flush=True)
+                    self.max_members = 0
+
+    def has_refused(self, member: _Member) -> bool:
+        """Whether a server that has ended would refuse to start again."""
+        try:
+            return self.ray.get(member.ref) == REFUSED
+        except self.ray.exceptions.RayError:
+            # Its node was lost.
+            return False
 
     def close(self) -> None:
         for member in self.members.values():

@@ -7,9 +7,10 @@ algorithm: a loop without it trains the same.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from statistics import fmean
 from typing import ParamSpec, TypeVar, cast
 
@@ -33,6 +34,7 @@ from arealite.trainer.stats_logger import StatsLogger, read_stats
 from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank
+from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 
@@ -74,7 +76,11 @@ class Run:
         # The first engine is the policy: it is exported, and servers generate with its weights.
         self.policy = next(iter(self.engines.values()))
         self.dir = RunDir(config)
+        self._lock = ExitStack()
         if rank() == 0:
+            if ATTEMPT_ENV not in os.environ:
+                # There is no launcher that holds the lock.
+                self._lock.enter_context(self.dir.lock())
             self.dir.create(config)
         parts = {"dataloader": dataloader, "rollout": rollout}
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
@@ -115,6 +121,7 @@ class Run:
             self.rollout.destroy()
         for engine in self.engines.values():
             engine.destroy()
+        self._lock.close()
 
     def steps(self) -> Iterator[int]:
         """Yield global steps, starting at 0 or after the last recover checkpoint."""

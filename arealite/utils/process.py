@@ -21,6 +21,8 @@ from arealite.utils.text import clean
 MARK_ENV = "AREALITE_PROCESS"
 # The path of job.json, set in the driver of controller mode only: the process whose engines live in Ray actors.
 CONTROLLER_ENV = "AREALITE_CONTROLLER"
+# Number of the attempt at a job, set by a launcher.
+ATTEMPT_ENV = "AREALITE_ATTEMPT"
 # Folder in which the ranks of one machine meet, set by a launcher.
 STORE_ENV = "AREALITE_STORE"
 _PR_SET_PDEATHSIG = 1

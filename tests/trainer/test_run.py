@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
-from arealite.api.errors import CheckpointError, WaitTimeout
+from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
@@ -54,6 +54,17 @@ def test_statistics_are_on_disk_before_the_checkpoint_of_a_step(actor, config):
     assert num_lines == [1, 2, 3]
     # The time that the executor reports counts as idle, though no phase was timed.
     assert [line["idle/trainer"] for line in read_stats(run)] == [0, 1, 1]
+
+
+def test_without_a_launcher_a_second_run_of_the_same_name_is_refused(actor, config, monkeypatch):
+    monkeypatch.delenv("AREALITE_ATTEMPT", raising=False)
+    with Run(config, SPEC, actor) as run:
+        for step in (0, 1):
+            run.commit(step, {"loss": 1.0})
+        with pytest.raises(ConfigError, match="another run uses"):
+            Run(config, SPEC, actor)
+        assert len(read_stats(run)) == 2
+    assert not run.dir.is_in_use()
 
 
 @pytest.fixture
