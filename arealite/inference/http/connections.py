@@ -13,9 +13,14 @@ from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from orjson import dumps
 
 logger = logging.getLogger("arealite.server")
+# For aiohttp, which would log a traceback for everything that is not HTTP.
+http_logger = logging.getLogger("arealite.server.http")
+_CLIENT_ERRORS = (HttpProcessingError, web.RequestPayloadError)
+http_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CLIENT_ERRORS)))
 
 # The header of a request must arrive within this many sweeps. Sweeps are counted, not seconds, because a busy event
 # loop reads what has arrived only after its timers.

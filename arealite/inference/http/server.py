@@ -21,7 +21,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.access import Access, new_version
-from arealite.inference.http.connections import Connections
+from arealite.inference.http.connections import Connections, http_logger
 from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
@@ -99,8 +99,8 @@ def bind(config: ServerConfig) -> socket.socket:
 async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop: asyncio.Event) -> None:
     """Serve until `stop` is set or the engine fails."""
     app, loop = make_app(engine, config), asyncio.get_running_loop()
-    settings: dict[str, Any] = {"access_log": None, "handler_cancellation": True, "keepalive_timeout": _KEEPALIVE_S}
-    runner = web.AppRunner(app, shutdown_timeout=2.0, **settings)
+    settings: dict[str, Any] = {"access_log": None, "logger": http_logger, "keepalive_timeout": _KEEPALIVE_S}
+    runner = web.AppRunner(app, shutdown_timeout=2.0, handler_cancellation=True, **settings)
     await runner.setup()
     assert runner.server is not None
     loop.set_exception_handler(AcceptErrors())
