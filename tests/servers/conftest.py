@@ -86,6 +86,7 @@ def launch_config(backend: str, model: Path) -> LaunchConfig:
     if backend == "embedded":
         config.server.dtype, config.server.device = "float32", "cpu"
         config.server.max_total_tokens = 8192
+        config.server.weight_folders = [str(model.parent)]
     elif backend == "sglang":
         python = server_venv(backend) / "bin" / "python"
         stub = SCRIPTS / "sgl_kernel_stub"

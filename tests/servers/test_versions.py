@@ -211,7 +211,8 @@ def test_tokens_of_a_request_in_flight_during_an_update_count_as_old(connect, mo
     it = Restarting()
 
     def generate(body: dict) -> dict:
-        it.version = "2"
+        # An update begins.
+        it.version, engine.fleet.updater.version = "2", 2
         return it.sglang(body)
 
     does = {"/get_model_info": it.info, "/generate": generate, "/update_weights_from_disk": it.load}
