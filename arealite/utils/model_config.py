@@ -8,6 +8,7 @@ folders.
 import ast
 import importlib.util
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def check_model(path: str | Path) -> None:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read ({error}): {_AGAIN}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} holds {_kind(value)}, expected an object: {_AGAIN}")
@@ -114,7 +115,7 @@ def _check_values(config: dict[str, Any], folder: Path) -> None:
                 )
     for key in _NUMBERS:
         value = config.get(key)
-        if value is not None and type(value) not in (int, float):
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
             raise ConfigError(f"{folder}/config.json: {key} is {_kind(value)}, expected a number: {_AGAIN}")
     for key in _LENGTHS:
         if config.get(key) == 1:

@@ -102,6 +102,12 @@ def test_incomplete_json_and_missing_folders(tmp_path):
     refused(check_model, tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text('{"model_type": "qw')
     refused(check_model, tmp_path, "cannot be read")
+    for value in ("[" * 100_000 + "]" * 100_000, "1" * 10_000):
+        (tmp_path / "config.json").write_text(f'{{"model_type": {value}}}')
+        refused(check_model, tmp_path, "cannot be read")
+    for value in ("NaN", "-Infinity", "1e999"):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "qwen2", "rms_norm_eps": {value}}}')
+        refused(check_model, tmp_path, "rms_norm_eps is .*expected a number")
     check_model("Qwen/Qwen2.5-0.5B")  # a hub name: nothing is known yet
 
 
