@@ -7,6 +7,7 @@ import torch
 
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.weights import device_memory
 from arealite.weights.device_memory import DeviceWeights
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.layout import TensorLayout
@@ -52,3 +53,15 @@ def test_tensors_are_views_of_one_buffer():
     again = DeviceWeights("x", buffer, layout).tensors
     assert again["a"].tolist() == [[1.5] * 3] * 2 and again["b"].item() == -2
     assert buffer[12:256].sum() == 0
+
+
+def test_a_file_that_is_removed_is_written_again_by_the_process_that_has_the_buffer(tmp_path, monkeypatch, caplog):
+    path, layout = tmp_path / "weights.cuda", TensorLayout.of({"w": torch.empty(2)})
+    made = DeviceWeights(path, torch.zeros(layout.size_bytes, dtype=torch.uint8), layout)
+    made._text = "{}"
+    monkeypatch.setattr(device_memory, "_created", {path: made})
+    assert DeviceWeights.attach(path) is made
+    assert path.read_text() == "{}" and path.stat().st_mode & 0o777 == 0o600
+    assert "making them again" in caplog.text
+    DeviceWeights.restore(tmp_path / "of another process.cuda")
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.cuda"]
