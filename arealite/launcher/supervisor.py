@@ -95,9 +95,14 @@ class Child:
 
     def hide_secret(self) -> None:
         """Overwrite the secret in the log: SGLang prints all of its settings. Its length stays the same."""
-        secret = (self.spec.secret or "").encode()
-        if not secret or not self.spec.log_path.exists():
+        if not self.spec.secret or not self.spec.log_path.exists():
             return
+        try:
+            self._overwrite_in_log(self.spec.secret.encode())
+        except OSError as error:
+            print(f"warning: cannot remove the API key from {self.spec.log_path}: {error.strerror}", flush=True)
+
+    def _overwrite_in_log(self, secret: bytes) -> None:
         with self.spec.log_path.open("r+b") as log:
             offset = self.log_start
             while len(portion := os.pread(log.fileno(), 1 << 20, offset)) >= len(secret):

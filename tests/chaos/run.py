@@ -26,7 +26,8 @@ CHOICES = {
     "rollout.num_workers": [0, 0, 1],
 }
 
-FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "hang", "segment"]
+FAULTS = ["server", "server", "server SIGTERM", "trainer", "trainer SIGTERM", "worker", "launcher", "segment"]
+FAULTS += ["server hangs", "trainer hangs", "launcher hangs"]
 
 
 def inject_faults(job: ChaosJob, rng: random.Random) -> None:
@@ -39,8 +40,8 @@ def inject_faults(job: ChaosJob, rng: random.Random) -> None:
         print(f"  step {job.step()}: {fault}", flush=True)
         if fault == "worker" and not job.pids("worker"):
             continue
-        if fault == "hang":
-            pid = job.send_signal("server", signal.SIGSTOP)
+        if fault.endswith("hangs"):
+            pid = job.send_signal(fault.split()[0], signal.SIGSTOP)
             time.sleep(rng.uniform(0, 8))
             os.kill(pid, signal.SIGCONT)
         elif fault == "segment":
