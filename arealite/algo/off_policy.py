@@ -81,13 +81,13 @@ def behaviour_stats(prox_logp: Tensor, logprobs: Tensor, weight: Tensor, kept: T
     }
 
 
-def fresh_kl(prox_logp: Tensor, logprobs: Tensor, age: Tensor, mask: Tensor, owner: Tensor) -> Stat:
-    """Return KL(behaviour‖prox) by k3 over sequences whose tokens all have `age` 0.
+def fresh_kl(prox_logp: Tensor, logprobs: Tensor, age: Tensor, mask: Tensor) -> Stat:
+    """Return KL(behaviour‖prox) by k3 over tokens of `age` 0, which the proximal policy itself sampled.
 
-    The proximal policy itself sampled them, so it measures how differently server and trainer compute.
+    It measures how differently server and trainer compute. A token whose answer began under older weights counts too;
+    the server may have kept their cache.
     """
-    is_old = sequence_mean((age != 0).to(logprobs.dtype), mask, owner) > 0
-    kept = mask & ~is_old
+    kept = mask & (age == 0)
     delta = torch.where(kept, logprobs - prox_logp, 0.0).detach()
     return Stat(kl_estimate(delta, torch.zeros_like(delta), "k3").sum(), kept.sum())
 

@@ -72,7 +72,6 @@ LIMITS = (
     ),
     Limits(
         "behav_kl/fresh", "KL between server and trainer under the same weights", factor=10, floor=0.01, limit=0.03,
-        patience=3,
         cause="server and trainer compute different log-probs (dtype, temperature, attention, wrong weights)",
         advice="use the same dtype and temperature on both sides, or set "
         "actor.behav_imp_weight_mode=token_clamp actor.behav_imp_weight_cap=2",
@@ -84,8 +83,8 @@ LIMITS = (
     ),
     Limits(
         "grad_norm", "gradient norm before clipping", factor=10, floor=0.5, patience=3,
-        cause="the policy has left the region in which it was trained, or the rewards changed their scale",
-        advice="lower actor.optimizer.lr, and check the rewards",
+        cause="training has become unstable, or rewards or data changed their scale",
+        advice="lower optimizer.lr of the trained model, and check rewards and data",
     ),
     Limits(
         "truncated_share", "share of answers cut off at gconfig.max_new_tokens", factor=2, floor=0.3, patience=3,

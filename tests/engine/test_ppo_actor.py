@@ -309,20 +309,16 @@ def test_all_ranks_end_an_update_alike(model_dirs, two_ranks, layout):
 
 
 @pytest.mark.parametrize("prox_logp", ["recompute", "first_pass"])
-def test_the_kl_under_equal_weights_is_measured_on_fresh_rows_only(model_dirs, prox_logp):
+def test_the_kl_under_equal_weights_is_measured_on_fresh_tokens_only(model_dirs, prox_logp):
     actor = make_actor(model_dirs["qwen2"], prox_logp=prox_logp, skip_zero_advantage=False)
     actor.set_version(3)
     batch = random_batch(LENGTHS)
     trained = batch["loss_mask"].bool()
     trained[:, 0] = False
-    shift = 0.1 * trained
-    # The servers' log-probs of fresh rows are 0.1 too low, those of the others are arbitrary.
-    fresh = torch.arange(8) < 3
-    batch["logprobs"] = torch.where(fresh[:, None], actor.compute_logp(batch) - shift, batch["logprobs"])
-    batch["versions"] = torch.where(trained, 3, -1)
-    # One old token makes a row old.
-    for row in range(3, 8):
-        batch["versions"][row, trained[row].nonzero()[0]] = 2
+    fresh = trained & (torch.arange(trained.shape[1]) >= 6)
+    # The servers' log-probs of fresh tokens are 0.1 too low, those of the others are arbitrary.
+    batch["logprobs"] = torch.where(fresh, actor.compute_logp(batch) - 0.1, batch["logprobs"])
+    batch["versions"] = torch.where(fresh, 3, torch.where(trained, 2, -1))
     (stats,) = one_update(actor, batch)
     expected = (torch.tensor(0.1).exp() - 1 - 0.1).item()
     assert stats["behav_kl/fresh"] == pytest.approx(expected, rel=1e-3)

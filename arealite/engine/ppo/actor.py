@@ -296,7 +296,7 @@ def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Ob
     loss, stats = LOSSES[objective.loss](tokens, Clip(config.eps_clip, high), config.c_clip)
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
     if "versions" in mb and config.use_decoupled_loss and config.prox_logp != "interpolate":
-        stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask, owner)
+        stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask)
     # KL between the policy at the start of the update and now.
     moved = kl_estimate(prox, logp.detach(), "k3")
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
