@@ -113,6 +113,7 @@ def train(folder: Path, model: Path, data: Path, *more: str) -> RunDir:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_checkpoints_of_a_run_are_evaluated_once_each_until_it_ends(model_path, gsm8k_path, tmp_path):
     run_dir = train(tmp_path, model_path, gsm8k_path, "stats_logger.tensorboard=true")
     second, hidden = run_dir.checkpoints / "step000004", run_dir.checkpoints / "hidden"
@@ -150,6 +151,7 @@ def test_checkpoints_of_a_run_are_evaluated_once_each_until_it_ends(model_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_adapters_are_evaluated_on_their_base_model(model_path, gsm8k_path, tmp_path):
     run_dir = train(tmp_path, model_path, gsm8k_path, "actor.lora_rank=2")
     shutil.rmtree(run_dir.checkpoints / "step000002")

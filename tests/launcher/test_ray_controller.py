@@ -114,16 +114,23 @@ def test_dry_run_shows_placement(tmp_path, models, capsys):
 def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, models, ray_cluster):
     """Actor and critic on two ranks each, and a reference: the losses of the two runs are equal bit for bit."""
     one, other = tmp_path / "ranks", tmp_path / "controller"
-    ranks = start("local", arguments(one, models, 3))
+    evaluation = ("valid_dataset.path=made", "eval_gconfig.n_samples=2", "eval_gconfig.temperature=1")
+    ranks = start("local", arguments(one, models, 3, *evaluation))
     extra = ("controller=true", "rollout.weight_update=broadcast", "cluster.n_gpus_per_node=8")
-    argv = arguments(other, models, 3, *extra)
+    argv = arguments(other, models, 3, *evaluation, *extra)
     driver = start("ray", argv, RAY_ADDRESS=ray_cluster.address)
     for process in (ranks, driver):
         out, _ = process.communicate(timeout=350)
         assert process.returncode == 0, out
     keys = ("loss", "grad_norm", "ref_kl", "answer_len", "critic/loss", "critic/grad_norm")
-    pairs = list(zip(stats(one), stats(other), strict=True))
+    steps, others = ([line for line in stats(folder) if "loss" in line] for folder in (one, other))
+    pairs = list(zip(steps, others, strict=True))
     assert len(pairs) == 3
+    evaluations = [[line for line in stats(folder) if "eval/valid/pass@2" in line] for folder in (one, other)]
+    assert all([line["step"] for line in lines] == [-1, 2] for lines in evaluations)
+    # After the last step the weights stand still, so that both answer the same.
+    last, other_last = ({k: v for k, v in lines[-1].items() if k != "time"} for lines in evaluations)
+    assert last == other_last and last["eval/valid/version/min"] == last["eval/valid/version/max"] == 3
     for here, there in pairs:
         assert {k: here[k] for k in keys} == {k: there[k] for k in keys}
         assert there["driver/tensor_bytes"] == 0, "a tensor passed through the driver"

@@ -36,6 +36,7 @@ def evaluation_keys(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_evaluations_overlap_training_and_change_nothing_about_it(model_path, gsm8k_path, tmp_path, capsys):
     keys = evaluation_keys(tmp_path)
     alone = train(tmp_path / "alone", model_path, gsm8k_path)
@@ -74,6 +75,7 @@ def test_evaluations_overlap_training_and_change_nothing_about_it(model_path, gs
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_all_ranks_get_the_results(model_path, gsm8k_path, tmp_path):
     keys = evaluation_keys(tmp_path)
     run_dir = train(tmp_path / "run", model_path, gsm8k_path, *keys, "evaluator.freq_steps=5", layout="embedded.d1+d2")
