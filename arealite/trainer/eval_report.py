@@ -11,13 +11,17 @@ _PREFIX = "eval/"
 _SHARES = ("pass@", "maj@", "truncated")
 
 
+def describe_step(step: int) -> str:
+    """Say when an evaluation began. `step` counts from 0; -1 is before the first step."""
+    return f"after step {step + 1}" if step >= 0 else "before the first step"
+
+
 def evaluation_lines(step: int, stats: Mapping[str, float | None]) -> list[str]:
-    """Return one line for each validation set. `step` counts from 0; -1 is before the first step."""
-    when = f"after step {step + 1}" if step >= 0 else "before the first step"
+    """Return one line for each validation set."""
     lines = []
     for name in set_names(stats):
         pairs = "  ".join(f"{metric} {cell}" for metric, cell in _cells(name, stats).items())
-        lines.append(f"evaluation {when}, {name}:  {pairs}")
+        lines.append(f"evaluation {describe_step(step)}, {name}:  {pairs}")
     return lines
 
 

@@ -8,6 +8,7 @@ import shutil
 
 from arealite.api.cli_args import EvaluatorConfig
 from arealite.api.io_struct import Stats, StepInfo
+from arealite.trainer.eval_report import describe_step
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.saver import Frequency
 from arealite.trainer.stats_logger import read_stats
@@ -22,6 +23,8 @@ class Evaluations:
     def __init__(self, config: EvaluatorConfig, evaluator: Evaluator | BlockingEvaluator | None, run_dir: RunDir):
         self.config, self.evaluator, self.dir = config, evaluator, run_dir
         self.frequency = Frequency(config)
+        # The last step, if another evaluation still ran then. The weights stay as they are after it.
+        self._postponed: int | None = None
 
     def before_steps(self, last: StepInfo | None) -> dict[int, Stats]:
         """Evaluate before the first step, or after a resume if the evaluation of the `last` step was lost."""
@@ -40,21 +43,27 @@ class Evaluations:
         if self.evaluator is None:
             return {}
         due = self.frequency.is_due(info) or (is_last and self.config.at_start_and_end)
-        results = self._take(wait=due and is_last)
-        if due and self.evaluator.step is not None:
-            self._warn_skipped(info.global_step, self.evaluator.step)
-        elif due:
+        results = self._take(wait=False)
+        running = self.evaluator.step
+        if due and running is None:
             results |= self._start(info.global_step)
+        elif due and is_last:
+            self._postponed = info.global_step
+        elif due and running is not None:
+            self._warn_skipped(info.global_step, running)
         return results
 
     def finish(self) -> dict[int, Stats]:
-        """Wait for the evaluation that still runs, if any, and return its result."""
-        return self._take(wait=True)
+        """Wait for the evaluation that still runs, and for that of the last step. Returns their results."""
+        results = self._take(wait=True)
+        if self._postponed is not None:
+            results |= self._start(self._postponed) | self._take(wait=True)
+            self._postponed = None
+        return results
 
     @property
-    def running_step(self) -> int | None:
-        """The step at which the running evaluation began; None if none runs."""
-        return None if self.evaluator is None else self.evaluator.step
+    def is_running(self) -> bool:
+        return self.evaluator is not None and self.evaluator.step is not None
 
     def close(self) -> None:
         if isinstance(self.evaluator, Evaluator):
@@ -85,8 +94,7 @@ class Evaluations:
 
     def _warn_skipped(self, step: int, running: int) -> None:
         if rank() == 0:
-            when = f"after step {running + 1}" if running >= 0 else "before the first step"
             show_message(
-                f"warning: no evaluation after step {step + 1}: the one {when} still runs. Evaluate less often "
-                "(evaluator), fewer questions, or shorter or fewer answers (eval_gconfig)"
+                f"warning: no evaluation {describe_step(step)}: the one {describe_step(running)} still runs. Evaluate "
+                "less often (evaluator), fewer questions, or shorter or fewer answers (eval_gconfig)"
             )

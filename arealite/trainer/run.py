@@ -231,8 +231,8 @@ class Run:
                     show_message(line)
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation that still runs. It gets all servers: training needs them no more."""
-        if self.evaluations.running_step is not None:
+        """Wait for evaluations that still run. They get all servers: training needs them no more."""
+        if self.evaluations.is_running:
             if self.rollout is not None:
                 self.rollout.pause()
             with self.phase("evaluate"):

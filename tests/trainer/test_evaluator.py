@@ -192,9 +192,9 @@ def test_results_belong_to_the_step_at_which_the_evaluation_began(tmp_path, caps
         steps.commit(5) == []
         and "no evaluation after step 6: the one after step 3 still runs" in capsys.readouterr().out
     )
-    # The last is waited for, and then the last step is evaluated too.
-    assert steps.commit(6, is_last=True) == [2] and steps.step == 6
-    assert list(steps.schedule.finish()) == [6] and steps.schedule.finish() == {}
+    # The last step is evaluated in any case, when the one before has ended: its model is saved first.
+    assert steps.commit(6, is_last=True) == [] and steps.step == 2
+    assert list(steps.schedule.finish()) == [2, 6] and steps.schedule.finish() == {}
     assert steps.log == ["start -1", "take -1", "start 2", "wait for 2", "start 6", "wait for 6"]
 
 
