@@ -128,3 +128,5 @@ class ServerConfig(Section):
         # A server that joins a job takes the job's key.
         if self.host not in LOOPBACK_HOSTS and not self.api_key and not self.join:
             yield f"server.host={self.host} is not loopback: set server.api_key too"
+        if self.api_key and not self.api_key.isascii():
+            yield "server.api_key is sent in an HTTP header: use ASCII characters only"

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import API_KEY_ENV, BACKENDS, KEY_REFERENCE
+from arealite.api.config_field import check_section
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
@@ -109,6 +110,7 @@ class Job:
             # Other machines must reach the servers.
             host = "0.0.0.0" if len(self.devices) > 1 and host == "127.0.0.1" else host
         self.config.server = dataclasses.replace(server, host=host, api_key=key)
+        check_section("server", self.config.server)
         self.argv = [f"{_KEY}{KEY_REFERENCE}" if a.startswith(_KEY) else a for a in self.argv]
         if server.api_key and any(a.startswith("server=") and "api_key" in a for a in self.argv):
             raise ConfigError(f"`server={{api_key: …}}` shows the key to all users: set {_KEY}… or {API_KEY_ENV}")

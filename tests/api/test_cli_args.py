@@ -73,6 +73,7 @@ def test_every_number_has_a_finite_range_and_all_else_is_refused_by_its_name(cls
         (cli_args.InferenceEngineConfig(max_head_offpolicyness=-1), "from 0 to"),
         (cli_args.InferenceEngineConfig(pause_mode="stop"), "pause_mode"),
         (cli_args.ServerConfig(host="0.0.0.0"), "set server.api_key"),
+        (cli_args.ServerConfig(api_key="ключ"), "ASCII"),
         (cli_args.ServerConfig(mem_fraction=2), "mem_fraction"),
         (cli_args.DatasetConfig(path="d", batch_size=0), "batch_size"),
         (cli_args.RecoverConfig(mode="maybe"), "mode is 'maybe'; use one of"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.cli.main import main
+from arealite.cli.main import MainConfig, _config_file, flatten, main
+from arealite.utils.config import load_config
 from arealite.utils.rundir import RunDir
 
 ARGV = ["trainer.type=sft", "trainer.sft.model.path=some/model"]
@@ -51,3 +53,13 @@ def test_a_refused_run_leaves_no_file_behind(argv, tmp_path):
     with pytest.raises(AReaLiteError):
         main([*argv, "allocation_mode=d4096"])
     assert [path.name for path in kept.parent.iterdir()] == ["stats.jsonl"]
+
+
+def test_the_file_that_ranks_read_has_no_key(tmp_path, gsm8k_path, monkeypatch):
+    # Restored after the test.
+    monkeypatch.setenv("AREALITE_API_KEY", "")
+    argv = ["trainer.grpo.actor.path=m", f"train_dataset.path={gsm8k_path}", "trainer.grpo.server.api_key=secret"]
+    flat = flatten(load_config(argv, MainConfig))
+    with _config_file(flat, tmp_path) as path:
+        assert "secret" not in path.read_text()
+        assert load_config(["--config", str(path)], GRPOConfig).server.api_key == "secret"
