@@ -44,6 +44,8 @@ def main(argv: list[str]) -> None:
     if steps:
         console.print(steps_table(steps, options.steps))
         console.print(time_table(steps))
+        for line in alarm_lines(steps):
+            console.print(line, markup=False, soft_wrap=True)
     evaluations = [(step["step"], step) for step in every if set_names(step)]
     if evaluations:
         console.print(evaluation_table(evaluations))
@@ -67,6 +69,16 @@ def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
     sample = [steps[i] for i in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})]
     rows = [(step["step"] + 1, [column.cell(step) for column in shown]) for step in sample]
     return step_table(shown, rows, f"{len(steps)} steps")
+
+
+def alarm_lines(steps: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each step that raised alarms; their texts are in the log of the trainer."""
+    prefix, lines = "alarm/", []
+    for step in steps:
+        names = [key.removeprefix(prefix) for key in step if key.startswith(prefix)]
+        if names:
+            lines.append(f"alarms after step {step['step'] + 1}: {', '.join(names)}")
+    return lines
 
 
 def time_table(steps: list[dict[str, Any]]) -> Table:

@@ -36,6 +36,13 @@ def test_the_report_shows_steps_times_episodes_and_rollouts(run_dir, capsys):
     assert "[bold]edcba\\x1b[31m" in out and "x" * 999 not in out, "text of a model is data"
 
 
+def test_alarms_are_listed_by_step(run_dir, capsys):
+    with run_dir.stats_path.open("a") as file:
+        file.write('{"step": 100, "time": 1, "reward": 0.1, "alarms": 2, "alarm/reward": 1, "alarm/behav_kl/k3": 1}\n')
+    main([str(run_dir.path)])
+    assert "alarms after step 101: reward, behav_kl/k3\n" in capsys.readouterr().out
+
+
 def test_a_run_that_has_just_begun(tmp_path, capsys):
     main([str(RunDir(tmp_path).create().path)])
     assert "no step is finished yet" in capsys.readouterr().out
