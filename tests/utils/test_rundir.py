@@ -110,9 +110,16 @@ def test_a_damaged_name_in_shared_memory_is_replaced(tmp_path, text):
     assert second != first and RunDir(tmp_path).shared_weights == second
 
 
-def test_a_name_in_shared_memory_that_is_taken_is_given_up(tmp_path):
+@pytest.mark.parametrize("trap", ["link", "foreign"])
+def test_a_name_in_shared_memory_that_is_taken_is_given_up(tmp_path, trap):
     taken = RunDir(tmp_path).shared_weights
-    taken.symlink_to("/etc/passwd")
+    if trap == "link":
+        taken.symlink_to("/etc/passwd")
+    elif os.geteuid() != 0:
+        pytest.skip("only root can make a file of another user")
+    else:
+        taken.touch()
+        os.chown(taken, 65534, 65534)
     try:
         assert RunDir(tmp_path).shared_weights != taken
     finally:
