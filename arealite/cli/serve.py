@@ -18,6 +18,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.core.event_loop import new_event_loop
 from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
+from arealite.inference.http.common import has_threads_beside
 from arealite.inference.http.server import bind, serve
 from arealite.utils.config import load_config, run_main
 from arealite.utils.network import host_address
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
     if engine.failure is not None:
         print(f"error: {engine.failure}", file=sys.stderr, flush=True)
         os._exit(1)  # threads that wait for a dead rank would block a regular exit
+    if has_threads_beside():
+        os._exit(0)  # a regular exit would abort a thread inside torch, and the process with it
     return 0
 
 

@@ -45,14 +45,16 @@ class WeightReceiver:
             raise WeightUpdateError(f"cannot join the group at {address}:{port}: {cause}") from error
         self._name = settings.group_name
 
-    def receive(self, body: dict[str, Any]) -> Weights:
+    def receive(self, body: dict[str, Any], max_bytes: int) -> Weights:
         """Receive the tensors that the body of `/update_weights_from_distributed` lists."""
         group = self._group
         if group is None or body.get("group_name") != self._name:
             raise RequestError(f"this server is not in the group {body.get('group_name')!r}")
         try:
             layout = TensorLayout.from_lists(body.get("names"), body.get("dtypes"), body.get("shapes"))
-        except (ValueError, TypeError) as error:
+            if layout.size_bytes > max_bytes:
+                raise ValueError(f"they have {layout.size_bytes} bytes, this model at most {max_bytes}")
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise RequestError(
                 f"names, dtypes and shapes must list name, dtype and shape of each tensor: {error}"
             ) from error

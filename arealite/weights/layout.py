@@ -7,6 +7,7 @@ safetensors file, through Ray or a socket. Layouts from other processes are chec
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ class TensorSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        # Not torch's product, which overflows without an error.
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:

@@ -23,6 +23,7 @@ from arealite.inference.http import common, connections
 from arealite.inference.http.access import Access
 from arealite.inference.http.connections import Connections
 from arealite.inference.http.server import make_app
+from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
 from arealite.weights import host_memory
 from arealite.weights.host_memory import SharedWeights
@@ -306,3 +307,13 @@ def test_a_standing_server_releases_the_weights_of_ended_runs(make_engine, tmp_p
     assert shared.path not in host_memory._mapped
     with torch.no_grad():
         shared.tensors["model.norm.weight"].fill_(1)  # who still uses it keeps it
+
+
+@pytest.mark.parametrize("shape", [[1 << 40], [2**62, 2**62], [2**31] * 5])
+def test_a_broadcast_larger_than_the_model_is_refused_before_it_is_received(shape):
+    receiver = WeightReceiver()
+    group: Any = object()  # it is not asked
+    receiver._group, receiver._name = group, "g"
+    body = {"group_name": "g", "names": ["a"], "dtypes": ["float32"], "shapes": [shape]}
+    with pytest.raises(RequestError, match="names, dtypes and shapes"):
+        receiver.receive(body, 1 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -355,6 +356,30 @@ def test_bearer_token(model_path):
         assert client.request("/model_info", token="secret")[0] == 200
     finally:
         assert stop(process) == 0
+
+
+def test_server_ends_while_it_waits_for_a_process_group(model_path):
+    process = start(f"model_path={model_path}", "max_total_tokens=256")
+    client = Client(process.stdout.readline().split()[-1], process)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(TIMEOUT_S)
+        body = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "group_name": "g"}
+        body |= {"rank_offset": 1, "world_size": 2}
+
+        def join() -> None:
+            with contextlib.suppress(OSError):
+                client.request("/init_weights_update_group", body)
+
+        joining = threading.Thread(target=join)
+        joining.start()
+        connection, _ = silent.accept()
+        process.terminate()
+        try:
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            connection.close()
+        joining.join(TIMEOUT_S)
 
 
 def test_memory_endpoints(server):

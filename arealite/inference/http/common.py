@@ -27,6 +27,7 @@ ACCESS = web.AppKey("access", Access)
 CONNECTIONS = web.AppKey("connections", Connections)
 BODY_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 2000
+_BESIDE = "beside the event loop"
 logger = logging.getLogger("arealite.server")
 R = TypeVar("R")
 
@@ -127,8 +128,13 @@ async def run_beside(function: Callable[[], R]) -> R:
         except BaseException as error:  # whatever it is, the caller awaits it
             resolve(future, error)
 
-    threading.Thread(target=run, name="beside the event loop", daemon=True).start()
+    threading.Thread(target=run, name=_BESIDE, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+def has_threads_beside() -> bool:
+    """Return whether a function of `run_beside` has not returned, in any server of this process."""
+    return any(thread.name == _BESIDE for thread in threading.enumerate())
 
 
 class Mailbox:

@@ -279,7 +279,9 @@ async def init_weights_update_group(http_request: web.Request) -> web.Response:
 async def update_weights_from_distributed(http_request: web.Request) -> web.Response:
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     version, receiver = _version(engine, body), http_request.app[RECEIVER]
-    return await _update(http_request, body, lambda: WeightSource.received(receiver.receive(body), version))
+    # In float64, and with a head that is tied here.
+    max_bytes = 2 * 8 * engine.config.tensor_parallel * sum(p.numel() for p in engine.model.parameters())
+    return await _update(http_request, body, lambda: WeightSource.received(receiver.receive(body, max_bytes), version))
 
 
 async def update_weight_version(http_request: web.Request) -> web.Response:
