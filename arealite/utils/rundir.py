@@ -124,7 +124,7 @@ class RunDir:
     def earlier_results(self) -> list[Path]:
         """Return what a run of this name has left here; empty if there was none."""
         files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
-        folders = (self.checkpoints, self.recover, self.tensorboard)
+        folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations)
         # SQLite keeps two more files beside a database.
         paths = [*files, *folders, *(self.db_path.with_name(f"{self.db_path.name}-{end}") for end in ("wal", "shm"))]
         return [p for p in paths if p.exists()] if self.stats_path.exists() or self.db_path.exists() else []
