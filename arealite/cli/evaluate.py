@@ -59,10 +59,12 @@ def main(argv: list[str]) -> int:
     for data in settings.validation_sets.values():
         find_task(data)
     failed: set[Path] = set()
+    num_idle = 0
     with StopEvent() as stop:
         while True:
-            # Asked before the search: a checkpoint that is written in between is found.
-            is_running = run_dir.is_in_use()
+            # Asked before the search: a checkpoint that is written in between is found. A run that is restarted is not
+            # in use for a moment, so it has ended only if it is not in use twice.
+            num_idle = 0 if run_dir.is_in_use() else num_idle + 1
             for checkpoint in find_new(run_dir, settings):
                 if checkpoint.path in failed:
                     continue
@@ -71,7 +73,7 @@ def main(argv: list[str]) -> int:
                     return code or 1
                 if code:
                     failed.add(checkpoint.path)
-            if options.once or not is_running:
+            if options.once or num_idle > 1:
                 return 1 if failed else 0
             if stop.wait(_POLL_INTERVAL_S):
                 return 128 + stop.number
@@ -148,7 +150,13 @@ def evaluate_checkpoint(settings: EvalConfig, checkpoint: Checkpoint) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(to_yaml(config))
-        code = launch(Path(str(evaluate.__file__)), ["--config", str(file)])
+        try:
+            code = launch(Path(str(evaluate.__file__)), ["--config", str(file)])
+        except ConfigError:
+            # A run deletes the best model when it has a better one.
+            if path.exists():
+                raise
+            return 0
     if code == 0:
         shutil.rmtree(job.path, ignore_errors=True)
     elif code not in INTERRUPTED:

@@ -33,18 +33,15 @@ def samples_of(call: DirectCall) -> list[list[Sample] | None]:
 
 
 def _samples(batch: Batch) -> list[Sample]:
+    # NumPy is several times as fast as torch on small arrays, and the trainer's thread runs this.
+    ids, mask, versions = (batch[key].numpy(force=True) for key in ("input_ids", "loss_mask", "versions"))
+    count = len(ids)
+    truncated = batch["truncated"].tolist() if "truncated" in batch else [False] * count
+    votes = batch["votes"].tolist() if "votes" in batch else range(count)
     samples = []
     for i, reward in enumerate(batch["rewards"].tolist()):
-        generated = batch["loss_mask"][i].bool()
-        versions = [version for version in batch["versions"][i][generated].tolist() if version >= 0]
-        samples.append(
-            Sample(
-                batch["input_ids"][i][generated].tolist(),
-                reward,
-                bool(batch["truncated"][i]) if "truncated" in batch else False,
-                min(versions, default=-1),
-                max(versions, default=-1),
-                int(batch["votes"][i]) if "votes" in batch else i,
-            )
-        )
+        generated = mask[i] != 0
+        known = versions[i][generated & (versions[i] >= 0)]
+        oldest, newest = (int(known.min()), int(known.max())) if known.size else (-1, -1)
+        samples.append(Sample(ids[i][generated].tolist(), reward, bool(truncated[i]), oldest, newest, votes[i]))
     return samples

@@ -11,6 +11,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.controller.factory import make_engine
 from arealite.dataset import load_tokenizer
 from arealite.engine.backends import remote_engine_class
+from arealite.reward.pool import RewardPool
 from arealite.trainer.eval_report import evaluation_table
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.stats_logger import StatsLogger
@@ -29,7 +30,8 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     tasks = {name: find_task(data) for name, data in config.validation_sets.items()}
     sets = {name: tasks[name].rl_rows(data, tokenizer) for name, data in config.validation_sets.items()}
-    workflows = {name: RLVRWorkflow(own.reward, config.evaluation_gconfig, tokenizer) for name, own in tasks.items()}
+    gconfig, pool = config.evaluation_gconfig, RewardPool()
+    workflows = {name: RLVRWorkflow(own.reward, gconfig, tokenizer, reward_pool=pool) for name, own in tasks.items()}
     client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)
     rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=sum(map(len, sets.values())))

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from arealite.api.io_struct import FinetuneSpec, SaveLoadMeta
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.launcher.local import launch
 from arealite.trainer.curve import save_curve
+from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, run_main
 from arealite.utils.console import print_summary
 from arealite.utils.rundir import RunDir, make_new_folder
@@ -81,7 +81,8 @@ def new_run_dir(config: GRPOConfig) -> RunDir:
 
 def report(folders: RunDir) -> int:
     """Print a summary of the run directory and plot the reward. Returns the exit code."""
-    steps = [json.loads(line) for line in folders.stats_path.read_text().splitlines()]
+    # An evaluation before the first step has no reward.
+    steps = [step for step in read_stats(folders) if "reward" in step]
     rewards = [step["reward"] for step in steps]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
     seconds = sum(step["time/step"] for step in steps)
