@@ -28,7 +28,8 @@ _NUM_STD = 6
 # The standard deviation of normal noise is so many times its median absolute deviation.
 _MAD_TO_STD = 1.4826
 
-Stats = Mapping[str, float | None]
+# The statistics of one step; those that are not finite may be None.
+StepStats = Mapping[str, float | None]
 
 
 class Alarm(NamedTuple):
@@ -104,9 +105,9 @@ class History:
 
     def __init__(self) -> None:
         self.best_reward = -math.inf
-        self._steps: deque[Stats] = deque(maxlen=_HISTORY)
+        self._steps: deque[StepStats] = deque(maxlen=_HISTORY)
 
-    def add(self, stats: Stats) -> None:
+    def add(self, stats: StepStats) -> None:
         self._steps.append({key: stats.get(key) for key in _KEYS})
         rewards = self.values("reward")[-_WINDOW:]
         if len(rewards) == _WINDOW:
@@ -135,7 +136,7 @@ class Alarms:
         self._quiet: dict[str, int] = {}
         self._to_skip = 0
 
-    def check(self, stats: Stats) -> list[Alarm]:
+    def check(self, stats: StepStats) -> list[Alarm]:
         """Add a step to the history; return the alarms that it raises."""
         if self._to_skip:
             self._to_skip -= 1

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 
 from arealite.api.errors import CheckpointError, CollapseError
 from arealite.api.io_struct import Stats, StepInfo
-from arealite.trainer.alarms import Alarm, Alarms
-from arealite.trainer.alarms import Stats as SomeStats
+from arealite.trainer.alarms import Alarm, Alarms, StepStats
 from arealite.trainer.recover import Recover, list_complete
+from arealite.trainer.saver import on_all_ranks
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank
 from arealite.utils.rundir import write_file
@@ -54,7 +54,7 @@ class Guard:
     def rolls_back(self) -> bool:
         return self.action == "rollback"
 
-    def resume(self, history: Iterable[SomeStats], start: StepInfo | None) -> None:
+    def resume(self, history: Iterable[StepStats], start: StepInfo | None) -> None:
         """Continue with the steps so far. `start`, in a new run, is the position before its first step."""
         if self.rolls_back and start is not None:
             self.recover.save(start)
@@ -133,8 +133,9 @@ class Guard:
         self._write()
 
     def _write(self) -> None:
-        if rank() == 0:
-            write_file(self._file, json.dumps(asdict(self._state)), private=False)
+        with on_all_ranks(str(self._file)):
+            if rank() == 0:
+                write_file(self._file, json.dumps(asdict(self._state)), private=False)
 
     def _read(self) -> _State:
         """Return the stored state; if it names no checkpoint, the newest one is the good one."""
