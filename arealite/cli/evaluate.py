@@ -39,10 +39,14 @@ _DROPPED = ("critic", "ref", "teacher", "recover", "controller", "saver", "evalu
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint. `version` is the number of steps before it."""
+    """A finished checkpoint. `version` is the number of steps before it.
+
+    A run that recovers may save it again, at another time.
+    """
 
     path: Path
     version: int
+    saved_at_ns: int
 
 
 def main(argv: list[str]) -> int:
@@ -53,28 +57,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval_gconfig.n_samples=8")
     parser.add_argument("--once", action="store_true", help="evaluate the checkpoints that there are, and end")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     run_dir = RunDir(options.run_dir)
     settings = read_settings(run_dir, options.overrides)
     for data in settings.validation_sets.values():
         find_task(data)
-    failed: set[Path] = set()
-    num_idle = 0
+    tried: set[Checkpoint] = set()
+    num_idle = num_failed = 0
     with StopEvent() as stop:
         while True:
             # Asked before the search: a checkpoint that is written in between is found. A run that is restarted is not
             # in use for a moment, so it has ended only if it is not in use twice.
             num_idle = 0 if run_dir.is_in_use() else num_idle + 1
             for checkpoint in find_new(run_dir, settings):
-                if checkpoint.path in failed:
+                if checkpoint in tried:
                     continue
+                tried.add(checkpoint)
                 code = evaluate_checkpoint(settings, checkpoint)
                 if code in INTERRUPTED or stop.is_set():
                     return code or 1
-                if code:
-                    failed.add(checkpoint.path)
+                num_failed += bool(code)
             if options.once or num_idle > 1:
-                return 1 if failed else 0
+                return 1 if num_failed else 0
             if stop.wait(_POLL_INTERVAL_S):
                 return 128 + stop.number
 
@@ -110,9 +114,18 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
 def find_new(run_dir: RunDir, settings: EvalConfig) -> list[Checkpoint]:
     """Return the checkpoints without results, the oldest first."""
     results = {step["step"]: step for step in read_stats(run_dir)}
-    found = [Checkpoint(path, int(path.name[4:])) for path in run_dir.checkpoints.glob("step*") if is_complete(path)]
+    paths = [path for path in run_dir.checkpoints.glob("step*") if is_complete(path)]
+    found = [Checkpoint(path, int(path.name[4:]), _saved_at_ns(path)) for path in paths]
     found = [each for each in found if not _has_results(results.get(each.version - 1, {}), each.version, settings)]
     return sorted(found, key=lambda each: each.version)
+
+
+def _saved_at_ns(path: Path) -> int:
+    """Return when a checkpoint was saved; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def is_complete(path: Path) -> bool:

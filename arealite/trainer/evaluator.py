@@ -154,12 +154,16 @@ class Evaluator:
                 reward=sample.reward,
                 length=len(sample.tokens),
                 is_truncated=sample.is_truncated,
-                version=sample.oldest_version + self.version,
-                last_version=sample.newest_version + self.version,
+                version=self._absolute(sample.oldest_version),
+                last_version=self._absolute(sample.newest_version),
                 vote=sample.vote,
             )
             for i, sample in enumerate(samples)
         ]
+
+    def _absolute(self, version: int) -> int:
+        """Return a version of the servers as one of the run; -1 (an answer without tokens) stays -1."""
+        return version if version < 0 else version + self.version
 
 
 def _to_text(tokenizer: Any, tokens: list[int]) -> str:
@@ -185,12 +189,13 @@ def set_statistics(questions: list[list[Answer]]) -> Stats:
         if k > 1:
             scores = [majority_at_k(*pair, k) for pair in zip(votes, solved, strict=True)]
             stats |= _with_interval(f"maj@{k}", scores, len(every))
+    versions = [version for answer in every for version in (answer.version, answer.last_version) if version >= 0]
+    if versions:
+        stats |= {"version/min": float(min(versions)), "version/max": float(max(versions))}
     return stats | {
         "reward": fmean(answer.reward for answer in every),
         "answer_len": fmean(answer.length for answer in every),
         "truncated": fmean(answer.is_truncated for answer in every),
-        "version/min": float(min(answer.version for answer in every)),
-        "version/max": float(max(answer.last_version for answer in every)),
     }
 
 

@@ -40,6 +40,10 @@ def test_the_statistics_of_a_set_by_hand():
     assert stats["truncated"] == pytest.approx(1 / 12)
     assert (stats["version/min"], stats["version/max"]) == (2, 5)
     assert set_statistics([[], []]) == {"num_questions": 0, "failed": 2}
+    # An answer without tokens has no version.
+    empty = answer(0, 0.0, length=0, version=-1, last_version=-1)
+    assert set_statistics([[empty], [answer(1, 1.0)]])["version/min"] == 3
+    assert "version/min" not in set_statistics([[empty]])
 
 
 def test_answers_are_kept_and_compared(tmp_path):
