@@ -25,6 +25,7 @@ SECRET = "do-not-tell"
 PRIVATE = [
     f"{SECRET}\n".encode() * 99,
     b"\xff\xfe" + SECRET.encode(),
+    b"8 bytes " + SECRET.encode() + b"\xff",
     json.dumps({SECRET: SECRET}).encode(),
     json.dumps({"gpu": f"{SECRET} {SECRET}", "handle": [SECRET], "layout": {"tensors": {SECRET: 1}}}).encode(),
     json.dumps({"weight_map": {SECRET: f"../{SECRET}"}}).encode(),
