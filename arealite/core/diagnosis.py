@@ -14,7 +14,7 @@ from arealite.core.episode import Episode, EpisodeId
 from arealite.core.event_loop import keep_running
 from arealite.core.staleness_manager import Counts, StalenessManager
 from arealite.utils.console import show_message
-from arealite.utils.text import clean
+from arealite.utils.text import clean, format_error
 
 logger = logging.getLogger("arealite.executor")
 _MAX_TEXT = 10_000
@@ -50,8 +50,7 @@ class FailureStreak:
     def add(self, episode_id: EpisodeId, error: BaseException) -> TrainingError | None:
         """Log a failure; returns the error that stops the run if there were too many."""
         # Only the first tracebacks of a streak are new.
-        trace = error if self.count < 3 else None
-        logger.error("episode %s failed: %s", episode_id, describe(error), exc_info=trace)
+        logger.error("episode %s failed: %s", episode_id, format_error(error) if self.count < 3 else describe(error))
         if self.count == 0:
             self.first = error
         self.count += 1

@@ -29,6 +29,7 @@ from arealite.core.ledger.store import Ledger
 from arealite.core.resume import ResumeState
 from arealite.core.staleness_manager import Lead, StalenessManager
 from arealite.core.waits import Demand, NamedWait
+from arealite.utils.text import format_error
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
@@ -355,7 +356,7 @@ class WorkflowExecutor:
 
     def _end_direct(self, episode: Episode, call: DirectCall, error: BaseException | None) -> None:
         if error is not None:
-            logger.error("episode %s failed", episode.id, exc_info=error)
+            logger.error("episode %s failed: %s", episode.id, format_error(error))
             call.reasons[episode.id.number] = describe(error)
             call.first_error = call.first_error or error
         call.remaining -= 1

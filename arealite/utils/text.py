@@ -37,6 +37,11 @@ def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 
 
+def format_error(error: BaseException) -> str:
+    """Return the traceback of an error as clean text."""
+    return clean("".join(traceback.format_exception(error))).rstrip()
+
+
 class CleanFormatter(logging.Formatter):
     """Formats log records as clean text."""
 
