@@ -92,7 +92,13 @@ class TensorGroup:
             options._timeout = _TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+            # torch declares no types for the options.
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = _TIMEOUT
+            # All ranks are on this machine.
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            self._group = gloo(store, rank, size, options)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place. All ranks get the same bits."""

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -95,6 +96,12 @@ def test_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
     for prompt in ([9, 8], [7, 6, 5]):
         mine, theirs = (run(engine, prompt, stop=[text[3:5]], **greedy)[0] for engine in pair)
         assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
+
+
+def test_ranks_listen_on_loopback_only(pair):
+    pids = [os.getpid(), *(process.pid for process in pair[0].ranks.processes)]
+    sockets = [c.laddr.ip for pid in pids for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+    assert sockets and set(sockets) == {"127.0.0.1"}
 
 
 def test_rank_fails_if_its_tokens_differ_from_rank_0():
