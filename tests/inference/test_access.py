@@ -254,11 +254,21 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_engine, m
             assert status == 400 and "characters" in answer["message"], answer
 
 
+def test_too_many_prompts_are_refused_before_they_are_tokenized(make_engine, monkeypatch):
+    engine = make_engine(small_vocabulary_model(), tokenizer=make_tokenizer())
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+    with served(engine) as address:
+        for prompt in (["a"] * 2049, [[1]] * 2049):
+            status, answer = ask(address, "/v1/completions", {"prompt": prompt, "n": 2})
+            assert status == 400 and "2049 prompts with n=2" in answer["message"], answer
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/generate", {"text": "a" * 5000}),
         ("/v1/completions", {"prompt": "a" * 5000}),
+        ("/v1/completions", {"prompt": ["a" * 2500, "b" * 2500]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
     ],
 )

@@ -198,6 +198,18 @@ def test_malformed_requests(engine, caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_values_too_deep_to_be_quoted_in_a_message(engine, caplog, kind):
+    with served(engine) as address:
+        target = Target(address)
+        for path, base in {**BASES, "/abort_request": {}, "/update_weight_version": {}}.items():
+            for name in ("rid", "mode", "weight_version", "stream", "logprobs", "stream_options", "flush_cache", *base):
+                whole = json.dumps({**base, name: None}).encode()
+                body = whole.replace(b": null", b": " + nested(990, kind))
+                assert target.request(b"POST", path, body) == 400, (path, name)
+    assert "Traceback" not in caplog.text
+
+
 def test_malformed_requests_without_the_key_learn_nothing(engine):
     rng = random.Random(SEED)
     with served(engine, api_key="secret") as address:

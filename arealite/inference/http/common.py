@@ -26,6 +26,8 @@ ENGINE = web.AppKey("engine", Engine)
 ACCESS = web.AppKey("access", Access)
 CONNECTIONS = web.AppKey("connections", Connections)
 BODY_TIMEOUT_S = 60.0
+# Levels of lists and objects in a body. Python's `repr`, with which messages quote values, fails at about 950.
+_MAX_DEPTH = 100
 _MAX_MESSAGE = 2000
 _BESIDE = "beside the event loop"
 logger = logging.getLogger("arealite.server")
@@ -90,7 +92,18 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
+    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH and _is_deeper(body, _MAX_DEPTH):
+        raise RequestError(f"the body has more than {_MAX_DEPTH} levels of lists and objects")
     return body
+
+
+def _is_deeper(body: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested in more than `depth` levels."""
+    level = [body]
+    for _ in range(depth):
+        children = (value for parent in level for value in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def _parse_json(raw: bytes) -> Any:

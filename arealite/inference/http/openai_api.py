@@ -20,7 +20,7 @@ from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.generate_api import SHORT_TEXT, encode, tokenize
-from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.inference.sequence import MAX_SAMPLES, Request, SampleOutput, SamplingParams
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty",
@@ -68,7 +68,7 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     params = _sampling(body, default_max_tokens=16)
-    prompts = await _prompts(engine, body.get("prompt"))
+    prompts = await _prompts(engine, body.get("prompt"), params.n)
     requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
     if common.flag(body, "stream"):
         if len(requests) > 1:
@@ -114,7 +114,7 @@ def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
     return SamplingParams.from_json(values)
 
 
-async def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
+async def _prompts(engine: Engine, prompt: Any, num_samples: int) -> list[list[int]]:
     """Token ids of each prompt: a text, a list of token ids, or a list of either."""
     if isinstance(prompt, str):
         return [await encode(engine, prompt)]
@@ -122,10 +122,18 @@ async def _prompts(engine: Engine, prompt: Any) -> list[list[int]]:
         raise RequestError("prompt must be a text, a list of token ids, or a list of those")
     if all(type(token) is int for token in prompt):
         return [common.check_token_ids(prompt, "prompt")]
+    if len(prompt) * num_samples > MAX_SAMPLES:
+        raise RequestError(f"{len(prompt)} prompts with n={num_samples}: a request may have {MAX_SAMPLES} answers")
     for part in prompt:
         if not isinstance(part, str):
             common.check_token_ids(part, "prompt")
-    return [await encode(engine, part) if isinstance(part, str) else part for part in prompt]
+
+    def tokenize_all() -> list[list[int]]:
+        return [tokenize(engine, part) if isinstance(part, str) else part for part in prompt]
+
+    # Many short texts take as long as a long one.
+    is_short = sum(len(part) for part in prompt if isinstance(part, str)) <= SHORT_TEXT
+    return tokenize_all() if is_short else await common.run_beside(tokenize_all)
 
 
 def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
