@@ -36,6 +36,9 @@ NOT_NEGATIVE, POSITIVE, AT_LEAST_1, SHARE = Range(0), Range(0, above=True), Rang
 ANY_NUMBER, SEED, PORT = Range(-(10**9)), Range(0, 2**32 - 1), Range(0, 65535)
 # A deadline: up to three years.
 SECONDS = Range(0, 10**8, above=True)
+# Unicode categories: lone surrogates; those, control characters and line breaks.
+_SURROGATES = ("Cs",)
+_CONTROLS = ("Cc", "Cs", "Zl", "Zp")
 
 
 def help_field(text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False) -> Any:
@@ -82,8 +85,9 @@ class Section:
                 for number in cast(list[Any], value) if isinstance(value, list) else [value]:
                     if not isinstance(number, Real) or number not in limits:
                         raise ConfigError(f"{name} must be a number {limits}, got {number!r}")
-            elif "help" in each.metadata and not each.metadata.get("any_text"):
-                check_text(name, value)
+            else:
+                is_any = each.metadata.get("any_text") or "help" not in each.metadata
+                check_text(name, value, _SURROGATES if is_any else _CONTROLS)
         for problem in self.problems():
             raise ConfigError(problem)
 
@@ -99,19 +103,20 @@ def check_section(name: str, section: Any) -> None:
         raise ConfigError(prefix + message) from error
 
 
-def check_text(name: str, value: Any) -> None:
-    """Raise for a control character, line break or lone surrogate in a text, list or dict.
+def check_text(name: str, value: Any, refused: tuple[str, ...] = _CONTROLS) -> None:
+    """Raise for a character of the refused Unicode categories in a text, list or dict.
 
-    Configuration becomes command lines, file names and lines of batch scripts, where such a character has a meaning.
+    Configuration becomes command lines, file names and lines of batch scripts, where control characters have a meaning.
+    No file can hold lone surrogates.
     """
     if isinstance(value, str):
-        found = next((c for c in value if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
+        found = next((c for c in value if unicodedata.category(c) in refused), None)
         if found is not None:
             raise ConfigError(f"{name} must not contain the control character {found!r}, got {value[:200]!r}")
     elif isinstance(value, dict):
         for key, inner in cast(dict[Any, Any], value).items():
-            check_text(name, str(key))
-            check_text(f"{name}.{key}", inner)
+            check_text(name, str(key), refused)
+            check_text(f"{name}.{key}", inner, refused)
     elif isinstance(value, list):
         for inner in cast(list[Any], value):
-            check_text(name, inner)
+            check_text(name, inner, refused)

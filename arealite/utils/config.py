@@ -25,6 +25,7 @@ from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
 from arealite.utils.yaml_reader import (
     MAX_CHARACTERS,
+    MAX_DEPTH,
     dataclass_of,
     is_union,
     kind_inside,
@@ -185,6 +186,8 @@ def _read_override(override: str, kind: Any) -> DictConfig:
     key, _, text = override.partition("=")
     if not all(key.split(".")):
         raise ValueError("a part of its key is empty")
+    if key.count(".") >= MAX_DEPTH:
+        raise ValueError(f"its key has more than {MAX_DEPTH} parts")
     for name in key.split("."):
         kind = kind_inside(kind, name)
     # Text fields take the value as typed, unless it is null or quoted: `#1`, `a: b` and an empty value are no YAML.

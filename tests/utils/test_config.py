@@ -141,6 +141,8 @@ def test_free_form_sections_take_any_key():
         ("sglang=[1]", "sglang in override 'sglang=[1]' must be dict"),
         ("rollout.server_addrs={a: 1}", "must be list[str]"),
         ("trial_name=\ud800", "control character"),
+        (r'gconfig.stop=["\ud800"]', "gconfig.stop must not contain the control character"),
+        (f"gconfig.{'a.' * 500}b=1", "its key has more than 20 parts"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(override, expected):
