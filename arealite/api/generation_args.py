@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SEED, SHARE, Range, Section
+from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SHARE, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 
@@ -120,7 +120,8 @@ class ServerConfig(Section):
         "Share of free memory for the KV cache; halved if a trainer shares the GPU.", 0.8, Range(0, 1, True)
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
-    seed: int = _help("Seed of requests that have none.", 0, SEED)
+    # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.
+    seed: int = _help("Seed of requests that have none.", 0, Range(0, 2**44 - 1))
     join: str = _help("Run directory of a running job that this server joins.", "")
     weight_folders: list[str] = _help("Folders that weights are loaded from; empty: any of this user.", list)
 

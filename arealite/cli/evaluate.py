@@ -101,7 +101,12 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
         "results_dir": str(run_dir.path),
         # The run's own servers are not used.
         "rollout": {**(values.get("rollout") or {}), "server_addrs": []},
-        "server": {**(values.get("server") or {}), "model_path": "", "port": 0, "api_key": None, "join": ""},
+        "server": {
+            **(values.get("server") or {}),
+            **{"model_path": "", "port": 0, "api_key": None, "join": ""},
+            # Adapters are loaded from the checkpoints of the run.
+            "weight_folders": [str(run_dir.checkpoints)],
+        },
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

@@ -13,6 +13,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig, read_launch_config
 from arealite.launcher.placement import local_slots, make_placement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, prepare_server
+from arealite.utils.config import load_config
 
 EIGHT = list(range(8))
 
@@ -172,6 +173,8 @@ def test_servers_of_a_job_have_seeds_of_their_own():
     )
     # Each request counts its server's seed up by one: a million of them do not meet.
     assert first == 7 and min(second - first, third - second) > 10**6
+    for command in commands:
+        load_config(command[command.index("arealite.cli.serve") + 1 :], ServerConfig).check()
 
 
 def test_server_commands():
