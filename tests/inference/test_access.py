@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -196,6 +197,34 @@ def test_strangers_do_not_hold_all_connections(make_engine, monkeypatch):
             connection.close()
         while ask(address, "/health")[0] != 200:
             pass
+
+
+def test_half_sent_bodies_without_the_key_do_not_hold_all_connections(make_engine, monkeypatch):
+    monkeypatch.setattr(Connections, "limit", 8)
+    with served(make_engine(make_model()), api_key=KEY) as address:
+        held = []
+        for _ in range(8):
+            held.append(connect(address))
+            held[-1].sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert held[-1].recv(65536).startswith(b"HTTP/1.1 401")
+        assert ask(address, "/health") == (200, {"status": "ok"})
+        for sock in held:
+            sock.close()
+
+
+def test_connections_beyond_the_limit_are_closed_at_once_if_they_are_many(make_engine, monkeypatch):
+    monkeypatch.setattr(Connections, "limit", 1)
+    monkeypatch.setattr(connections, "_MAX_REFUSED", 2)
+    monkeypatch.setattr(connections, "_LINGER_S", 30.0)
+    with served(make_engine(make_model())) as address:
+        first, *others = [connect(address) for _ in range(5)]
+        answers = []
+        for sock in others:
+            with contextlib.suppress(ConnectionResetError):
+                answers.append(sock.recv(65536)[9:12])
+        assert [answer for answer in answers if answer] == [b"503"] * 2
+        for sock in (first, *others):
+            sock.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -38,10 +38,11 @@ R = TypeVar("R")
 async def answer_all(request: web.Request, handler: Any) -> web.StreamResponse:
     """Check who asks, and answer every exception of a handler, also a bug, with a status and a JSON body."""
     connection, has_key = request.app[CONNECTIONS].of(request), False
-    if connection is not None:
-        connection.begin_request()
     try:
         has_key = request.app[ACCESS].check(request)
+        # Without the key, the connection still counts as one that has sent no request.
+        if has_key and connection is not None:
+            connection.begin_request()
         response = await handler(request)
     except ConnectionResetError:  # the client has closed the connection
         raise
@@ -51,7 +52,7 @@ async def answer_all(request: web.Request, handler: Any) -> web.StreamResponse:
         body = error_body(request, error)
         response = json_response(body, body["error"]["code"])
     finally:
-        if connection is not None:
+        if has_key and connection is not None:
             connection.end_request()
     if not has_key:
         # Only connections of those who have the key may stay.

@@ -28,7 +28,11 @@ HEADER_SWEEPS = 15
 _SWEEP_INTERVAL_S = 1.0
 _LINGER_S = 1.0
 # Descriptors for everything else: files, pipes, process groups, connections that are being refused.
-_RESERVED_FILES = 64
+_RESERVED_FILES = 96
+# Connections beyond the limit that wait for their answer to be read; others are closed without one.
+_MAX_REFUSED = 16
+# Connections that the event loop accepts at once, before they are counted.
+ACCEPT_AT_ONCE = 16
 _MIN_CONNECTIONS = 16
 # The part of all connections that one address may hold without having sent a request.
 _SHARE_BEFORE_REQUEST = 4
@@ -41,6 +45,8 @@ class Connections:
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
         # Connections from which a header is awaited, oldest first, by the client's address; with the sweep it began.
         self._awaited: defaultdict[str, dict[_Connection, int]] = defaultdict(dict)
+        # Connections beyond the limit, which are being refused.
+        self._num_refused = 0
         self._num_sweeps = 0
         self._is_sweeping = False
         self._has_logged = False
@@ -76,6 +82,14 @@ class Connections:
             # At once, because a descriptor is needed.
             oldest.close()
         return True
+
+    def add_refused(self) -> bool:
+        """Count a connection that gets an answer and is closed; False if there are too many."""
+        self._num_refused += 1
+        return self._num_refused <= _MAX_REFUSED
+
+    def remove_refused(self) -> None:
+        self._num_refused -= 1
 
     def remove(self, connection: "_Connection", transport: asyncio.BaseTransport) -> None:
         self._open.pop(transport, None)
@@ -130,9 +144,11 @@ class _Connection(asyncio.Protocol):
         if self._limits.add(self, transport):
             self._handler = self._server()
             self._handler.connection_made(transport)
-        else:
+        elif self._limits.add_refused():
             message = f"the server has {self._limits.limit} connections, as many as its limit on open files allows"
             self.refuse(503, "Service Unavailable", message)
+        else:
+            self._transport.abort()
 
     def begin_request(self) -> None:
         """Note that a whole header has arrived."""
@@ -166,6 +182,8 @@ class _Connection(asyncio.Protocol):
         self._limits.remove(self, self._transport)
         if self._handler is not None:
             self._handler.connection_lost(exc)
+        else:
+            self._limits.remove_refused()
 
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Answer with an error instead of a request, and close."""

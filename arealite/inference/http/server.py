@@ -21,7 +21,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.access import Access, new_version
-from arealite.inference.http.connections import Connections, http_logger
+from arealite.inference.http.connections import ACCEPT_AT_ONCE, Connections, http_logger
 from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
@@ -105,7 +105,8 @@ async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop:
     assert runner.server is not None
     loop.set_exception_handler(AcceptErrors())
     # asyncio accepts as many connections at once as this backlog, and also fails as often once out of descriptors.
-    listener = await loop.create_server(app[common.CONNECTIONS].accept(runner.server), sock=sock, backlog=64)
+    accept = app[common.CONNECTIONS].accept(runner.server)
+    listener = await loop.create_server(accept, sock=sock, backlog=ACCEPT_AT_ONCE)
     sock.listen(4096)
     host, port = sock.getsockname()[:2]
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
