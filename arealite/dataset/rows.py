@@ -154,7 +154,11 @@ def _json_lines(lines: _Lines) -> Iterator[Any]:
 def _csv_rows(lines: _Lines) -> Iterator[Row]:
     # The default limit of 128 KB is less than a long answer with its reasoning.
     csv.field_size_limit(sys.maxsize)
-    for row in csv.DictReader(lines, strict=True):
+    reader = csv.DictReader(lines, strict=True)
+    names = reader.fieldnames or []
+    if len(set(names)) < len(names):
+        raise ValueError("the header names a column twice")
+    for row in reader:
         if None in row or None in row.values():
             raise ValueError("it has another number of values than the header")
         yield row

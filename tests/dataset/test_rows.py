@@ -146,6 +146,7 @@ COMPRESSED = gzip.compress(b"".join(b'{"a": %d}\n' % i for i in range(1000)))
         ("a.json", b'[{"a": "\xff"}]', "row 1 holds text that is not valid UTF-8"),
         ("a.csv", b"q,a\n1,2\n3\n", "line 3: it has another number of values than the header"),
         ("a.csv", b'q,a\n1,"2', "line 2: unexpected end of data"),
+        ("a.csv", b"q,a,q\n1,2,3\n", "line 1: the header names a column twice"),
         ("a.csv", b"q,a\n1,\xff\n", "row 1 holds text that is not valid UTF-8"),
         ("a.csv", b"", "is empty"),
         ("a.parquet", b"", "a.parquet"),
