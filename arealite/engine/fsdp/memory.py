@@ -15,7 +15,7 @@ from arealite.engine.fsdp.flops import FlopCounter
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 
-# Larger micro-batches are not faster: the device is busy.
+# Larger micro-batches gain little and need more memory.
 _MOST_TOKENS = 32768
 # Activations are recomputed if micro-batches without that would be smaller than this.
 _FEW_TOKENS = 16384
