@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from arealite.api.errors import WeightUpdateError
+from arealite.weights.cuda_ipc import allocate, open_handle
 from arealite.weights.files import cannot_create, cause_of, logger, read_small, replace_private
 from arealite.weights.layout import TensorLayout
 
 SUFFIX = ".cuda"
 _ALIGN = 256
-# Positions, in what torch's `_share_cuda_` returns after the device, of the counter of the buffer's users.
-_COUNTER = slice(3, 5)
 _GPU_NAME = re.compile(r"[\w-]{1,64}")
 # Segments that this process created: CUDA cannot map the handles of its own process.
 _created: dict[Path, DeviceWeights] = {}
@@ -36,19 +35,23 @@ class DeviceWeights:
     def __init__(self, path: str | Path, buffer: torch.Tensor, layout: TensorLayout):
         self.path, self._buffer = Path(path), buffer
         self.tensors = layout.views(buffer)
-        self._handle: list[Any] = []
         # What the file holds, in the process that has created it.
         self._text = ""
 
     @classmethod
     def create(cls, path: str | Path, like: Mapping[str, torch.Tensor]) -> DeviceWeights:
         layout = TensorLayout.of(like, _ALIGN)
-        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8, device="cuda")
-        made = cls(path, buffer, layout)
-        _, *made._handle = buffer.untyped_storage()._share_cuda_()
-        fields = [base64.b64encode(f).decode() if isinstance(f, bytes) else f for f in made._handle]
-        gpu = visible_gpus()[torch.cuda.current_device()]
-        made._text = json.dumps({"gpu": gpu, "handle": fields, "layout": layout.to_json()})
+        try:
+            memory = allocate(layout.size_bytes)
+            handle = base64.b64encode(memory.handle()).decode()
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"cannot share {layout.size_bytes / 1e9:.1f} GB of GPU memory for the weights: {error}. Lower "
+                "server.mem_fraction, or set rollout.weight_update=disk"
+            ) from error
+        made = cls(path, memory.tensor(), layout)
+        gpu = visible_gpus()[memory.device]
+        made._text = json.dumps({"gpu": gpu, "handle": handle, "layout": layout.to_json()})
         made._write()
         _created[made.path] = made
         return made
@@ -98,11 +101,10 @@ class DeviceWeights:
                 f"the trainer's weights are on GPU {gpu}, which this process does not see: start it with that GPU "
                 "visible, or set rollout.weight_update=disk"
             )
-        device = gpus.index(fields["gpu"])
-        handle = [base64.b64decode(f) if isinstance(f, str) else f for f in fields["handle"]]
-        storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
-        buffer = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
-        return cls(path, buffer, TensorLayout.from_json(fields["layout"]))
+        layout = TensorLayout.from_json(fields["layout"])
+        handle = base64.b64decode(fields["handle"], validate=True)
+        memory = open_handle(handle, layout.size_bytes, gpus.index(fields["gpu"]))
+        return cls(path, memory.tensor(), layout)
 
     @classmethod
     def detach(cls, path: str | Path) -> None:
@@ -113,16 +115,11 @@ class DeviceWeights:
         torch.cuda.synchronize(self._buffer.device)
 
     def unlink(self) -> None:
+        """Remove the file and free the memory: callers of `open` in this process lose their views."""
         _created.pop(self.path, None)
         self.path.unlink(missing_ok=True)
-        if self._handle:
-            # torch counts one user of the buffer from the start, whether or not a server has mapped it, and would keep
-            # the memory and warn at exit. The trainer alone decides how long the buffer lives.
-            torch.UntypedStorage._release_ipc_counter_cuda(*self._handle[_COUNTER])
-            self._handle = []
-            # It warns as well if the buffer itself is alive at exit, so callers of `open` lose their views too.
-            self.tensors.clear()
-            self._buffer = torch.empty(0)
+        self.tensors.clear()
+        self._buffer = torch.empty(0)
 
 
 def visible_gpus() -> list[str]:

@@ -22,7 +22,7 @@ def open_segment(path):
 def test_a_segment_of_another_gpu_is_refused_by_name(tmp_path):
     path = tmp_path / "weights.cuda"
     layout = TensorLayout.of({"w": torch.empty(2)}).to_json()
-    path.write_text(json.dumps({"gpu": "GPU-elsewhere", "handle": ["AA=="], "layout": layout}))
+    path.write_text(json.dumps({"gpu": "GPU-elsewhere", "handle": "AA==", "layout": layout}))
     with pytest.raises(WeightUpdateError, match="GPU-elsewhere"):
         open_segment(path)
     assert "GPU-elsewhere" in read_probe(str(path))
