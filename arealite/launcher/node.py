@@ -321,6 +321,9 @@ class NodePart:
             "PYTHONUNBUFFERED": "1",
             **self.mps_env,
         }
+        if self.mps_env:
+            # Below the servers on the same GPU: their kernels are short, and the trainer waits for their samples.
+            env["CUDA_MPS_CLIENT_PRIORITY"] = "1"
         if self.config.server.api_key:
             env[API_KEY_ENV] = self.config.server.api_key
         if self.placement.engines:

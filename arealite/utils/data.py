@@ -185,15 +185,41 @@ def partition_balanced(lengths: list[int], parts: int) -> list[list[int]]:
 
 def split_groups(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into `parts` of nearly equal tokens; the rows of a group stay together."""
+    groups = group_rows(batch)
+    if len(groups) < parts:
+        raise ConfigError(
+            f"a batch of {len(groups)} groups cannot be split over {parts} ranks: each needs one. Raise "
+            f"train_dataset.batch_size (for an evaluation, the rows of valid_dataset) to at least {parts}"
+        )
+    return [select_rows(batch, rows) for rows in _partition_groups(batch, groups, parts)]
+
+
+def split_minibatches(batch: Batch, parts: int) -> list[list[int]]:
+    """Return the rows of `parts` minibatches of nearly equal tokens and nearly equally many groups with a signal.
+
+    The rows of a group stay together, so that they can share their prompt. With fewer groups with a signal than parts,
+    they do not, because that would leave a minibatch without a gradient.
+    """
+    active = (batch["advantages"] != 0).any(dim=1).tolist()
+    groups = group_rows(batch)
+    with_signal = [rows for rows in groups if any(active[row] for row in rows)]
+    if len(with_signal) < parts:
+        return partition_balanced(seq_lengths(batch).tolist(), parts)
+    idle = [rows for rows in groups if not any(active[row] for row in rows)]
+    shares = _partition_groups(batch, with_signal, parts), _partition_groups(batch, idle, parts)
+    # The part that got the longest group with a signal gets the shortest of the others.
+    return [first + second for first, second in zip(shares[0], reversed(shares[1]), strict=True)]
+
+
+def group_rows(batch: Batch) -> list[list[int]]:
+    """Return the rows of each group, in the order of their first rows."""
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(batch["group_ids"].tolist()):
         rows_of.setdefault(group, []).append(row)
-    if len(rows_of) < parts:
-        raise ConfigError(
-            f"a batch of {len(rows_of)} groups cannot be split over {parts} ranks: each needs one. Raise "
-            f"train_dataset.batch_size (for an evaluation, the rows of valid_dataset) to at least {parts}"
-        )
+    return list(rows_of.values())
+
+
+def _partition_groups(batch: Batch, groups: list[list[int]], parts: int) -> list[list[int]]:
     lengths = seq_lengths(batch).tolist()
-    groups = list(rows_of.values())
-    shares = partition_balanced([sum(lengths[r] for r in rows) for rows in groups], parts)
-    return [select_rows(batch, [r for g in share for r in groups[g]]) for share in shares]
+    shares = partition_balanced([sum(lengths[row] for row in rows) for rows in groups], parts)
+    return [[row for group in share for row in groups[group]] for share in shares]

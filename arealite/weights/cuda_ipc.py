@@ -92,5 +92,8 @@ def _call(function: str, *arguments: Any, device: int) -> None:
 
 
 def _release(function: str, address: int, device: int) -> None:
-    """Free or unmap memory. An error means that the other process or the context has ended, which frees it too."""
+    """Free or unmap memory.
+
+    The status is not looked at: it is an error if the other process has ended, which releases the memory too.
+    """
     _status(function, _Pointer(address), device=device)

@@ -11,6 +11,7 @@ from arealite.utils.data import (
     seq_lengths,
     sequence_sums,
     split_micro_batches,
+    split_minibatches,
     unpack,
 )
 
@@ -90,3 +91,19 @@ def test_partition_is_balanced_complete_and_deterministic(parts):
     assert max(tokens) - min(tokens) < 1000 and all(groups)
     assert groups == partition_balanced(lengths, parts)
     assert all(partition_balanced([0] * parts, parts))
+
+
+def test_minibatches_keep_groups_together_and_share_the_signal():
+    lengths = [5, 9, 3, 7] * 6
+    batch = batch_of(lengths)
+    batch["group_ids"] = torch.arange(12).repeat_interleave(2)
+    batch["advantages"] = torch.zeros(24, 9)
+    batch["advantages"][[0, 7, 14, 21], 1] = 1.0
+    parts = split_minibatches(batch, 2)
+    assert sorted(sum(parts, [])) == list(range(24))
+    for rows in parts:
+        assert {row ^ 1 for row in rows} == set(rows)
+        assert len(rows) == 12 and len({0, 7, 14, 21} & set(rows)) == 2
+        assert abs(sum(lengths[row] for row in rows) - sum(lengths) / 2) <= 4
+    batch["advantages"][7:] = 0.0  # one group with a signal is left
+    assert split_minibatches(batch, 2) == partition_balanced(lengths, 2)

@@ -32,7 +32,7 @@ from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import num_rows, partition_balanced, select_rows, seq_lengths, sequence_of_token
+from arealite.utils.data import num_rows, select_rows, seq_lengths, sequence_of_token, split_minibatches
 from arealite.utils.distributed import broadcast_json
 
 
@@ -165,7 +165,7 @@ class FSDPPPOActor(FSDPEngine):
             share = self.reduce_stats({"m2_kept_share": Stat(kept.sum(), mask.sum())})
             weights, overall = weights * kept, overall | share
         batch.update(loss_weights=weights, loss_norm=norms)
-        parts = partition_balanced(seq_lengths(batch).tolist(), self.config.ppo_n_minibatches)
+        parts = split_minibatches(batch, self.config.ppo_n_minibatches)
         minibatches = [self._without_idle_rows(select_rows(batch, rows)) for rows in parts]
         if self.config.use_decoupled_loss and self.config.prox_logp == "first_pass" and "prox_logp" not in batch:
             # The first step's forward pass runs the proximal policy itself; the later ones run changed weights.
