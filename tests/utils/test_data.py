@@ -100,7 +100,7 @@ def test_minibatches_keep_groups_together_and_share_the_signal():
     batch["advantages"] = torch.zeros(24, 9)
     batch["advantages"][[0, 7, 14, 21], 1] = 1.0
     parts = split_minibatches(batch, 2)
-    assert sorted(sum(parts, [])) == list(range(24))
+    assert sorted(row for rows in parts for row in rows) == list(range(24))
     for rows in parts:
         assert {row ^ 1 for row in rows} == set(rows)
         assert len(rows) == 12 and len({0, 7, 14, 21} & set(rows)) == 2
