@@ -195,7 +195,7 @@ def split_groups(batch: Batch, parts: int) -> list[Batch]:
 
 
 def split_minibatches(batch: Batch, parts: int) -> list[list[int]]:
-    """Return the rows of `parts` minibatches of nearly equal tokens and nearly equally many groups with a signal.
+    """Return the rows of `parts` minibatches with nearly equal tokens and groups with a signal.
 
     The rows of a group stay together, so that they can share their prompt. With fewer groups with a signal than parts,
     they do not, because that would leave a minibatch without a gradient.
