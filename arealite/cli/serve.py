@@ -18,9 +18,9 @@ from arealite.api.cli_args import ServerConfig
 from arealite.core.event_loop import new_event_loop
 from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
-from arealite.inference.http.common import has_threads_beside
-from arealite.inference.http.server import bind, serve
+from arealite.inference.http.server import serve
 from arealite.utils.config import load_config, run_main
+from arealite.utils.http_server import bind, has_threads_beside
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
 from arealite.utils.rundir import RunDir
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     disable_progress_bar()
     if os.environ.get("AREALITE_DIE_WITH_PARENT") == "1":
         die_with_parent()
-    sock = bind(config)
+    sock = bind(config.host, config.port)
     engine = Engine(config).start()
     # The collector would scan torch's objects again and again while requests wait.
     gc.freeze()

@@ -29,8 +29,9 @@ from transformers import (
 from arealite.api.cli_args import ServerConfig
 from arealite.core.event_loop import new_event_loop
 from arealite.inference.engine import Engine
-from arealite.inference.http.server import bind, serve
+from arealite.inference.http.server import serve
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.utils.http_server import bind
 
 SMALL = {
     "vocab_size": 97,
@@ -94,7 +95,7 @@ def make_engine() -> Iterator[MakeEngine]:
 def served(engine: Engine, **settings) -> Iterator[str]:
     """Serve the engine over HTTP on a thread; yields `host:port`. Closes the engine at the end."""
     config = ServerConfig(**settings)
-    sock = bind(config)
+    sock = bind(config.host, config.port)
     sock.listen()  # so that connections wait for the thread
     loop = new_event_loop()
     stop = asyncio.Event()

@@ -20,12 +20,12 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
-from arealite.inference.http import common, connections
 from arealite.inference.http.access import Access
-from arealite.inference.http.connections import Connections
 from arealite.inference.http.server import make_app
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
+from arealite.utils import connections, http_server
+from arealite.utils.connections import Connections
 from arealite.weights import host_memory
 from arealite.weights.host_memory import SharedWeights
 from tests.inference.conftest import make_model, run, served, submit_and_see_start
@@ -157,7 +157,7 @@ def test_half_sent_requests_are_closed(make_engine, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_SWEEPS", 1)
     monkeypatch.setattr(connections, "_SWEEP_INTERVAL_S", 0.05)
     monkeypatch.setattr(connections, "_LINGER_S", 0.05)
-    monkeypatch.setattr(common, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
     with served(make_engine(make_model())) as address:
         assert b" 408 " in talk(address, b"")
         assert b" 408 " in talk(address, b"GET /health HTTP/1.1\r\nHost: local")

@@ -4,18 +4,16 @@ Every request passes `Access.check`: the API key, if the server has one; on a lo
 can choose; and JSON bodies only, which a web page cannot send to another origin without asking.
 """
 
-import hmac
-import ipaddress
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError
 from arealite.api.generation_args import LOOPBACK_HOSTS
+from arealite.utils.http_server import LoopbackHosts, bearer_token, check_sender, is_same_token
 
 OPEN_PATHS = ("/health",)
 MAX_VERSION = 2**31 - 1
@@ -30,43 +28,21 @@ class Access:
 
     def __init__(self, config: ServerConfig):
         self._key = (config.api_key or "").encode(errors="surrogateescape")
-        self._is_loopback = config.host in LOOPBACK_HOSTS
-        # Values of `Host` that were found to be right.
-        self._known_hosts: set[str] = set()
+        self._hosts = LoopbackHosts() if config.host in LOOPBACK_HOSTS else None
         folders = [*config.weight_folders, *([config.join] if config.join else [])]
         # The model's own weights may always be loaded again.
         self._folders = [Path(os.path.realpath(f)) for f in [*folders, config.model_path]] if folders else []
 
     def check(self, request: web.Request) -> bool:
         """Return whether the request carries the key; without it only `OPEN_PATHS` are answered."""
-        has_key = self._has_key(request)
+        has_key = not self._key or is_same_token(bearer_token(request), self._key)
         if not has_key and request.path not in OPEN_PATHS:
             raise web.HTTPUnauthorized(reason="missing or wrong bearer token")
-        host = request.headers.get("Host", "")
-        if self._is_loopback and host not in self._known_hosts:
-            self._check_host(host)
+        if self._hosts is not None:
+            self._hosts.check(request.headers.get("Host", ""))
         if request.method == "POST":
-            _check_sender(request, host)
+            check_sender(request)
         return has_key
-
-    def _has_key(self, request: web.Request) -> bool:
-        if not self._key:
-            return True
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        is_equal = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._key)
-        return is_equal and scheme.lower() == "bearer"
-
-    def _check_host(self, host: str) -> None:
-        """Reject names that somebody else's DNS could point to this machine; an address is no name."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name not in ("", "localhost"):
-                ipaddress.ip_address(name)
-        except ValueError:
-            reason = f"this server answers to localhost and addresses, not to the host {host!r:.100}"
-            raise web.HTTPForbidden(reason=reason) from None
-        if len(self._known_hosts) < 100:
-            self._known_hosts.add(host)
 
     def weight_path(self, path: str) -> str:
         """Return the real path of new weights; raises `RequestError` if this server may not load them.
@@ -90,17 +66,6 @@ class Access:
                 raise
             raise RequestError(f"{path!r:.300} is not a path of weights") from error
         return str(real)
-
-
-def _check_sender(request: web.Request, host: str) -> None:
-    """Reject what a web page of another origin can send without asking: forms, plain text, empty bodies."""
-    origin = request.headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise web.HTTPForbidden(reason=f"requests from web pages of {origin!r:.100} are not answered")
-    if request.body_exists and request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(
-            reason=f"send the body with Content-Type: application/json, got {request.content_type!r:.100}"
-        )
 
 
 def new_version(body: dict[str, Any], current: int, is_reset: bool) -> int:

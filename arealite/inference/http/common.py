@@ -5,33 +5,32 @@ error in a stream that has begun is sent as its last event.
 """
 
 import asyncio
-import json
 import logging
-import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
-from orjson import dumps, loads
+from orjson import dumps
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.http.access import Access
-from arealite.inference.http.connections import Connections
-from arealite.inference.sequence import Request, SampleOutput, resolve
+from arealite.inference.sequence import Request, SampleOutput
+from arealite.utils.connections import Connections
+
+# Handlers call these as `common.NAME`.
+from arealite.utils.http_server import flag as flag
+from arealite.utils.http_server import json_response as json_response
+from arealite.utils.http_server import read_object as read_object
+from arealite.utils.http_server import run_beside as run_beside
 
 ENGINE = web.AppKey("engine", Engine)
 ACCESS = web.AppKey("access", Access)
 CONNECTIONS = web.AppKey("connections", Connections)
-BODY_TIMEOUT_S = 60.0
-# Levels of lists and objects in a body. Python's `repr`, with which messages quote values, fails at about 950.
-_MAX_DEPTH = 100
 _MAX_MESSAGE = 2000
-_BESIDE = "beside the event loop"
 logger = logging.getLogger("arealite.server")
-R = TypeVar("R")
 
 
 @web.middleware
@@ -76,53 +75,6 @@ def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
     return {"error": {"message": message, "code": status}, "success": False, "message": message}
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
-    """Answer with a JSON body."""
-    return web.Response(body=dumps(body), status=status, content_type="application/json")
-
-
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """Read the body as a JSON object; an empty body is an empty object."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            raw = await request.read()
-        body = _parse_json(raw) if raw else {}
-    except TimeoutError as error:
-        raise web.HTTPRequestTimeout(reason=f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
-    except (web.RequestPayloadError, ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
-    if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH and _is_deeper(body, _MAX_DEPTH):
-        raise RequestError(f"the body has more than {_MAX_DEPTH} levels of lists and objects")
-    return body
-
-
-def _is_deeper(body: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested in more than `depth` levels."""
-    level = [body]
-    for _ in range(depth):
-        children = (value for parent in level for value in (parent.values() if isinstance(parent, dict) else parent))
-        level = [child for child in children if isinstance(child, dict | list)]
-    return bool(level)
-
-
-def _parse_json(raw: bytes) -> Any:
-    try:
-        return loads(raw)
-    except ValueError:
-        # Python's parser also accepts NaN and Infinity, which Python clients write.
-        return json.loads(raw)
-
-
-def flag(body: dict[str, Any], name: str) -> bool:
-    """Read an optional boolean field; absent or null is False."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r}")
-    return bool(value)
-
-
 def check_token_ids(value: Any, name: str) -> list[int]:
     """Check that `value` is a list of token ids."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
@@ -130,25 +82,6 @@ def check_token_ids(value: Any, name: str) -> list[int]:
     if value and not -(2**31) <= min(value) <= max(value) < 2**31:
         raise RequestError(f"{name} holds a token id that no vocabulary has")
     return value
-
-
-async def run_beside(function: Callable[[], R]) -> R:
-    """Run a function that may block on a thread of its own, which does not keep the server from ending."""
-    future: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            resolve(future, function())
-        except BaseException as error:  # whatever it is, the caller awaits it
-            resolve(future, error)
-
-    threading.Thread(target=run, name=_BESIDE, daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-def has_threads_beside() -> bool:
-    """Return whether a function of `run_beside` has not returned, in any server of this process."""
-    return any(thread.name == _BESIDE for thread in threading.enumerate())
 
 
 class Mailbox:

@@ -5,8 +5,6 @@ futures. `/health` answers 200 while the engine can serve and 503 with the cause
 """
 
 import asyncio
-import errno
-import resource
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -21,20 +19,18 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.access import Access, new_version
-from arealite.inference.http.connections import ACCEPT_AT_ONCE, Connections, http_logger
 from arealite.inference.http.generate_api import generate
 from arealite.inference.http.openai_api import chat_completions, completions, models
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
+from arealite.utils.connections import Connections
+from arealite.utils.http_server import AcceptErrors, listen
 from arealite.weights.sync import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The layout of a hundred thousand tensors, or a batch of prompts.
 _MAX_BODY_BYTES = 32 << 20
-# Above the time for which our clients keep a connection, so that they are the ones who close it.
-_KEEPALIVE_S = 330.0
 _RELEASE_INTERVAL_S = 30.0
 # Characters of an adapter's name.
 _MAX_NAME = 256
@@ -79,35 +75,11 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
     return app
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Bind the port, without listening: a port in use is an error before the model is loaded."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        # Another program may have taken a free port just now: a launcher tries again with another.
-        raise ServerError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}. Use another port, or port=0 for any "
-            "free one"
-        ) from error
-    return sock
-
-
 async def serve(engine: Engine, config: ServerConfig, sock: socket.socket, stop: asyncio.Event) -> None:
     """Serve until `stop` is set or the engine fails."""
     app, loop = make_app(engine, config), asyncio.get_running_loop()
-    settings: dict[str, Any] = {"access_log": None, "logger": http_logger, "keepalive_timeout": _KEEPALIVE_S}
-    runner = web.AppRunner(app, shutdown_timeout=2.0, handler_cancellation=True, **settings)
-    await runner.setup()
-    assert runner.server is not None
     loop.set_exception_handler(AcceptErrors())
-    # asyncio accepts as many connections at once as this backlog, and also fails as often once out of descriptors.
-    accept = app[common.CONNECTIONS].accept(runner.server)
-    listener = await loop.create_server(accept, sock=sock, backlog=ACCEPT_AT_ONCE)
-    sock.listen(4096)
+    runner, listener = await listen(app, sock, app[common.CONNECTIONS])
     host, port = sock.getsockname()[:2]
     print(f"serving {config.model_path} on http://{host}:{port}", flush=True)
     releasing = asyncio.create_task(_release_removed(engine), name="release removed weights")
@@ -128,30 +100,6 @@ async def _release_removed(engine: Engine) -> None:
     while True:
         await asyncio.sleep(_RELEASE_INTERVAL_S)
         engine.release_removed()
-
-
-class AcceptErrors:
-    """Exception handler of the event loop that logs once that connections cannot be accepted.
-
-    The event loop waits a second and tries again; its own handler logs a traceback for each attempt.
-    """
-
-    def __init__(self) -> None:
-        self._has_logged = False
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in _OUT_OF_RESOURCES:
-            loop.default_exception_handler(context)
-        elif not self._has_logged:
-            self._has_logged = True
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            common.logger.warning(
-                "cannot accept connections: %s. New ones wait until others close. The limit on open files is %d: "
-                "raise the hard limit (ulimit -Hn)",
-                error.strerror,
-                limit,
-            )
 
 
 async def health(http_request: web.Request) -> web.Response:
