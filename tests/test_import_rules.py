@@ -39,7 +39,7 @@ MAX_WHOLE_FUNCTION = 100
 
 # Optional dependencies are imported in the function of the one adapter that needs them.
 OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
-OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib"}
+OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib", "PIL"}
 # This module needs Triton, which CPU builds of torch do not have.
 OPTIONAL |= {"arealite.inference.cuda.runner"}
 

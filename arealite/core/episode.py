@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.data import concat_padded
+from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded
 
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -184,7 +184,8 @@ def check_trajectories(result: Any) -> Trajectories:
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
     if not math.isfinite(np.add.reduce(_array(result["logprobs"]), axis=None)):
         raise TrajectoryError("`logprobs` are not finite: the server or the workflow returned NaN or infinity")
-    for key in result.keys() - _KNOWN_KEYS:
+    image_keys = check_images(result) if IMAGE_INDEX in result else set()
+    for key in result.keys() - _KNOWN_KEYS - image_keys:
         value = result[key] if isinstance(key, str) else None
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
@@ -201,6 +202,22 @@ def check_trajectories(result: Any) -> Trajectories:
         oldest_version=oldest_version(result["versions"]),
         mean_reward=total / shape[0],
     )
+
+
+def check_images(result: dict[str, Any]) -> set[str]:
+    """Check that every row names an image set that exists; returns the keys of the sets."""
+    keys = result.keys() & {*VISION_KEYS}
+    index = result[IMAGE_INDEX]
+    if not isinstance(index, torch.Tensor) or index.ndim != 1 or index.dtype.is_floating_point:
+        raise TrajectoryError(f"`{IMAGE_INDEX}` must be a tensor [n] of whole numbers: the image set of each row")
+    sets = [result[key] for key in sorted(keys)]
+    if "pixel_values" not in keys or not all(
+        isinstance(s, torch.Tensor) and s.ndim and len(s) == len(sets[0]) for s in sets
+    ):
+        raise TrajectoryError(f"the columns {sorted(keys)} must be tensors with one entry for each image set")
+    if len(index) and (int(index.min()) < -1 or int(index.max()) >= len(sets[0])):
+        raise TrajectoryError(f"`{IMAGE_INDEX}` names set {int(index.max())}, but there are {len(sets[0])} image sets")
+    return keys
 
 
 def oldest_version(versions: torch.Tensor) -> int:

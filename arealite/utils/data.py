@@ -15,8 +15,10 @@ from torch.nn.functional import pad
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 
-# Image inputs of a row. Their dimension 1 counts images or patches, never tokens.
+# Image inputs, one entry per image set: the images of one prompt. `image_index [B]` has the set of each row, -1 for
+# none, so that the answers to one prompt share its images. Dimension 1 counts images or patches, never tokens.
 VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images")
+IMAGE_INDEX = "image_index"
 
 
 def seq_lengths(batch: Batch) -> torch.Tensor:
@@ -62,38 +64,74 @@ def concat_padded(batches: list[Batch]) -> Batch:
     """Concatenate padded batches, padding each on the right to the longest.
 
     Padding is 0, and -1 for `versions`. All must have the same keys: a missing key would shift the rows of that key.
+    Only those of images may be missing, in batches without any.
     """
     if not batches:
         raise ValueError("concat_padded needs at least one batch")
-    keys = batches[0].keys()
-    for other in batches[1:]:
-        if other.keys() != keys:
-            raise ValueError(f"batches have different keys: {sorted(keys ^ other.keys())} are not in all of them")
+    with_images = [batch for batch in batches if IMAGE_INDEX in batch]
+    keys = [batch.keys() - ({*VISION_KEYS, IMAGE_INDEX} if with_images else set()) for batch in batches]
+    for other in keys[1:]:
+        if other != keys[0]:
+            raise ValueError(f"batches have different keys: {sorted(keys[0] ^ other)} are not in all of them")
     joined = {}
-    for key, first in batches[0].items():
-        parts = [b[key] for b in batches]
-        if is_per_token(batches[0], key) or (key in VISION_KEYS and first.dim() >= 2):
-            lengths = [part.shape[1] for part in parts]
-            longest = max(lengths)
-            if min(lengths) < longest:
-                fill, rest = -1 if key == "versions" else 0, (0, 0) * (first.dim() - 2)
-                parts = [
-                    pad(part, (*rest, 0, longest - length), value=fill) if length < longest else part
-                    for part, length in zip(parts, lengths, strict=True)
-                ]
-        joined[key] = torch.cat(parts)
-    return joined
+    for key in (key for key in batches[0] if key in keys[0]):
+        parts, fill = [b[key] for b in batches], -1 if key == "versions" else 0
+        is_padded = is_per_token(batches[0], key) or (key in VISION_KEYS and parts[0].dim() > 1)
+        joined[key] = _concat_padded(parts, fill) if is_padded else torch.cat(parts)
+    return joined | _concat_images(batches, with_images)
+
+
+def _concat_padded(parts: list[torch.Tensor], fill: float = 0) -> torch.Tensor:
+    lengths = [part.shape[1] for part in parts]
+    longest = max(lengths)
+    if min(lengths) < longest:
+        rest = (0, 0) * (parts[0].dim() - 2)
+        parts = [
+            pad(part, (*rest, 0, longest - length), value=fill) if length < longest else part
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+    return torch.cat(parts)
+
+
+def _concat_images(batches: list[Batch], with_images: list[Batch]) -> Batch:
+    """Join the image sets of all batches, and renumber the sets of their rows."""
+    if not with_images:
+        return {}
+    columns = [key for key in VISION_KEYS if key in with_images[0]]
+    for other in with_images[1:]:
+        others = [key for key in VISION_KEYS if key in other]
+        if others != columns:
+            raise ValueError(f"batches have different image inputs: {columns} and {others}")
+    joined = {}
+    for key in columns:
+        parts = [batch[key] for batch in with_images]
+        joined[key] = torch.cat(parts) if parts[0].dim() == 1 else _concat_padded(parts)
+    index, num_sets = [], 0
+    for batch in batches:
+        own = batch.get(IMAGE_INDEX)
+        if own is None:
+            own = torch.full((num_rows(batch),), -1)
+        index.append(torch.where(own < 0, own, own + num_sets))
+        num_sets += len(batch[columns[0]]) if IMAGE_INDEX in batch else 0
+    return joined | {IMAGE_INDEX: torch.cat(index)}
 
 
 def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
-    """Return the given rows of a padded batch in that order, without padding that they do not need."""
+    """Return the given rows of a padded batch in that order, without padding and images that they do not need."""
     index = torch.as_tensor(rows, dtype=torch.long)
     mask = batch["attention_mask"][index]
     length = int(mask.sum(dim=1).max()) if len(index) else 0
     chosen = {}
     for key, value in batch.items():
+        if IMAGE_INDEX in batch and key in VISION_KEYS:
+            continue
         picked = value[index.to(value.device)]
         chosen[key] = picked[:, :length] if is_per_token(batch, key) else picked
+    if IMAGE_INDEX in batch:
+        own = chosen[IMAGE_INDEX]
+        used = own[own >= 0].unique()
+        chosen[IMAGE_INDEX] = torch.where(own < 0, own, torch.searchsorted(used, own))
+        chosen |= {key: batch[key][used] for key in VISION_KEYS if key in batch}
     return chosen
 
 

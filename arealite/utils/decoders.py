@@ -6,6 +6,7 @@ comparing log-probs with the model's own forward pass (in servers of one rank, a
 context parallelism).
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,32 @@ def check_decoder(config: PreTrainedConfig) -> None:
         )
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ConfigError(f"model type {text.model_type!r} lets tokens attend to later ones: {_ELSEWHERE}")
+
+
+def has_vision(config: PreTrainedConfig) -> bool:
+    """Return whether the config is that of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def language_model(model: PreTrainedModel) -> Any:
+    """Return the decoder: a part of a vision-language model, or the whole of a text model."""
+    return getattr(model.base_model, "language_model", model)
+
+
+def rope_positions(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, grids: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the positions in time, height and width `[3, B, T]` of `ids`; None if the model has no such positions.
+
+    `grids [K, 3]` has the patches of each image in the order of the placeholders.
+    """
+    find = getattr(model.base_model, "get_rope_index", None)
+    if find is None:
+        return None
+    inputs = {"input_ids": ids, "attention_mask": mask, "image_grid_thw": grids}
+    if "mm_token_type_ids" in inspect.signature(find).parameters:
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    return find(**inputs)[0]
 
 
 def check_interface(model: type[PreTrainedModel]) -> None:

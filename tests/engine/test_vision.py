@@ -62,6 +62,9 @@ def row(kind, length, num_images, seed):
     loss_mask = torch.ones(1, length, dtype=torch.long)
     loss_mask[0, : 1 + 6 * num_images] = 0
     batch = {"input_ids": ids, "attention_mask": torch.ones(1, length, dtype=torch.long), "loss_mask": loss_mask}
+    if not num_images:
+        return batch
+    batch["image_index"] = torch.tensor([0])
     if kind == "qwen":  # a 4 × 4 grid of patches merges to 2 × 2 tokens
         batch["pixel_values"] = torch.randn(1, 16 * num_images, 3 * 2 * 2, generator=g)
         batch["image_grid_thw"] = torch.tensor([[[1, 4, 4]]]).repeat(1, num_images, 1)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import whole
-from arealite.engine.fsdp.vision import has_vision, language_model
+from arealite.utils.decoders import has_vision, language_model
 
 _ADAPTER = "default"
 # Name of the scalar head in models for sequence classification.

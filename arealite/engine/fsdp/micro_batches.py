@@ -15,8 +15,9 @@ from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp.shared_prefix import PrefixPlan, plan_prefixes
-from arealite.engine.fsdp.vision import has_vision, take_vision
-from arealite.utils.data import is_per_token, pack, select_rows, seq_lengths, split_micro_batches
+from arealite.engine.fsdp.vision import take_vision
+from arealite.utils.data import IMAGE_INDEX, is_per_token, pack, select_rows, seq_lengths, split_micro_batches
+from arealite.utils.decoders import has_vision
 
 
 class MicroBatch(NamedTuple):
@@ -115,6 +116,8 @@ def _filler_row(batch: Batch) -> Batch:
         shape = (1, 1, *value.shape[2:]) if is_per_token(batch, key) else (1, *value.shape[1:])
         filler[key] = value.new_zeros(shape)
     filler["attention_mask"][:] = 1
+    if IMAGE_INDEX in filler:
+        filler[IMAGE_INDEX][:] = -1
     return filler
 
 

@@ -42,11 +42,13 @@ from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
-from arealite.engine.fsdp.vision import has_vision, language_model, vision_parameters
+from arealite.engine.fsdp.vision import vision_parameters
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
     check_interface,
     check_trial,
+    has_vision,
+    language_model,
     load_decoder,
     model_errors,
     original_length,
@@ -126,7 +128,7 @@ class PackedModel(nn.Module):
                 f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on "
                 "the other sequences of a batch: make prompts and answers shorter"
             )
-        ids, positions, cu_seqlens = mb["input_ids"], mb["position_ids"], mb["cu_seqlens"]
+        ids, positions, cu_seqlens = mb.get("model_ids", mb["input_ids"]), mb["position_ids"], mb["cu_seqlens"]
         if prefixes is not None:
             ids, positions = ids[prefixes.unique], positions[prefixes.unique]
         first = 0

@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
-from arealite.engine.fsdp.vision import has_vision
-from arealite.utils.decoders import tensor_plan
+from arealite.utils.decoders import has_vision, tensor_plan
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
