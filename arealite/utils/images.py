@@ -94,7 +94,7 @@ def read_image(path: str | Path, folder: str | Path | None = None) -> bytes:
 
 
 def decode_image(data: bytes) -> Image:
-    """Decode an image to RGB; raises `RequestError` for one that is damaged, too large, animated or unknown."""
+    """Decode to RGB; raises `RequestError` for damaged, too large, animated or unknown images."""
     image = _open(data)
     try:
         if getattr(image, "n_frames", 1) > 1:

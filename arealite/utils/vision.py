@@ -1,8 +1,8 @@
-"""`VisionProcessor`: turns text and encoded images into token ids and image tensors, with Hugging Face's processor.
+"""`VisionProcessor`: turns text and encoded images into token ids and image tensors.
 
-Used by workflows, by data loading and by the embedded server, so that generation and training see the same token ids
-and pixels. The processor of the model replaces each image placeholder of a text by as many placeholder tokens as the
-image has features. Videos are not supported, so processors load with Pillow alone.
+It calls the Hugging Face processor of the model, which replaces each image placeholder of a text by as many placeholder
+tokens as the image has features. Used by workflows and by the embedded server, so that generation and training see the
+same token ids and pixels. Videos are not supported, so processors load with Pillow alone.
 
 K images of a prompt, P patches of all of them (Qwen-VL), D values of a patch, C channels, H and W pixels.
 """

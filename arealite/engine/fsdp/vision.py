@@ -41,7 +41,7 @@ def _vision_inputs(rows: Batch) -> Batch:
 
 
 def _without_sampled_placeholders(rows: Batch, image_token_id: int) -> torch.Tensor | None:
-    """Return the ids `[B, T]` as model inputs if an answer ends in a sampled image placeholder, else None.
+    """Return ids `[B, T]` for the model if an answer ends in a sampled placeholder, else None.
 
     The model would look for an image there. Nothing is predicted from the last token, so its input does not matter.
     """
