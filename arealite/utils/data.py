@@ -117,7 +117,7 @@ def _concat_images(batches: list[Batch], with_images: list[Batch]) -> Batch:
 
 
 def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:
-    """Return the given rows of a padded batch in that order, without padding and images that they do not need."""
+    """Return these rows of a padded batch in that order, without padding and images not needed."""
     index = torch.as_tensor(rows, dtype=torch.long)
     mask = batch["attention_mask"][index]
     length = int(mask.sum(dim=1).max()) if len(index) else 0

@@ -103,7 +103,7 @@ def language_model(model: PreTrainedModel) -> Any:
 def rope_positions(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, grids: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the positions in time, height and width `[3, B, T]` of `ids`; None if the model has no such positions.
+    """Return positions `[3, B, T]` in time, height and width; None if the model has none.
 
     `grids [K, 3]` has the patches of each image in the order of the placeholders.
     """
