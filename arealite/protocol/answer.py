@@ -1,0 +1,97 @@
+"""What the protocols share: an answer of the model, usage, the head of a response, events, errors.
+
+The server and the gateway make `Answer`s; `chat`, `completions`, `responses` and `messages` write them in the form of
+their API. All functions are pure.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from arealite.protocol.tool_calls import ToolCall
+
+# The name of a server-sent event (empty: none) and its data.
+Event = tuple[str, dict[str, Any]]
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass
+class TokenLogprob:
+    """A sampled token with its log-prob, and the likeliest tokens as (text, id, log-prob)."""
+
+    text: str
+    id: int
+    logprob: float
+    top: list[tuple[str, int, float]] = field(default_factory=list[tuple[str, int, float]])
+
+
+@dataclass
+class Answer:
+    """One continuation, as far as a protocol shows it: in a stream, the rest that was not sent before.
+
+    `finish_reason` is stop, length or abort. `extra` holds fields of the choice beyond the protocol (`token_ids`).
+    """
+
+    text: str
+    finish_reason: str
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    stop_sequence: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def named_calls(self) -> list[ToolCall]:
+        """The calls with a name; the others are in the text."""
+        return [call for call in self.calls if call.name]
+
+
+@dataclass
+class Usage:
+    """Numbers of tokens. `cached_tokens` of the prompt were in the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in the form of chat and text completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class Head:
+    """What every response starts with. `extra` holds fields beyond the protocol (`weight_version`)."""
+
+    id: str
+    model: str
+    created: int
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error, in a form that clients of OpenAI and of Anthropic understand."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return {"type": "error", "error": error}
+
+
+def to_json(body: Any) -> bytes:
+    """Encode a body. Numbers of more than 64 bits, which models may write, need Python's encoder."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body, ensure_ascii=True).encode()
+
+
+def event_bytes(event: Event) -> bytes:
+    """Encode a server-sent event."""
+    name, data = event
+    head = b"event: %b\n" % name.encode() if name else b""
+    return b"%bdata: %b\n\n" % (head, to_json(data))
