@@ -6,7 +6,8 @@ A training batch is a `dict[str, torch.Tensor]` and nothing else:
 Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprobs` (of the policy that sampled),
 `versions` (weight version per token, -1 on tokens that were not generated), `rewards [B]`, `group_ids [B]`, `truncated
 [B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`. Index `t` always refers to
-token `t`: its log-prob is that of token `t` given the tokens before it.
+token `t`: its log-prob is that of token `t` given the tokens before it. Columns `stats/NAME [B]` are numbers that
+workflows report, NaN where a row has none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from arealite.api.cli_args import GenerationHyperparameters
 
 Batch = dict[str, torch.Tensor]
+# The columns of a batch with the statistics of workflows begin with it.
+STATS_PREFIX = "stats/"
 # Statistics of a step by name, reduced over all ranks.
 Stats = dict[str, float]
 StopReason = Literal["stop", "length", "abort"]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import TrainingError
-from arealite.api.io_struct import Batch
+from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded
 
@@ -189,6 +189,8 @@ def check_trajectories(result: Any) -> Trajectories:
         value = result[key] if isinstance(key, str) else None
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
+        if key.startswith(STATS_PREFIX) and (value.ndim > 1 or not value.is_floating_point()):
+            raise TrajectoryError(f"`{key}` is {value.dtype} {list(value.shape)}; expected floats of shape [{shape[0]}]")
     mask = _array(result["attention_mask"])
     num_tokens = int(np.count_nonzero(mask))
     if num_tokens == 0:

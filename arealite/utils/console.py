@@ -25,6 +25,8 @@ from arealite.utils.text import clean
 
 # Steps that the table shows.
 _NUM_ROWS = 8
+# Statistics of workflows that the first step reports get columns, up to this number.
+_OWN_STATS, _MAX_OWN_COLUMNS = "rollout/", 4
 # Between two plain lines: steps, and seconds if steps are slow.
 _PLAIN_EVERY, _PLAIN_EVERY_S = 10, 30.0
 
@@ -110,7 +112,9 @@ class ProgressTable:
         if not self.enabled:
             return
         if not self._rows:
+            own = [key for key in stats if key.startswith(_OWN_STATS)][:_MAX_OWN_COLUMNS]
             self.columns = [c for c in self.columns if c.key in stats or not c.is_optional]
+            self.columns += [Column(clean(key.removeprefix(_OWN_STATS)), key) for key in own]
         cells = [column.cell(stats) for column in self.columns]
         self._rows.append((step + 1, cells))
         if self._screen is not None:

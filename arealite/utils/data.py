@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import Batch
+from arealite.api.io_struct import STATS_PREFIX, Batch
 
 # Image inputs, one entry per image set: the images of one prompt. `image_index [B]` has the set of each row, -1 for
 # none, so that the answers to one prompt share its images. Dimension 1 counts images or patches, never tokens.
@@ -37,37 +37,16 @@ def is_per_token(batch: Batch, key: str) -> bool:
     return shaped and key not in VISION_KEYS
 
 
-def trajectory(
-    input_ids: list[int],
-    loss_mask: list[int],
-    logprobs: list[float],
-    versions: list[int],
-    reward: float,
-    truncated: bool = False,
-) -> Batch:
-    """Make a batch of one row, as a workflow returns it. The lists have one entry per token."""
-    lengths = {len(input_ids), len(loss_mask), len(logprobs), len(versions)}
-    if len(lengths) != 1:
-        raise ValueError(f"the lists of a trajectory have different lengths: {sorted(lengths)}")
-    return {
-        "input_ids": torch.tensor([input_ids]),
-        "attention_mask": torch.ones(1, len(input_ids), dtype=torch.long),
-        "loss_mask": torch.tensor([loss_mask]),
-        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
-        "versions": torch.tensor([versions]),
-        "rewards": torch.tensor([reward], dtype=torch.float32),
-        "truncated": torch.tensor([truncated]),
-    }
-
-
 def concat_padded(batches: list[Batch]) -> Batch:
     """Concatenate padded batches, padding each on the right to the longest.
 
     Padding is 0, and -1 for `versions`. All must have the same keys: a missing key would shift the rows of that key.
-    Only those of images may be missing, in batches without any.
+    Only those of images may be missing, in batches without any, and statistics of workflows, which are NaN then.
     """
     if not batches:
         raise ValueError("concat_padded needs at least one batch")
+    if any(other.keys() != batches[0].keys() for other in batches):
+        batches = _with_all_stats(batches)
     with_images = [batch for batch in batches if IMAGE_INDEX in batch]
     keys = [batch.keys() - ({*VISION_KEYS, IMAGE_INDEX} if with_images else set()) for batch in batches]
     for other in keys[1:]:
@@ -114,6 +93,21 @@ def _concat_images(batches: list[Batch], with_images: list[Batch]) -> Batch:
         index.append(torch.where(own < 0, own, own + num_sets))
         num_sets += len(batch[columns[0]]) if IMAGE_INDEX in batch else 0
     return joined | {IMAGE_INDEX: torch.cat(index)}
+
+
+def _with_all_stats(batches: list[Batch]) -> list[Batch]:
+    names = dict.fromkeys(key for batch in batches for key in batch if key.startswith(STATS_PREFIX))
+    missing = [{name: torch.full((num_rows(b),), torch.nan) for name in names if name not in b} for b in batches]
+    return [batch | own for batch, own in zip(batches, missing, strict=True)]
+
+
+def stats_means(batch: Batch) -> dict[str, float]:
+    """Return `rollout/NAME`, the mean over the rows that report it, for each statistic of workflows."""
+    columns = {key: batch[key] for key in sorted(batch) if key.startswith(STATS_PREFIX)}
+    known = {key: column[column.isfinite()] for key, column in columns.items()}
+    return {
+        f"rollout/{key.removeprefix(STATS_PREFIX)}": values.mean().item() for key, values in known.items() if len(values)
+    }
 
 
 def select_rows(batch: Batch, rows: list[int] | torch.Tensor) -> Batch:

@@ -8,13 +8,13 @@ none, so that a run can be repeated.
 import inspect
 from typing import Any
 
-import torch
-
+from arealite.api.chat import encode_chat
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.reward_api import RewardFn
+from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.pool import RewardPool, check_rewards
 from arealite.utils.distributed import rank
@@ -58,24 +58,14 @@ class RLVRWorkflow(RolloutWorkflow):
         request = ModelRequest(prompt_ids, self.gconfig, seed=data.get("seed"))
         responses = await engine.agenerate_group(request)
         rewards = await self.compute_rewards(prompt_ids, responses, data)
-        return to_batch(responses, rewards)
+        answers = [Trajectory().observe(r.input_tokens).add(r) for r in responses]
+        return Trajectory.join([answer.reward(value) for answer, value in zip(answers, rewards, strict=True)])
 
     def encode_prompt(self, data: dict[str, Any]) -> list[int]:
         if "input_ids" in data:
             return list(data["input_ids"])
         if "messages" in data:
-            if not self.tokenizer.chat_template:
-                raise DatasetError(
-                    "a row has `messages`, but the tokenizer has no chat template: use an instruct model, or rows with "
-                    "`prompt`"
-                )
-            return self.tokenizer.apply_chat_template(
-                data["messages"],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                enable_thinking=self.enable_thinking,
-            )
+            return encode_chat(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         if "prompt" in data:
             return self.tokenizer.encode(data["prompt"])
         raise DatasetError(
@@ -100,22 +90,3 @@ class RLVRWorkflow(RolloutWorkflow):
         if self.reward_inline and not inspect.iscoroutinefunction(self.reward_fn):
             return check_rewards(self.reward_fn, [self.reward_fn(**row) for row in rows], len(rows))
         return await self.reward_pool.run(self.reward_fn, rows)
-
-
-def to_batch(responses: list[ModelResponse], rewards: list[float]) -> Batch:
-    """Join answers to one padded batch; generated tokens are trained on."""
-    lengths = [(len(r.input_tokens), len(r.output_tokens)) for r in responses]
-    total = max(map(sum, lengths))
-
-    def pad(rows: list[list[Any]], value: float, dtype: torch.dtype = torch.long) -> torch.Tensor:
-        return torch.tensor([row + [value] * (total - len(row)) for row in rows], dtype=dtype)
-
-    return {
-        "input_ids": pad([r.input_tokens + r.output_tokens for r in responses], 0),
-        "attention_mask": pad([[1] * (num_in + num_out) for num_in, num_out in lengths], 0),
-        "loss_mask": pad([[0] * num_in + [1] * num_out for num_in, num_out in lengths], 0),
-        "logprobs": pad([[0.0] * len(r.input_tokens) + r.output_logprobs for r in responses], 0.0, torch.float32),
-        "versions": pad([[-1] * len(r.input_tokens) + r.output_versions for r in responses], -1),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "truncated": torch.tensor([r.truncated for r in responses]),
-    }

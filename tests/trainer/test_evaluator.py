@@ -6,14 +6,14 @@ import pytest
 
 from arealite.api.cli_args import EvalGenerationConfig, EvaluatorConfig, GRPOConfig, InferenceEngineConfig
 from arealite.api.errors import DatasetError, TrainingError
-from arealite.api.io_struct import StepInfo
+from arealite.api.io_struct import ModelResponse, StepInfo
+from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.answers import Answer, compare_answers, read_answers, write_answers
 from arealite.trainer.eval_report import evaluation_lines, evaluation_table
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import Evaluator, set_statistics
-from arealite.utils.data import concat_padded, trajectory
 from arealite.utils.rundir import RunDir
 
 
@@ -79,10 +79,10 @@ class Speak(RolloutWorkflow):
         if data["x"] == "fails":
             raise ValueError("this row fails")
         ids = self.tokenizer.encode(f"?{data['x']}")
-        mask = [0] + [1] * (len(ids) - 1)
-        versions = [-1] + [engine.get_version()] * (len(ids) - 1)
-        row = trajectory(ids, mask, [0.0] * len(ids), versions, float(data["x"] % 2))
-        return concat_padded([row] * self.num_samples)
+        count = len(ids) - 1
+        answer = ModelResponse(ids[:1], ids[1:], [0.0] * count, [engine.get_version()] * count, "stop")
+        row = Trajectory().observe(ids[:1]).add(answer).reward(float(data["x"] % 2))
+        return Trajectory.join([row] * self.num_samples)
 
 
 class Engine(CollectingEngine):

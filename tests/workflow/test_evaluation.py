@@ -7,9 +7,10 @@ import torch
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError
+from arealite.api.io_struct import ModelResponse
+from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.math import first_equal
-from arealite.utils.data import concat_padded, trajectory
 from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow, with_gconfig
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -25,9 +26,10 @@ class Say(RolloutWorkflow):
         rows = []
         for answer in self.answers:
             ids = self.tokenizer.encode(f"?{answer}")
-            mask = [0] + [1] * (len(ids) - 1)
-            rows.append(trajectory(ids, mask, [0.0] * len(ids), [m - 1 for m in mask], 1.0))
-        return concat_padded(rows)
+            count = len(ids) - 1
+            response = ModelResponse(ids[:1], ids[1:], [0.0] * count, [0] * count, "stop")
+            rows.append(Trajectory().observe(ids[:1]).add(response).reward(1.0))
+        return Trajectory.join(rows)
 
 
 def play(workflow, data):

@@ -15,6 +15,7 @@ from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
 from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
+from arealite.utils.data import stats_means
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.executor")
@@ -69,7 +70,9 @@ class EpisodeAccounts:
             if self.ledger is not None:
                 self.ledger.event("alarm", alarm)
         self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
-        return join_trajectories(episodes)
+        batch = join_trajectories(episodes)
+        self.last_batch |= stats_means(batch)
+        return batch
 
     def close_direct(self, call: DirectCall) -> None:
         """Record the episodes of a direct call, all of them also as text: evaluation is for reading."""

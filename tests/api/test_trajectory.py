@@ -1,0 +1,83 @@
+"""`Trajectory`: rows built turn by turn."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.errors import RequestError
+from arealite.api.io_struct import ModelResponse
+from arealite.api.trajectory import Trajectory
+from arealite.core.episode import check_trajectories
+from arealite.utils.data import concat_padded, stats_means
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=4)
+
+
+def respond(request, tokens, reason="stop"):
+    return ModelResponse(request.input_ids, tokens, [-0.5] * len(tokens), [3] * len(tokens), reason)
+
+
+def test_a_row_marks_what_was_sampled():
+    row = Trajectory().observe([7, 8])
+    request = row.request(GCONFIG, seed=5)
+    assert (request.input_ids, request.seed) == ([7, 8], 5)
+    row.add(respond(request, [1, 2], "length")).observe((9,))
+    row.add(respond(row.request(GCONFIG), [3]))
+    batch = row.reward(0.5).to_batch()
+    assert batch["input_ids"].tolist() == [[7, 8, 1, 2, 9, 3]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1]]
+    assert batch["versions"].tolist() == [[-1, -1, 3, 3, -1, 3]]
+    assert batch["logprobs"].tolist() == [[0, 0, -0.5, -0.5, 0, -0.5]]
+    assert (batch["rewards"].tolist(), batch["truncated"].tolist()) == ([0.5], [False])
+    # The request is a copy: what is observed later does not change it.
+    assert request.input_ids == [7, 8]
+
+
+def test_text_and_messages(tokenizer):
+    class Engine:
+        async def agenerate(self, request):
+            return respond(request, tokenizer.encode("yes") + [tokenizer.eos_token_id])
+
+    row = Trajectory(tokenizer).observe([{"role": "user", "content": "one?"}])
+    assert asyncio.run(row.generate(Engine(), GCONFIG)) == "yes"  # type: ignore[arg-type]
+    row.observe({"role": "user", "content": "two?"})
+    assert tokenizer.decode(row.ids) == "<user>one?\n<assistant>yes<eos>\n<user>two?\n<assistant>"
+    with pytest.raises(RequestError, match="twice without a reply"):
+        row.observe({"role": "user", "content": "three?"})
+    assert tokenizer.decode(row.observe("I ").ids).endswith("<assistant>I ")
+
+
+def test_errors_name_the_reason(tokenizer):
+    row = Trajectory().observe([1, 2])
+    with pytest.raises(RequestError, match="response to 1 tokens cannot be added to a trajectory of 2"):
+        row.add(ModelResponse([1], [3], [0.0], [0], "stop"))
+    with pytest.raises(RequestError, match="1 tokens, 0 log-probs"):
+        row.add(ModelResponse([1, 2], [3], [], [0], "stop"))
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        row.observe("text")
+    with pytest.raises(RequestError, match="prompt is empty"):
+        Trajectory(tokenizer).observe([]).request(GCONFIG)
+    with pytest.raises(ValueError, match="trajectory 1 of 2 has no reward"):
+        Trajectory.join([Trajectory().observe([1]).reward(0), row])
+
+
+def test_statistics_become_columns_and_means():
+    first = Trajectory().observe([1]).reward(1).stat("calls", 2).stat("failed", 0)
+    second = Trajectory().observe([1, 2]).reward(0).stat("calls", 4)
+    batch = Trajectory.join([first, second])
+    assert batch["stats/calls"].tolist() == [2, 4]
+    assert batch["stats/failed"][0] == 0 and math.isnan(batch["stats/failed"][1])
+    other = Trajectory().observe([5]).reward(0).stat("turns", 3).to_batch()
+    joined = concat_padded([batch, Trajectory().observe([5]).reward(0).to_batch(), other])
+    assert stats_means(joined) == {"rollout/calls": 3, "rollout/failed": 0, "rollout/turns": 3}
+    assert joined["stats/turns"].isnan().tolist() == [True, True, True, False]
+    assert check_trajectories(batch).num_samples == 2
+
+
+def test_wrong_statistics_are_refused():
+    batch = Trajectory().observe([1]).reward(1).to_batch()
+    with pytest.raises(ValueError, match=r"`stats/x` is torch.int64 \[1\]; expected floats"):
+        check_trajectories(batch | {"stats/x": torch.ones(1, dtype=torch.long)})
