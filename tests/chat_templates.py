@@ -34,7 +34,8 @@ QWEN25 = f"""{_CHATML_TOOLS}
 # Removes the thoughts of earlier turns, and thinks in the last one.
 QWEN3 = f"""{_CHATML_TOOLS}
 {{%- set ns = namespace(last=-1) %}}
-{{%- for message in messages %}}{{%- if message.role == 'user' %}}{{%- set ns.last = loop.index0 %}}{{%- endif %}}{{%- endfor %}}
+{{%- for message in messages %}}
+{{%- if message.role == 'user' %}}{{%- set ns.last = loop.index0 %}}{{%- endif %}}{{%- endfor %}}
 {{%- for message in messages %}}
 {{%- if message.role in ('user', 'system') %}}
 {{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}

@@ -190,7 +190,9 @@ def check_trajectories(result: Any) -> Trajectories:
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
             raise TrajectoryError(f"`{key}` must be a tensor whose first dimension is {shape[0]}")
         if key.startswith(STATS_PREFIX) and (value.ndim > 1 or not value.is_floating_point()):
-            raise TrajectoryError(f"`{key}` is {value.dtype} {list(value.shape)}; expected floats of shape [{shape[0]}]")
+            raise TrajectoryError(
+                f"`{key}` is {value.dtype} {list(value.shape)}; expected floats of shape [{shape[0]}]"
+            )
     mask = _array(result["attention_mask"])
     num_tokens = int(np.count_nonzero(mask))
     if num_tokens == 0:

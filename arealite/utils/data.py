@@ -106,7 +106,9 @@ def stats_means(batch: Batch) -> dict[str, float]:
     columns = {key: batch[key] for key in sorted(batch) if key.startswith(STATS_PREFIX)}
     known = {key: column[column.isfinite()] for key, column in columns.items()}
     return {
-        f"rollout/{key.removeprefix(STATS_PREFIX)}": values.mean().item() for key, values in known.items() if len(values)
+        f"rollout/{key.removeprefix(STATS_PREFIX)}": values.mean().item()
+        for key, values in known.items()
+        if len(values)
     }
 
 

@@ -100,7 +100,9 @@ def test_a_sampled_turn_is_kept_whatever_it_is(tokenizer):
     assert encode_next(chat, message, sampled=[]) == [end, *after]
     assert encode_next(chat, message, sampled=[end, 5]) == [end, *after]
     # A template without an end token of its own: the model ends by the end of the text.
-    assert tokenizer.decode(encode_next(tokenizer, message, sampled=[tokenizer.eos_token_id])) == "\n<user>hi\n<assistant>"
+    assert (
+        tokenizer.decode(encode_next(tokenizer, message, sampled=[tokenizer.eos_token_id])) == "\n<user>hi\n<assistant>"
+    )
 
 
 def test_another_end_token_ends_a_turn_too():

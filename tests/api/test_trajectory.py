@@ -39,7 +39,7 @@ def test_a_row_marks_what_was_sampled():
 def test_text_and_messages(tokenizer):
     class Engine:
         async def agenerate(self, request):
-            return respond(request, tokenizer.encode("yes") + [tokenizer.eos_token_id])
+            return respond(request, [*tokenizer.encode("yes"), tokenizer.eos_token_id])
 
     row = Trajectory(tokenizer).observe([{"role": "user", "content": "one?"}])
     assert asyncio.run(row.generate(Engine(), GCONFIG)) == "yes"  # type: ignore[arg-type]
