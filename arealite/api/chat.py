@@ -39,7 +39,7 @@ def encode_next(
     sampled: Sequence[int],
     **template_kwargs: Any,
 ) -> list[int]:
-    """Return the tokens to append to the turn `sampled`, so that `messages` and the model's next turn follow.
+    """Return the tokens that `messages` and the beginning of the next turn add to the turn `sampled`.
 
     If the turn was cut off before its end token, that comes first. With a template that renders a turn in the same way
     at every position, all tokens equal those of the whole conversation.
