@@ -3,10 +3,10 @@
     python benchmark/algorithms.py --model FOLDER --data FOLDER --out FOLDER [--teacher FOLDER] [--steps 25]
         [--at-once 4] [--only grpo,ppo] [KEY=VALUE ...]
 
-FOLDER of `--data` has GSM8K's `train.jsonl`. Every run is README's command with the example's configuration and the file
-of the algorithm on top; servers and trainers share one GPU, `--at-once` runs at a time. Distillation needs `--teacher`.
-Prints a table and one JSON line, and writes `results.md` and `stats.jsonl`: the mean reward of training samples in the
-first and last five steps, with the standard error of that mean.
+FOLDER of `--data` has GSM8K's `train.jsonl`. Every run is README's command with the configuration of the example and
+the file of the algorithm on top. Servers and trainers share one GPU, `--at-once` runs at a time. Distillation needs
+`--teacher`. Prints a table and one JSON line, and writes `results.md` and `stats.jsonl`: the mean reward of training
+samples in the first and last five steps, with the standard error of that mean.
 """
 
 import argparse
