@@ -1,11 +1,13 @@
 """Trains a real model on GSM8K with the settings of the example, and evaluates it before, meanwhile and after.
 
-    python benchmark/learning.py --model FOLDER --data FOLDER --out FOLDER [--steps 240] [KEY=VALUE ...]
+    python benchmark/learning.py --model FOLDER --data FOLDER --out FOLDER [--steps 240] [--samples 8]
+        [KEY=VALUE ...]
 
 FOLDER of `--data` has GSM8K's `train.jsonl` and `test.jsonl`; other `*.jsonl` files in it (columns `input`, `target`,
 such as MAWPS) are held-out sets. The command of the README is run, with server and trainer on one GPU. A run that was
-interrupted goes on if the same command is given again. Writes to `--out`: `stats.jsonl`, `curve.png`, `config.yaml`
-and `results.md` with a table of all sets before and after, from the answers that the run keeps.
+interrupted goes on if the same command is given again. With `--samples`, the first and the last model also answer
+GSM8K's test set that many times at temperature 1. Writes to `--out`: `stats.jsonl`, `curve.png`, `config.yaml` and
+`results.md` with a table of all sets before and after, from the answers that the run keeps.
 """
 
 import argparse
@@ -58,6 +60,43 @@ def train(args: argparse.Namespace, sets: dict[str, Path]) -> Path:
     command += [f"valid_datasets.{key}.path={path}" for key, path in sets.items()]
     subprocess.run([*command, *args.overrides], check=True, cwd=REPOSITORY)
     return args.runs / name / "trial0"
+
+
+def evaluate_samples(args: argparse.Namespace, run: Path, test: Path) -> dict[str, dict[str, float]]:
+    """Return the statistics of sampled answers, before and after training."""
+    last = max((run / "checkpoints").glob("*step*"), key=lambda folder: folder.stat().st_mtime)
+    started = {}
+    for name, model in (("before", args.model), ("after", last)):
+        command = [sys.executable, "-m", "arealite.cli.main", "trainer.type=null", f"trainer.grpo.actor.path={model}"]
+        command += [f"valid_dataset.path={test}", f"trainer.grpo.eval_gconfig.n_samples={args.samples}"]
+        command += ["trainer.grpo.eval_gconfig.temperature=1.0", "trainer.grpo.gconfig.max_new_tokens=512"]
+        command += ["trainer.grpo.server.mem_fraction=0.3"]
+        command += [f"cluster.fileroot={args.runs}", f"experiment_name={args.out.name}-{name}", "trial_name=samples"]
+        started[name] = subprocess.Popen(command, cwd=REPOSITORY)
+    found = {}
+    for name, process in started.items():
+        if process.wait():
+            raise SystemExit(f"the evaluation {name} training failed with code {process.returncode}")
+        found[name] = read_stats(args.runs / f"{args.out.name}-{name}" / "samples")[-1]
+    return found
+
+
+def write_samples(found: dict[str, dict[str, float]], count: int, out: Path) -> None:
+    """Add pass@1, pass@k and maj@k of sampled answers to results.md."""
+    lines = [
+        "",
+        f"GSM8K test, {count} answers per question at temperature 1:",
+        "",
+        "| | before | after |",
+        "|---|---|---|",
+    ]
+    for metric in ("pass@1", f"pass@{count}", f"maj@{count}"):
+        key = f"eval/valid/{metric}"
+        spans = [f"{x[key]:.1%} ({x[f'{key}/low']:.1%} to {x[f'{key}/high']:.1%})" for x in found.values()]
+        lines.append(f"| {metric} | {' | '.join(spans)} |")
+    print("\n".join(lines))
+    with (out / "results.md").open("a") as file:
+        file.write("\n".join(lines) + "\n")
 
 
 def read_stats(run: Path) -> list[dict[str, float]]:
@@ -142,6 +181,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--eval-every", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=0, help="answers per question for pass@k; 0: none")
     parser.add_argument("overrides", nargs="*", help="further configuration")
     args = parser.parse_args()
     args.data, args.out, args.runs = args.data.resolve(), args.out.resolve(), args.runs.resolve()
@@ -149,6 +189,8 @@ def main() -> None:
     sets = prepare_data(args.data, args.runs / f"{args.out.name}-data")
     run = train(args, sets)
     write_results(args, run, sets)
+    if args.samples:
+        write_samples(evaluate_samples(args, run, sets["gsm8k"]), args.samples, args.out)
 
 
 def write_results(args: argparse.Namespace, run: Path, sets: dict[str, Path]) -> None:

@@ -64,9 +64,10 @@ def main(model: str, data: str, out: str, steps: str, *options: str) -> None:
         gradient_accumulation_steps=samples // MINIBATCHES // ROWS, steps_per_generation=samples // ROWS,
         max_completion_length=512, temperature=1.0, beta=0.0, epsilon=0.2, loss_type="dapo", learning_rate=2e-6,
         lr_scheduler_type="constant_with_warmup", warmup_steps=max(1, int(steps) // 10), weight_decay=0.017,
-        adam_beta2=0.999, max_grad_norm=1.0, bf16=True, gradient_checkpointing=False, max_steps=MINIBATCHES * int(steps),
-        torch_compile="compile" in options, model_init_kwargs={"dtype": "float32"}, seed=1,
-        use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=2048,
+        adam_beta2=0.999, max_grad_norm=1.0, bf16=True, gradient_checkpointing=False,
+        max_steps=MINIBATCHES * int(steps), torch_compile="compile" in options, seed=1,
+        model_init_kwargs={"dtype": "float32"}, use_vllm=True,
+        vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=2048,
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(
