@@ -80,6 +80,8 @@ class Backend(abc.ABC):
     imports_arealite: ClassVar[bool] = False
     # Flags for a server that shares its GPU with a trainer.
     shared_gpu_flags: ClassVar[dict[str, Any]] = {}
+    # Whether the size of its KV cache depends on what other processes have allocated when it starts.
+    measures_free_memory: ClassVar[bool] = True
 
     @abc.abstractmethod
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
@@ -118,6 +120,7 @@ class Embedded(Backend):
 
     name = "embedded"
     client = "arealite.engine.sglang_remote:RemoteSGLangEngine"
+    measures_free_memory = False
 
     def command(self, config: ServerSettings, port: int, spread: Spread | None = None, index: int = 0) -> list[str]:
         server = dataclasses.replace(

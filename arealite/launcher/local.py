@@ -2,8 +2,8 @@
 
     python -m arealite.launcher.local SCRIPT.py --config FILE.yaml key=value… [--dry-run]
 
-Starts the inference servers that `allocation_mode` names, waits until they are healthy, then starts and watches the
-trainer ranks. The first failure ends everything; with `recover.retries` the job starts again from the recover
+Starts the inference servers that `allocation_mode` names and the trainer ranks, which load their model meanwhile, and
+watches both. The first failure ends everything; with `recover.retries` the job starts again from the recover
 checkpoint. No process outlives the launcher.
 """
 

@@ -2,9 +2,10 @@
 
 Every launcher uses it.
 
-Nodes find each other through the name service: a node publishes the addresses of its servers when they are healthy, and
-the node of rank 0 publishes the rendezvous address. Ranks start when all names are there. A server that dies is started
-again at a new address; any other failure ends the node with a non-zero code.
+Nodes find each other through the name service: a node publishes the addresses of its servers when it starts them, and
+the node of rank 0 publishes the rendezvous address. Ranks start when all names are there; they load their model while
+the servers load theirs, and wait for the servers before the first request. A server that dies after it was healthy is
+started again at a new address; any other failure ends the node with a non-zero code.
 Also a command: `python -m arealite.launcher.node JOB.json [NODE]`; NODE is SLURM_NODEID by default.
 """
 
@@ -92,7 +93,9 @@ class NodePart:
         # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
+        # Whether all servers that the node starts with have been healthy.
         self.is_up = False
+        self.began = time.monotonic()
         self.elastic = elastic_names(job.run_dir)
         self.mps: Child | None = None
         self.mps_env: dict[str, str] = {}
@@ -100,18 +103,16 @@ class NodePart:
             self.config = halve_gpu_memory(self.config)
 
     def run(self) -> None:
-        """Start servers, then ranks, and return when the ranks of the job have ended."""
-        start = time.monotonic()
+        """Start servers and ranks, and return when the ranks of the job have ended."""
         if self.placement.shares_gpus:
             self.start_mps()
         for server in self.placement.servers_on(self.node):
             self.start_server(server)
-        while self.starting:
+        backend = BACKENDS.get(self.placement.mode.gen_backend or "")
+        # Where both would measure the free memory of one GPU, the server comes first.
+        comes_first = self.placement.shares_gpus and backend is not None and backend.measures_free_memory
+        while self.starting and comes_first:
             self.step()
-        self.is_up = True
-        if self.servers:
-            num_servers = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s)"
-            print(f"{num_servers} ready in {time.monotonic() - start:.1f} s: {', '.join(self.addresses)}", flush=True)
         if not self.placement.ranks_on(self.node):
             return self.serve_until_ranks_end()
         self.start_ranks()
@@ -128,7 +129,7 @@ class NodePart:
         """Wait for an event and handle it. Raises if this node must end."""
         self.names.renew()
         self.elastic.renew()
-        self.publish_healthy()
+        self.check_starting()
         for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else wait_s):
             if child in self.ranks:
                 self.ranks.remove(child)
@@ -197,6 +198,9 @@ class NodePart:
             host = self.host if listens_on in ("0.0.0.0", "::") else listens_on
             deadline = time.monotonic() + self.config.setup_timeout_s
             self.starting[server.index] = (child, f"{host}:{port}", deadline)
+            if not self.is_up:
+                # Ranks start at once and wait for it. One that joins a running job is published when it is healthy.
+                self.names.publish(f"servers/{server.index}", f"{host}:{port}")
 
     def meet_spread(self, server: ServerPlacement, place: int) -> Spread:
         """Agree with the other nodes of a server on the address of its first node."""
@@ -205,17 +209,17 @@ class NodePart:
             self.names.publish(name, f"{self.host}:{free_port(self.host)}")
         return Spread(len(server.places), place, self.wait_for([name])[name])
 
-    def publish_healthy(self) -> None:
-        """Publish servers that have become healthy; raises if one has passed its deadline."""
+    def check_starting(self) -> None:
+        """Find servers that have become healthy; raises if one has passed its deadline."""
         for index, (child, address, deadline) in list(self.starting.items()):
             if health_problem(address, self.config.server.api_key) is None:
                 child.hide_secret()
                 del self.starting[index]
                 self.servers[index] = child
                 self.addresses.append(address)
-                self.names.publish(f"servers/{index}", address)
                 # A server that joins a running job is found by its lease.
                 if self.is_up:
+                    self.names.publish(f"servers/{index}", address)
                     self.elastic.publish(ELASTIC_PREFIX + address, address)
             elif time.monotonic() > deadline:
                 raise ServerError(
@@ -223,6 +227,12 @@ class NodePart:
                     f"{child.name} to answer http://{address}/health; the last lines of {child.spec.log_path}:\n"
                     f"{child.last_lines()}"
                 )
+        if not self.starting and not self.is_up:
+            self.is_up = True
+            if self.servers:
+                what = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s) ready"
+                seconds = time.monotonic() - self.began
+                print(f"{what} in {seconds:.1f} s: {', '.join(self.addresses)}", flush=True)
 
     def handle_server_end(self, child: Child) -> None:
         """Start a dead server again at a new address: at the old one clients expect its former weights.

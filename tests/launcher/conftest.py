@@ -23,6 +23,8 @@ if os.environ.get("FAKE_SERVER") == "refuses":
     sys.exit(2)
 if os.environ.get("FAKE_SERVER") == "hangs":
     time.sleep(600)
+while os.environ.get("FAKE_SERVER") == "loads" and not os.path.exists("loaded"):
+    time.sleep(0.05)
 subprocess.Popen(["sleep", "600"], start_new_session=True)   # a worker in its own session, like those of real servers
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -42,7 +44,14 @@ SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import DatasetError
+from arealite.launcher.servers import health_problem
 from arealite.utils.config import load_config, run_main
+
+def wait_for_servers(addresses):    # as an engine does when it is initialized
+    deadline = time.monotonic() + 60
+    while any(health_problem(address) for address in addresses if address):
+        assert time.monotonic() < deadline, addresses
+        time.sleep(0.02)
 
 def main(argv):
     config = load_config(argv, GRPOConfig)
@@ -53,6 +62,9 @@ def main(argv):
     print(f"rank {rank} of {size} servers {servers} attempt {attempt} devices {devices} mps {mps}", flush=True)
     if behaviour == "refuse":
         raise DatasetError("no rows")
+    if behaviour == "load":
+        pathlib.Path("loaded").touch()
+    wait_for_servers(servers.split(","))
     if behaviour == "raise" and rank == "1":
         raise RuntimeError("rank one has a problem")
     if behaviour in ("SIGKILL", "SIGTERM", "SIGINT") and attempt == "0":

@@ -89,12 +89,27 @@ def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
     assert "rank1 exited with code 1" in out and "  | RuntimeError: rank one has a problem" in out
 
 
+def test_ranks_start_while_servers_load(work, arguments):
+    """The fake server answers only after a rank has run."""
+    process = start(arguments("tokenizer_path=load", "rollout.setup_timeout_s=60"), FAKE_SERVER="loads")
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, out
+    assert "2 sglang server(s) ready" in out
+
+
 def test_a_server_that_dies_while_starting_shows_its_last_lines(work, arguments):
     process = start(arguments(mode="sglang.d1+d1"), FAKE_SERVER="dies")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "a server died while it was starting" in out and "cannot load the model: no such file" in out
-    assert not (RUN / "logs" / "rank0.log").exists(), "no rank is started without servers"
+    wait_until_gone(work)
+
+
+def test_a_server_that_measures_free_memory_starts_before_the_ranks_on_its_gpu(work, arguments):
+    process = start(arguments(mode="sglang.d1+d1"), FAKE_SERVER="dies", CUDA_VISIBLE_DEVICES="GPU-8932f937")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, out
+    assert not (RUN / "logs" / "rank0.log").exists()
 
 
 def test_a_server_that_refuses_its_model_is_started_once(work, arguments):

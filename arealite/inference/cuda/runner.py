@@ -31,6 +31,8 @@ from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
+# Share of the free memory that the KV cache may take if other processes have taken much of the device.
+_MOST_OF_FREE = 0.9
 
 
 class CudaRunner(Runner):
@@ -325,8 +327,16 @@ class CudaRunner(Runner):
         if not self.on_gpu:
             return 1 << 30
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return int(free * self.config.mem_fraction)
+        share, own = self.config.mem_fraction, torch.cuda.memory_reserved(self.device)
+        return cache_bytes(*torch.cuda.mem_get_info(self.device), own, share)
+
+
+def cache_bytes(free: int, total: int, own: int, share: float) -> int:
+    """Return the memory of the KV cache: `share` of what the device has besides this process's weights (`own`).
+
+    A trainer that loads its model on the same device meanwhile changes nothing, unless little is left.
+    """
+    return int(min(share * (total - own), max(share, _MOST_OF_FREE) * free))
 
 
 def _read_result(
