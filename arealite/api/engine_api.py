@@ -83,6 +83,13 @@ class TrainEngine(abc.ABC):
     def destroy(self) -> None:
         """Free the model; idempotent."""
 
+    @returns_nothing
+    def warm_up(self) -> None:
+        """Compile, so that the first batch need not wait for it; training goes on as if it was not called.
+
+        All ranks call it together, when the first episodes run.
+        """
+
     @abc.abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Stats:
         """Make one optimizer step on this rank's padded `batch`. Returns statistics reduced over all ranks.

@@ -117,7 +117,9 @@ class ServerConfig(Section):
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     mem_fraction: float = _help(
-        "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.", 0.8, Range(0, 1, True)
+        "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",
+        0.8,
+        Range(0, 1, True),
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
     # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.

@@ -33,6 +33,8 @@ from arealite.utils.text import format_error
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
+Rows = list[dict[str, Any]]
+Task = Callable[[], None] | None
 
 
 class WorkflowExecutor:
@@ -122,8 +124,8 @@ class WorkflowExecutor:
         wait = NamedWait("wait", f"{count} episodes", limit, "its timeout_s")
         return self._collect(Demand(count, 0), wait, lambda: None, patience_s=0.0)
 
-    def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
-        """Return the next training batch, while further episodes keep running up to the staleness limit."""
+    def prepare_batch(self, dataloader: Iterable[Rows], workflow: RolloutWorkflow, meanwhile: Task = None) -> Batch:
+        """Return the next training batch; `meanwhile` is called after its episodes were queued."""
         stream = self.resume_state.open_stream(dataloader)
         if self.staleness.batch_size is None:
             self.staleness.batch_size = stream.batch_size()
@@ -142,6 +144,9 @@ class WorkflowExecutor:
                 number, row = stream.next_row()
                 self._enqueue(EpisodeId("stream", number), row, workflow)
 
+        if meanwhile is not None:
+            fill_queue()
+            meanwhile()
         wait = NamedWait("prepare_batch", f"{count} episodes", self.config.batch_timeout_s, "rollout.batch_timeout_s")
         last = self._last_batch_at
         # Stragglers that would be too old for the next batch may delay this one for as long as the last step took.
@@ -151,7 +156,7 @@ class WorkflowExecutor:
             self.staleness.lead.adapt(self.accounts.last_batch["wait_s"], step_s, has_spare)
         return batch
 
-    def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
+    def rollout_batch(self, data: Rows, workflow: RolloutWorkflow) -> Batch:
         """Run these rows now, regardless of the staleness limit, and return the results in their order.
 
         Rejected and failed rows are left out; if none is left, the first error is raised.
@@ -160,9 +165,7 @@ class WorkflowExecutor:
         self.wait_direct(call, "rollout_batch")
         return call.join()
 
-    def start_direct(
-        self, data: list[dict[str, Any]], workflow: RolloutWorkflow, max_running: int | None = None
-    ) -> DirectCall:
+    def start_direct(self, data: Rows, workflow: RolloutWorkflow, max_running: int | None = None) -> DirectCall:
         """Start these rows, at most `max_running` at once, and return without waiting for them."""
         self._raise_fatal()
         if self.resume_state.is_new_run and not self.resume_state.num_direct:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stat
 from arealite.engine.fsdp import checkpoint, sharded_checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
-from arealite.engine.fsdp.memory import MemoryPlan, plan_memory
+from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
 from arealite.engine.fsdp.micro_batches import MicroBatch, make_micro_batches, merge_stats
 from arealite.engine.fsdp.optimizer import grad_norm, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
+from arealite.engine.fsdp.trial import trial_batch, trial_loss
 from arealite.utils import distributed
 from arealite.utils.data import unpack
 from arealite.utils.process import check_not_driver
+from arealite.utils.startup import startup_phase
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Transport
 
@@ -49,8 +52,6 @@ class FSDPEngine(TrainEngine):
     # Supervised engines train with the dropout of the model's config. All others compare log-probs between passes and
     # need the same result from each.
     uses_dropout = False
-    # Set by `initialize`.
-    memory: MemoryPlan
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
         """`parallel` is the training side of `allocation_mode`; if None, all ranks are data parallel."""
@@ -76,16 +77,15 @@ class FSDPEngine(TrainEngine):
         self.layout: Layout | None = None
         # Parameters whose gradients must be summed over the tensor group.
         self._partial: list[torch.nn.Parameter] = []
-        self.total_steps = 0
-        self.lr_step = 0
+        self.total_steps = self.lr_step = 0
         self._lr_scale = 1.0
-        self.bad_steps = 0
-        self._bad_in_a_row = 0
+        self.bad_steps = self._bad_in_a_row = 0
         self._version = 0
         self._transport: Transport | None = None
 
     # ------------------------------------------------------------------------------------------ life cycle
 
+    @startup_phase("load", "loading the model")
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
         config = self.config
         distributed.init_process_group(self.device, config.collective_timeout_s)
@@ -98,7 +98,6 @@ class FSDPEngine(TrainEngine):
             self.module = hf_model.PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        self._plan_memory()
         if self.parallel.tensor == self.parallel.context == 1 and not self.scalar_head:
             hf_model.check_logprobs(self._module, self.device)
         self._flops = FlopCounter(self.model)
@@ -109,8 +108,7 @@ class FSDPEngine(TrainEngine):
             self.set_lr_step(0)
 
     def _load(self, config: TrainEngineConfig) -> PreTrainedModel:
-        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([torch.cuda.current_device()] if self.device == "cuda" else []):
             # For weights that are not loaded: a new head, adapters.
             torch.manual_seed(config.seed)
             model = hf_model.load_model(self.folder, self.hf_config, config, self.scalar_head)
@@ -123,13 +121,24 @@ class FSDPEngine(TrainEngine):
             for layer in hf_model.decoder_layers(model):
                 layer.compile(dynamic=True)
 
-    def _plan_memory(self) -> None:
-        self.memory = plan_memory(self.model, self.config, self.device)
-        self._module.chunk_size = self.memory.logprob_chunk_size
-        if self.memory.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.device == "cuda" and distributed.rank() == 0:
-            logger.info("%s", self.memory)
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """The sizes that fit, chosen at the first use: servers on this device have their memory then."""
+        return apply_plan(self._module, plan_memory(self.model, self.config, self.device))
+
+    def warm_up(self) -> None:
+        # On CPU each set of lengths has a graph of its own.
+        if self.config.compile and self.device == "cuda" and self.optimizer is not None:
+            with torch.random.fork_rng([torch.cuda.current_device()]):
+                self.run_trial()
+
+    @startup_phase("compile", "compiling while the first answers are generated")
+    def run_trial(self) -> None:
+        """Run one training pass over made-up tokens, without a step."""
+        micro_batches = self._micro_batches(trial_batch(self.memory.max_tokens_per_mb, self.model.config))
+        self._module.train()
+        self._compute_loss(micro_batches, trial_loss, lambda mb: torch.tensor(1.0), backward=True)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
         if not dist.is_initialized():
@@ -179,8 +188,7 @@ class FSDPEngine(TrainEngine):
 
     def share(self, rows: list[Any]) -> list[Any]:
         """Return this rank's part of a list that all ranks have, such as the rows of a supervised batch."""
-        first = self.layout.dp_rank if self.layout is not None else 0
-        return rows[first :: self.dp_size]
+        return rows[self.layout.dp_rank if self.layout is not None else 0 :: self.dp_size]
 
     def gather_rows(self, value: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of all data-parallel ranks, and the index at which this rank's begin."""
@@ -281,8 +289,8 @@ class FSDPEngine(TrainEngine):
         return result
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        config, group = self.config, self.dp_group if self.dp_size > 1 else None
-        share_prefix = config.share_prefix and not self._module.ring
+        group = self.dp_group if self.dp_size > 1 else None
+        share_prefix = self.config.share_prefix and not self._module.ring
         return make_micro_batches(batch, self.model, self.memory.max_tokens_per_mb, self.device, group, share_prefix)
 
     def _total_weight(self, micro_batches: list[MicroBatch], loss_weight_fn: LossWeightFn) -> float:
@@ -322,8 +330,8 @@ class FSDPEngine(TrainEngine):
         else:
             self.bad_steps += 1
             self._bad_in_a_row += 1
-            message = "gradient norm is %s: step skipped (%d so far, %d in a row)"
-            logger.warning(message, norm, self.bad_steps, self._bad_in_a_row)
+            counts = self.bad_steps, self._bad_in_a_row
+            logger.warning("gradient norm is %s: step skipped (%d so far, %d in a row)", norm, *counts)
         self._optimizer.zero_grad(set_to_none=True)
         if self._bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(

@@ -33,6 +33,9 @@ class StepResult:
 # A launched step: call it to wait for its tokens; None if it samples none.
 Step = Callable[[], StepResult | None]
 
+# Share of the free memory that the KV cache may take if other processes have taken much of the device.
+_MOST_OF_FREE = 0.9
+
 
 class Runner(abc.ABC):
     """The model and its paged KV cache on one device."""
@@ -77,3 +80,11 @@ def count_blocks(config: ServerConfig, shape: ModelShape, dtype: torch.dtype, fr
             "raise max_total_tokens or mem_fraction, or use a smaller model"
         )
     return tokens // config.block_size
+
+
+def cache_bytes(free: int, total: int, own: int, share: float) -> int:
+    """Return the size of the KV cache: a share of the device's memory besides `own`, that of the weights.
+
+    A trainer that loads its model on the same device meanwhile changes nothing, unless little is left.
+    """
+    return int(min(share * (total - own), max(share, _MOST_OF_FREE) * free))

@@ -32,6 +32,7 @@ from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, STORE_ENV
+from arealite.utils.startup import LAUNCHED_ENV, process_began
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -327,6 +328,7 @@ class NodePart:
             "AREALITE_SERVER_ADDRS": ",".join(servers),
             "AREALITE_NAMES": str(self.job.names_folder),
             ATTEMPT_ENV: str(self.job.attempt),
+            LAUNCHED_ENV: str(process_began()),
             "OMP_NUM_THREADS": str(self.placement.threads),
             "PYTHONUNBUFFERED": "1",
             **self.mps_env,

@@ -30,6 +30,7 @@ from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.guard import Guard
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
+from arealite.trainer.startup import take_startup_stats
 from arealite.trainer.stats_logger import StatsLogger, read_stats
 from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
@@ -145,9 +146,18 @@ class Run:
             self._end_at_once(first)
         else:
             self._write_evaluations(self.evaluations.before_steps(self._info(first - 1) if first else None))
+        if self.rollout is not None and current_driver() is None:
+            self.rollout.on_first_wait = self._warm_up
         self._server_idle.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)
+
+    def _warm_up(self) -> None:
+        """Compile while the first answers are generated."""
+        for engine in self.engines.values():
+            engine.warm_up()
+        if rank() == 0:
+            show_message("waiting for the first batch")
 
     def _end_at_once(self, first: int) -> None:
         """Say that all steps were done before, and save the model if that failed then."""
@@ -183,7 +193,7 @@ class Run:
             values = _fill_in(values, self.rollout.stats())
         values |= self._take_engine_stats()
         times = self.trace.take()
-        values |= times
+        values |= times | take_startup_stats(self.trace, times)
         # The executor knows how long the trainer waited, also in a loop that times no phases.
         waited_s = max(times.get("time/rollout", 0.0), values.get("wait_s", 0.0))
         values["idle/trainer"] = min(1.0, waited_s / times["time/step"])

@@ -1,27 +1,81 @@
-"""What every process of a run does first: more open files, and folders for caches that are its own.
+"""What every process of a run does first, and how long the start takes.
 
-Called by `run_main` and by processes that do not start with it (Ray actors, rollout workers). Children inherit both.
+`prepare_process` raises the limit on open files and gives caches folders of their own. It is called by `run_main` and
+by processes that do not start with it (Ray actors, rollout workers). Children inherit both. The parts of a start are
+timed by `startup_phase`; `Run` shows and records them with the first step.
 """
 
+import contextlib
 import logging
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from arealite.utils.process import raise_file_limit
 
 logger = logging.getLogger("arealite.startup")
 # torch runs code that it finds in its cache of compiled kernels, by default in a folder of /tmp that anybody can make.
-_COMPILED_ENV = "TORCHINDUCTOR_CACHE_DIR"
+# Keys of both caches contain the versions of torch, Triton and the GPU.
+_COMPILED_ENV = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+# When the launcher's process began, as `time.time()`. Launchers set it for ranks.
+LAUNCHED_ENV = "AREALITE_LAUNCHED_AT"
+
+
+class Phase(NamedTuple):
+    """A part of the start: its name, when it began (`time.time()`), and how long it took."""
+
+    name: str
+    began: float
+    seconds: float
+
+
+_phases: list[Phase] = []
+
+
+def process_began() -> float:
+    """Return when this process was started, as `time.time()`."""
+    return psutil.Process().create_time()
+
+
+@contextlib.contextmanager
+def startup_phase(name: str, message: str = "") -> Iterator[None]:
+    """Time a part of the start; also a decorator. The first time, rank 0 prints the message."""
+    is_first = all(phase.name != name for phase in _phases)
+    if message and is_first and os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
+    began, start = time.time(), time.perf_counter()
+    try:
+        yield
+    finally:
+        _phases.append(Phase(name, began, time.perf_counter() - start))
+
+
+def take_startup_phases() -> list[Phase]:
+    """Return the phases of this process so far, in their order, and forget them."""
+    taken = list(_phases)
+    _phases.clear()
+    return taken
 
 
 def prepare_process() -> None:
     """Raise the limit on open files, and keep compiled kernels where no other user can write."""
+    if not _phases:
+        own = process_began()
+        launched = float(os.environ.get(LAUNCHED_ENV) or own)
+        _phases.append(Phase("launch", launched, own - launched))
+        _phases.append(Phase("imports", own, time.time() - own))
     raise_file_limit()
-    if _COMPILED_ENV not in os.environ:
+    missing = {name: folder for name, folder in _COMPILED_ENV.items() if name not in os.environ}
+    if missing:
         try:
-            os.environ[_COMPILED_ENV] = str(cache_folder() / "torchinductor")
+            caches = cache_folder()
+            os.environ.update({name: str(caches / folder) for name, folder in missing.items()})
         except OSError as error:
             # Nothing is compiled then: torch needs a temporary folder too.
             logger.warning("there is no folder for compiled code: %s", error)

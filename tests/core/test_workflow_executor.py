@@ -128,6 +128,20 @@ def test_generation_goes_on_while_the_trainer_trains(executors):
     assert executor.stats()["buffered"] == 4
 
 
+def test_episodes_run_before_what_the_trainer_does_meanwhile(executors):
+    executor, workflow = executors(batch_size=2), Echo()
+    num_accepted = []
+
+    def meanwhile() -> None:
+        deadline = time.monotonic() + 10
+        while executor.stats()["accepted"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        num_accepted.append(executor.stats()["accepted"])
+
+    executor.prepare_batch(loader(rows(8)), workflow, meanwhile)
+    assert num_accepted == [2]
+
+
 def test_a_server_that_missed_an_update_is_an_error(executors):
     executor = executors(batch_size=2, max_head_offpolicyness=1, max_failed_episodes=3)
     executor.set_version(5)

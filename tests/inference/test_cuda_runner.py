@@ -14,6 +14,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference import core
 from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.engine import Engine
+from arealite.inference.runner import cache_bytes
 from arealite.inference.weights import WeightSource
 from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
@@ -188,3 +189,11 @@ def test_deterministic_mode_in_bfloat16(make_engine):
         results.append([(f.result(100)[0].token_ids, f.result(100)[0].logprobs) for f in asked])
         [future.result(100) for future in others]
     assert results[0] == results[1] == results[2]
+
+
+def test_the_cache_does_not_depend_on_what_a_trainer_has_allocated_so_far():
+    gb = 2**30
+    before, after = (cache_bytes(free, 140 * gb, own=gb, share=0.4) for free in (138 * gb, 100 * gb))
+    assert before == after == int(0.4 * 139 * gb)
+    # Another job holds most of the device.
+    assert cache_bytes(20 * gb, 140 * gb, own=gb, share=0.4) == 18 * gb

@@ -56,6 +56,22 @@ def test_statistics_are_on_disk_before_the_checkpoint_of_a_step(actor, config):
     assert [line["idle/trainer"] for line in read_stats(run)] == [0, 1, 1]
 
 
+def test_the_first_step_tells_where_the_time_of_the_start_went(actor, config, capfd):
+    with Run(config, SPEC, actor) as run:
+        for step, _ in zip(run.steps(), range(2), strict=False):
+            with run.phase("rollout"):
+                if step == 0:
+                    actor.run_trial()
+            run.commit(step, {"loss": 1.0})
+    first, second = read_stats(run)
+    assert first["time/startup/total"] >= first["time/startup/load"] > 0 and "time/startup/compile" in first
+    assert not any(key.startswith("time/startup") for key in second)
+    out = capfd.readouterr().out
+    assert out.count("first update after") == 1 and ", rollout " in out
+    names = [span["name"] for span in json.loads(run.dir.trace_path.read_text())]
+    assert "load" in names and "compile" in names
+
+
 def test_without_a_launcher_a_second_run_of_the_same_name_is_refused(actor, config, monkeypatch):
     monkeypatch.delenv("AREALITE_ATTEMPT", raising=False)
     with Run(config, SPEC, actor) as run:
@@ -134,6 +150,17 @@ def test_servers_with_weights_of_another_run_are_updated_before_the_first_step(a
     with Run(config, SPEC, actor, rollout) as run:
         assert next(run.steps()) == 0
     assert versions == [0]
+
+
+def test_engines_warm_up_once_on_each_rank_when_the_first_episodes_run(actor, config, monkeypatch):
+    rollout = Rollout()
+    calls = []
+    monkeypatch.setattr(actor, "warm_up", lambda: calls.append("warm up"))
+    with Run(config, SPEC, actor, rollout) as run:
+        next(run.steps())
+        assert not calls
+        rollout.on_first_wait()
+        assert calls == ["warm up"]
 
 
 def own_loss(out, batch):

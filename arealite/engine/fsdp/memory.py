@@ -1,9 +1,11 @@
 """Chooses sizes of micro-batches and logit chunks, and whether activations are recomputed.
 
-Used by `FSDPEngine` for the keys of its config that are null, by the free memory of the device. The estimate of
+Used by `FSDPEngine` for the keys of its config that are null, by the free memory of the device when the first batch
+arrives. The estimate of
 activations is fitted to measured peaks of Qwen2 models of 0.5B and 1.5B parameters. What a config sets is kept.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +14,11 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp.flops import FlopCounter
+from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 
+logger = logging.getLogger("arealite.engine")
 # Larger micro-batches gain little and need more memory.
 _MOST_TOKENS = 32768
 # Activations are recomputed if micro-batches without that would be smaller than this.
@@ -48,6 +52,16 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str) 
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return choose_sizes(model, config, _smallest_of_ranks(free - _reserved_bytes(model, config)))
+
+
+def apply_plan(module: PackedModel, plan: MemoryPlan) -> MemoryPlan:
+    """Set what the model itself needs to know of a plan; returns the plan."""
+    module.chunk_size = plan.logprob_chunk_size
+    if plan.gradient_checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if distributed.rank() == 0:
+        logger.info("%s", plan)
+    return plan
 
 
 def choose_sizes(model: PreTrainedModel, config: TrainEngineConfig, free_bytes: float) -> MemoryPlan:

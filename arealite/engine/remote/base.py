@@ -31,6 +31,7 @@ from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
 from arealite.utils.json_client import UnreachableError
+from arealite.utils.startup import startup_phase
 
 logger = logging.getLogger("arealite.remote")
 
@@ -58,6 +59,7 @@ class RemoteEngine(CollectingEngine):
     def router(self) -> Router:
         return self.fleet.router
 
+    @startup_phase("servers", "waiting for the inference servers")
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         if distributed.rank() != 0:
             return

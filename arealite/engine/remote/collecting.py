@@ -7,7 +7,7 @@ keeps the order of its data.
 
 import abc
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class CollectingEngine(InferenceEngine):
         self._executor: WorkflowExecutor | None = None
         self._version = 0
         self._evaluation: DirectCall | None = None
+        # Called once on each rank, when the first episodes run.
+        self.on_first_wait: Callable[[], None] | None = None
 
     def start_executor(self, train_batch_size: int | None) -> None:
         ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
@@ -109,8 +111,12 @@ class CollectingEngine(InferenceEngine):
         return self._share(self.executor.rollout_batch(data, workflow) if is_first else None)
 
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
-        is_first = distributed.rank() == 0
-        return self._share(self.executor.prepare_batch(dataloader, workflow) if is_first else None)
+        meanwhile, self.on_first_wait = self.on_first_wait, None
+        if distributed.rank() == 0:
+            return self._share(self.executor.prepare_batch(dataloader, workflow, meanwhile))
+        if meanwhile is not None:
+            meanwhile()
+        return self._share(None)
 
     @returns_nothing
     def start_evaluation(

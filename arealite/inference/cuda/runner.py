@@ -25,14 +25,12 @@ from arealite.inference.cuda.graphs import GraphSet
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
-from arealite.inference.runner import Runner, Step, StepResult, count_blocks
+from arealite.inference.runner import Runner, Step, StepResult, cache_bytes, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
 from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
-# Share of the free memory that the KV cache may take if other processes have taken much of the device.
-_MOST_OF_FREE = 0.9
 
 
 class CudaRunner(Runner):
@@ -329,14 +327,6 @@ class CudaRunner(Runner):
         torch.cuda.empty_cache()
         share, own = self.config.mem_fraction, torch.cuda.memory_reserved(self.device)
         return cache_bytes(*torch.cuda.mem_get_info(self.device), own, share)
-
-
-def cache_bytes(free: int, total: int, own: int, share: float) -> int:
-    """Return the memory of the KV cache: `share` of what the device has besides this process's weights (`own`).
-
-    A trainer that loads its model on the same device meanwhile changes nothing, unless little is left.
-    """
-    return int(min(share * (total - own), max(share, _MOST_OF_FREE) * free))
 
 
 def _read_result(
