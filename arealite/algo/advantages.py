@@ -3,8 +3,10 @@
 Pure functions on padded tensors, used by the actor. They change nothing in place. Group membership is explicit
 (`group_ids`) and does not depend on the position of a row.
 
-B sequences, T padded length.
+B sequences, T padded length, S samples (attempts; one or several sequences each).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +63,75 @@ def normalize(
     return centred.float()
 
 
+def sample_of_row(group_ids: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sample of each row, numbered from 0, `[B]`, and the group of each sample, `[S]`.
+
+    Rows with the same group and the same `sample_ids` belong to one sample.
+    """
+    pairs, owner = torch.stack([group_ids, sample_ids], dim=1).unique(dim=0, return_inverse=True)
+    return owner, pairs[:, 0]
+
+
+class RowReturns(NamedTuple):
+    """Sums over the trained tokens of each row, `[B]` in float64; baselines are computed from them."""
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, returns: Tensor, mask: Tensor) -> "RowReturns":
+        """Sum `returns [B, T]` over the masked tokens."""
+        kept = torch.where(mask, returns.double(), 0.0)
+        low, high = (torch.where(mask, returns.double(), edge) for edge in (torch.inf, -torch.inf))
+        return cls(mask.sum(1).double(), kept.sum(1), kept.square().sum(1), low.amin(1), high.amax(1))
+
+
+def sample_baselines(
+    rows: RowReturns,
+    owner: Tensor,
+    sample_groups: Tensor,
+    mean_level: str = "group",
+    std_level: str = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Return mean and divisor for each row, `[B]`: the advantage is `(G − mean) / divisor`.
+
+    As `normalize`, with two differences. Every sample counts once, however many rows and tokens it has: its value is
+    the mean of the returns `G` over its trained tokens, `m_s`. And returns may differ within a sample, by the turn
+    that sampled a token: `std² = Σ_s mean_t (G_t − mean)² / (n − 1)` over the `n` samples. If the returns of a sample
+    are all equal, that is the standard deviation of `normalize`. Where all returns are equal, the divisor is infinite.
+    """
+    num = len(sample_groups)
+    sums = [part.new_zeros(num).index_add(0, owner, part) for part in rows[:3]]
+    count = sums[0].clamp(min=1)
+    values, squares = sums[1] / count, sums[2] / count
+    groups = sample_groups.unique(return_inverse=True)[1]
+    whole = torch.zeros_like(groups)
+    mean, divisor = torch.zeros_like(values), torch.ones_like(values)
+    if mean_level != "none":
+        mean = _mean(values, groups if mean_level == "group" else whole, leave_one_out)
+    if std_level != "none":
+        level = groups if std_level == "group" else whole
+        centre = _mean(values, level, leave_one_out=False)
+        spread = (squares - 2 * centre * values + centre.square()).clamp(min=0)
+        total, samples = _sums(spread, level)
+        divisor = (total / (samples - 1).clamp(min=1)).sqrt()[level] + eps
+        low, high = _extremes(rows, level[owner])
+        divisor = torch.where((high <= low)[level], torch.inf, divisor)
+    return mean[owner], divisor[owner]
+
+
+def _extremes(rows: RowReturns, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest return of each group."""
+    num = int(owner.max()) + 1 if len(owner) else 0
+    low = rows.low.new_full((num,), torch.inf).scatter_reduce(0, owner, rows.low, "amin")
+    return low, rows.high.new_full((num,), -torch.inf).scatter_reduce(0, owner, rows.high, "amax")
+
+
 def _sums(values: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
     num = int(owner.max()) + 1 if len(owner) else 0
     total = values.new_zeros(num).index_add(0, owner, values)
@@ -107,12 +178,23 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k1") -> Tensor:
 
 
 def token_rewards(rewards: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_ctl: float = 0.0) -> Tensor:
-    """Put the reward on the last trained token, minus `kl_ctl·kl` on every trained token; `[B, T]`."""
+    """Put the reward on the last trained token, minus `kl_ctl·kl` on every trained token; `[B, T]`.
+
+    With `rewards [B, T]`, the returns of the turns that sampled the tokens, a token gets its return less that of the
+    next trained token. So the sum from a token on is its return.
+    """
     mask = loss_mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).max(dim=1).values
-    on_last = (positions == last[:, None]) & mask
-    placed = torch.where(on_last, rewards.float()[:, None], 0.0)
+    if rewards.dim() == 2:
+        own = torch.where(mask, rewards.float(), 0.0)
+        # Position of the next trained token; one behind the end without one.
+        later = torch.where(mask, positions, mask.shape[1]).flip(1).cummin(1).values.flip(1)
+        after = torch.nn.functional.pad(later[:, 1:], (0, 1), value=mask.shape[1])
+        placed = torch.where(mask, own - torch.nn.functional.pad(own, (0, 1)).gather(1, after), 0.0)
+    else:
+        last = torch.where(mask, positions, -1).max(dim=1).values
+        on_last = (positions == last[:, None]) & mask
+        placed = torch.where(on_last, rewards.float()[:, None], 0.0)
     return placed if kl is None else placed - kl_ctl * torch.where(mask, kl, 0.0)
 
 

@@ -8,6 +8,9 @@ Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprob
 [B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`. Index `t` always refers to
 token `t`: its log-prob is that of token `t` given the tokens before it. Columns `stats/NAME [B]` are numbers that
 workflows report, NaN where a row has none.
+Optional keys, for samples of several rows (the branches of an agent's session) and rewards of turns: `sample_ids [B]`,
+the sample of its group that a row belongs to (without it every row is a sample), and `token_rewards [B, T]`, the return
+of the turn that sampled each token. All rows of a sample have its reward in `rewards`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded
+from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, with_sample_columns
 
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -193,6 +193,7 @@ def check_trajectories(result: Any) -> Trajectories:
             raise TrajectoryError(
                 f"`{key}` is {value.dtype} {list(value.shape)}; expected floats of shape [{shape[0]}]"
             )
+    _check_samples(result)
     mask = _array(result["attention_mask"])
     num_tokens = int(np.count_nonzero(mask))
     if num_tokens == 0:
@@ -204,7 +205,7 @@ def check_trajectories(result: Any) -> Trajectories:
         num_samples=shape[0],
         num_tokens=num_tokens,
         oldest_version=oldest_version(result["versions"]),
-        mean_reward=total / shape[0],
+        mean_reward=_mean_reward(result, total / shape[0]),
     )
 
 
@@ -222,6 +223,27 @@ def check_images(result: dict[str, Any]) -> set[str]:
     if len(index) and (int(index.min()) < -1 or int(index.max()) >= len(sets[0])):
         raise TrajectoryError(f"`{IMAGE_INDEX}` names set {int(index.max())}, but there are {len(sets[0])} image sets")
     return keys
+
+
+def _check_samples(result: Batch) -> None:
+    """Check the columns that rows of several samples, and samples of several rows, bring."""
+    ids, returns = result.get("sample_ids"), result.get("token_rewards")
+    if ids is not None and (ids.ndim > 1 or ids.dtype != torch.long or bool((ids < 0).any())):
+        raise TrajectoryError(
+            f"`sample_ids` is {ids.dtype} {list(ids.shape)}; expected whole numbers from 0, one a row"
+        )
+    if returns is not None and (returns.shape != result["input_ids"].shape or not returns.is_floating_point()):
+        raise TrajectoryError(f"`token_rewards` is {returns.dtype} {list(returns.shape)}; expected floats [n, T]")
+    if returns is not None and not bool(returns.isfinite().all()):
+        raise TrajectoryError("`token_rewards` are not finite")
+
+
+def _mean_reward(result: Batch, over_rows: float) -> float:
+    """Return the mean reward over samples; rows of one sample have the same reward."""
+    if "sample_ids" not in result:
+        return over_rows
+    of_sample = dict(zip(result["sample_ids"].tolist(), result["rewards"].tolist(), strict=True))
+    return sum(of_sample.values()) / len(of_sample)
 
 
 def oldest_version(versions: torch.Tensor) -> int:
@@ -269,7 +291,7 @@ def join_trajectories(episodes: list[Episode]) -> Batch:
     """Join the results of finished episodes to one batch; each episode is one group."""
     results = [episode.result for episode in episodes if episode.result is not None]
     try:
-        batch = concat_padded([result.batch for result in results])
+        batch = concat_padded(with_sample_columns([result.batch for result in results]))
     except (ValueError, RuntimeError) as error:
         raise TrainingError(
             f"the results of episodes {episodes[0].id} to {episodes[-1].id} cannot be joined to one batch: {error}. A "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall
+from arealite.utils.data import sample_ids
 
 
 @dataclass(slots=True)
@@ -38,10 +39,17 @@ def _samples(batch: Batch) -> list[Sample]:
     count = len(ids)
     truncated = batch["truncated"].tolist() if "truncated" in batch else [False] * count
     votes = batch["votes"].tolist() if "votes" in batch else range(count)
-    samples = []
+    samples: dict[int, Sample] = {}
+    owners = sample_ids(batch).tolist()
     for i, reward in enumerate(batch["rewards"].tolist()):
         generated = mask[i] != 0
         known = versions[i][generated & (versions[i] >= 0)]
         oldest, newest = (int(known.min()), int(known.max())) if known.size else (-1, -1)
-        samples.append(Sample(ids[i][generated].tolist(), reward, bool(truncated[i]), oldest, newest, votes[i]))
-    return samples
+        own = Sample(ids[i][generated].tolist(), reward, bool(truncated[i]), oldest, newest, votes[i])
+        first = samples.setdefault(owners[i], own)
+        if first is not own:
+            # A further row of the same sample.
+            first.tokens += own.tokens
+            first.oldest_version = min(first.oldest_version, oldest)
+            first.newest_version = max(first.newest_version, newest)
+    return list(samples.values())

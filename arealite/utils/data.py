@@ -30,6 +30,27 @@ def num_rows(batch: Batch) -> int:
     return batch["attention_mask"].shape[0]
 
 
+def sample_ids(batch: Batch) -> torch.Tensor:
+    """Return the sample that each row belongs to, `[B]`; without the column, every row is a sample."""
+    own = batch.get("sample_ids")
+    return torch.arange(num_rows(batch), device=batch["attention_mask"].device) if own is None else own
+
+
+def with_sample_columns(batches: list[Batch]) -> list[Batch]:
+    """Give all batches `sample_ids` and `token_rewards` if one of them has it, so that they join.
+
+    A row without them is a sample of its own, whose tokens all have its reward.
+    """
+    columns = [key for key in ("sample_ids", "token_rewards") if any(key in batch for batch in batches)]
+
+    def fill(batch: Batch, key: str) -> torch.Tensor:
+        if key == "sample_ids":
+            return sample_ids(batch)
+        return batch["rewards"].float()[:, None] * batch["attention_mask"]
+
+    return [batch | {key: fill(batch, key) for key in columns if key not in batch} for batch in batches]
+
+
 def is_per_token(batch: Batch, key: str) -> bool:
     """Return whether `key` of a padded batch has one entry per token, not one per sequence."""
     value = batch[key]

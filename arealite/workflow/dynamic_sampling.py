@@ -19,6 +19,9 @@ class DynamicSampling(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         batch = await self.workflow.arun_episode(engine, data)
-        if batch is None or bool((batch["rewards"] == batch["rewards"][0]).all()):
+        if batch is None:
             return None
-        return batch
+        rewards = batch["rewards"]
+        if "token_rewards" in batch:
+            rewards = batch["token_rewards"][batch["loss_mask"].bool()]
+        return None if bool((rewards == rewards[:1]).all()) else batch

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arealite.algo.advantages import (
+    RowReturns,
     adapted_kl_ctl,
     distillation_advantages,
     gae,
@@ -15,6 +16,8 @@ from arealite.algo.advantages import (
     normalize,
     overlong_penalty,
     rewards_to_go,
+    sample_baselines,
+    sample_of_row,
     shape_rewards,
     token_rewards,
     whiten,
@@ -182,3 +185,57 @@ def test_distillation_advantage_pulls_towards_the_teacher():
     logp, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -1.0]])
     result = distillation_advantages(logp, teacher, torch.tensor([[1, 1]]), coef=0.5)
     assert result.tolist() == [[-1.0, 0.5]]
+
+
+def sample_advantages(returns, mask, groups, samples, *levels, eps=1e-6):
+    """Return `[B, T]` as the actor computes them, for one rank."""
+    owner, sample_groups = sample_of_row(groups, samples)
+    mean, divisor = sample_baselines(RowReturns.of(returns, mask), owner, sample_groups, *levels, eps=eps)
+    return torch.where(mask, (returns - mean[:, None]) / divisor[:, None], 0.0)
+
+
+@pytest.mark.parametrize("mean_level,std_level,leave_one_out", LEVEL_PAIRS + LEAVE_ONE_OUT)
+def test_rows_of_a_sample_count_once(mean_level, std_level, leave_one_out):
+    """Any number of rows and tokens of a sample gives the advantages of one row for each sample."""
+    torch.manual_seed(0)
+    rewards, groups = torch.rand(6), torch.tensor([5, 5, 5, 2, 2, 2])
+    expected = normalize(rewards, groups, mean_level, std_level, leave_one_out)
+    owner = torch.tensor([0, 3, 3, 3, 1, 2, 5, 2, 4, 0])
+    mask = torch.rand(10, 7) < 0.6
+    mask[:, 3] = True
+    returns = rewards[owner][:, None].expand(10, 7)
+    ours = sample_advantages(returns, mask, groups[owner], owner, mean_level, std_level, leave_one_out)
+    torch.testing.assert_close(ours.float(), torch.where(mask, expected[owner][:, None], 0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_returns_of_turns_by_hand():
+    """One group: a sample of two rows (returns 1, 3 | 3, 3) and one of a single row (0, 2)."""
+    returns = torch.tensor([[0.0, 1.0, 3.0], [3.0, 3.0, 0.0], [0.0, 2.0, 9.0]])
+    mask = torch.tensor([[False, True, True], [True, True, False], [True, True, False]])
+    ours = sample_advantages(returns, mask, torch.tensor([4, 4, 4]), torch.tensor([0, 0, 1]))
+    # Values of the samples: (1 + 3 + 3 + 3) / 4 = 2.5 and (0 + 2) / 2 = 1; their mean is 1.75. Squares of the
+    # distances: (0.5625 + 3 · 1.5625) / 4 = 1.3125 and (3.0625 + 0.0625) / 2 = 1.5625; over n - 1 = 1.
+    std = math.sqrt(1.3125 + 1.5625)
+    expected = [[0, -0.75, 1.25], [1.25, 1.25, 0], [-1.75, 0.25, 0]]
+    torch.testing.assert_close(ours, torch.tensor(expected) / std, check_dtype=False, rtol=1e-5, atol=1e-6)
+    without_std = sample_advantages(returns, mask, torch.tensor([4, 4, 4]), torch.tensor([0, 0, 1]), "group", "none")
+    torch.testing.assert_close(without_std, torch.tensor(expected), check_dtype=False)
+    others = sample_advantages(returns, mask, torch.tensor([4, 4, 4]), torch.tensor([0, 0, 1]), "group", "none", True)
+    torch.testing.assert_close(others[2], torch.tensor([-2.5, -0.5, 0.0]), check_dtype=False)
+
+
+def test_samples_with_equal_returns_get_exactly_zero():
+    returns, mask = torch.full((3, 2), 0.3), torch.ones(3, 2, dtype=torch.bool)
+    assert not sample_advantages(returns, mask, torch.zeros(3, dtype=torch.long), torch.tensor([0, 1, 1])).any()
+
+
+def test_returns_of_turns_are_the_sums_of_placed_rewards():
+    torch.manual_seed(0)
+    mask = torch.rand(5, 9) < 0.5
+    mask[4] = False
+    returns = torch.randn(5, 9)
+    to_go = rewards_to_go(token_rewards(returns, mask), mask)
+    torch.testing.assert_close(to_go, torch.where(mask, returns, 0.0), rtol=1e-5, atol=1e-5)
+    # Equal returns of all tokens are one reward on the last token.
+    flat = torch.randn(5)
+    torch.testing.assert_close(token_rewards(flat[:, None].expand(5, 9), mask), token_rewards(flat, mask))

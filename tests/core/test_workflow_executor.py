@@ -201,6 +201,9 @@ def test_when_everything_fails_the_first_cause_is_raised(executors):
         ({**make_batch(1), "rewards": torch.ones(3)}, r"shape \[2\]"),
         ({**make_batch(1), "extra": torch.ones(5)}, "first dimension is 2"),
         ({**make_batch(1), "logprobs": torch.full((2, 4), float("-inf"))}, "`logprobs` are not finite"),
+        ({**make_batch(1), "sample_ids": torch.tensor([0, -1])}, "whole numbers from 0"),
+        ({**make_batch(1), "token_rewards": torch.ones(2, 3)}, r"expected floats \[n, T\]"),
+        ({**make_batch(1), "token_rewards": torch.full((2, 4), float("nan"))}, "`token_rewards` are not finite"),
     ],
 )
 def test_wrong_results_are_described(executors, result, words):
@@ -421,3 +424,18 @@ def test_the_same_result_returned_again_and_again_is_counted_once_per_episode(ex
     assert len(batch["group_ids"].unique()) == 6 and len(batch["rewards"]) == 12
     assert executor.stats()["trained"] == 6 and executor.stats()["buffered"] == 0
     executor.staleness.counts.check()
+
+
+def test_samples_of_several_rows_join_with_plain_ones(executors):
+    """A batch without `sample_ids` and `token_rewards` gets its row numbers, and the rewards of its rows."""
+    executor = executors(batch_size=2)
+    agent = make_batch(1, n=3) | {"sample_ids": torch.tensor([0, 2, 2]), "token_rewards": torch.full((3, 4), 0.25)}
+    agent["rewards"] = torch.tensor([1.0, 0.0, 0.0])
+    executor.submit({"x": 1, "returns": agent}, Echo())
+    executor.submit({"x": 2, "length": 6}, Echo())
+    batch = executor.wait(2)
+    assert batch["sample_ids"].tolist() == [0, 2, 2, 0, 1]
+    assert batch["token_rewards"][:, 3].tolist() == [0.25] * 3 + [1.0] * 2
+    assert batch["token_rewards"].shape == (5, 6) and not batch["token_rewards"][:3, 4:].any()
+    # A sample counts once: (1 + 0) / 2 for the first episode, 1 for the second.
+    assert executor.stats()["reward_mean"] == 0.75

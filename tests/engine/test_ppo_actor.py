@@ -324,3 +324,36 @@ def test_the_kl_under_equal_weights_is_measured_on_fresh_tokens_only(model_dirs,
     assert stats["behav_kl/fresh"] == pytest.approx(expected, rel=1e-3)
     batch["versions"] = torch.where(trained, 2, -1)
     assert "behav_kl/fresh" not in one_update(actor, batch)[0]
+
+
+def test_rows_of_one_sample_share_its_advantage_and_count_once(model_dirs):
+    """The branches of a sample change nothing for the others, and `sample_ids` of own rows change nothing at all."""
+    actor = make_actor(model_dirs["qwen2"])
+    plain = random_batch(LENGTHS)
+    plain["prox_logp"] = plain["logprobs"]
+    numbered = dict(plain, sample_ids=torch.tensor([0, 1] * 4))
+    # The second sample of each group has a copy of its row: a second branch.
+    branched = select_rows(numbered, [0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 7])
+    for batch in (plain, numbered, branched):
+        actor.compute_advantages(batch)
+    torch.testing.assert_close(numbered["advantages"], plain["advantages"], rtol=1e-5, atol=1e-6)
+    expected = select_rows(plain, [0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 7])["advantages"]
+    torch.testing.assert_close(branched["advantages"], expected, rtol=1e-5, atol=1e-6)
+    stats = actor.ppo_update(branched)[0]
+    assert stats["reward"] == pytest.approx(plain["rewards"].mean().item()) and stats["num_seqs"] == 11
+    alone = dict(plain, sample_ids=torch.zeros(8, dtype=torch.long))
+    with pytest.raises(TrainingError, match="one trajectory"):
+        actor.compute_advantages(alone)
+
+
+def test_returns_of_turns_become_advantages_of_their_tokens(model_dirs):
+    actor = make_actor(model_dirs["qwen2"], algorithm="dr_grpo", max_answer_length=16)
+    batch = random_batch([6, 6])
+    batch["loss_mask"] = torch.tensor([[0, 1, 1, 0, 1, 0], [0, 1, 0, 1, 1, 0]])
+    batch["group_ids"] = torch.zeros(2, dtype=torch.long)
+    batch["token_rewards"] = torch.tensor([[0.0, 0.5, 0.5, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]])
+    batch["rewards"] = torch.tensor([0.5, 0.0])
+    actor.compute_advantages(batch)
+    # Both samples have the mean return 2/3.
+    expected = torch.tensor([[0, -1, -1, 0, 2, 0], [0, -4, 0, 2, 2, 0]]) / 6
+    torch.testing.assert_close(batch["advantages"], expected)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from arealite.algo.advantages import (
+    RowReturns,
     adapted_kl_ctl,
     distillation_advantages,
     gae,
@@ -19,6 +20,8 @@ from arealite.algo.advantages import (
     normalize,
     overlong_penalty,
     rewards_to_go,
+    sample_baselines,
+    sample_of_row,
     shape_rewards,
     token_rewards,
     whiten,
@@ -32,7 +35,7 @@ from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import num_rows, select_rows, seq_lengths, sequence_of_token, split_minibatches
+from arealite.utils.data import num_rows, sample_ids, select_rows, seq_lengths, sequence_of_token, split_minibatches
 from arealite.utils.distributed import broadcast_json
 
 
@@ -87,8 +90,11 @@ class FSDPPPOActor(FSDPEngine):
         """
         config = self.config
         mask = _trained(batch)
-        shaped = self._shaped(batch, mask)
-        scores = self._normalized(shaped, batch["group_ids"])
+        shaped = self._shaped(batch["rewards"].float(), mask)
+        if "sample_ids" in batch or "token_rewards" in batch:
+            scores = self._normalized_samples(batch, shaped, mask)
+        else:
+            scores = self._normalized(shaped, batch["group_ids"])
         kl = self._reward_kl(batch, mask)
         rewards = token_rewards(scores, mask, kl, self.kl_ctl)
         values = batch.get("values")
@@ -114,25 +120,42 @@ class FSDPPPOActor(FSDPEngine):
             total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
             self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, config.kl_target, rows)
 
-    def _shaped(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
+    def _shaped(self, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Shape rewards `[B]`, or the returns of tokens `[B, T]`."""
         config = self.config
-        rewards = batch["rewards"].float()
         if config.overlong_buffer is not None:
             assert config.max_answer_length is not None
-            rewards = rewards + overlong_penalty(mask.sum(dim=1), config.max_answer_length, config.overlong_buffer)
+            penalty = overlong_penalty(mask.sum(dim=1), config.max_answer_length, config.overlong_buffer)
+            rewards = rewards + (penalty if rewards.dim() == 1 else penalty[:, None])
         return shape_rewards(rewards, config.reward_bias, config.reward_scaling, config.reward_clip)
 
     def _normalized(self, shaped: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
         everything, start = self.gather_rows(shaped)
         groups, _ = self.gather_rows(group_ids)
-        norm = self.objective.norm
-        if norm.mean_level == "group" and len(groups.unique()) == len(groups):
+        self._check_groups(groups)
+        scores = normalize(everything, groups, **vars(self.objective.norm))
+        return scores[start : start + len(shaped)]
+
+    def _normalized_samples(self, batch: Batch, shaped: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return normalised returns `[B, T]`: baselines count every sample once, not its rows."""
+        returns = shaped[:, None].expand(mask.shape)
+        if "token_rewards" in batch:
+            returns = self._shaped(batch["token_rewards"].float(), mask)
+        ids, start = self.gather_rows(torch.stack([batch["group_ids"], sample_ids(batch)], dim=1))
+        rows, _ = self.gather_rows(torch.stack(RowReturns.of(returns, mask), dim=1))
+        owner, groups = sample_of_row(ids[:, 0], ids[:, 1])
+        self._check_groups(groups)
+        mean, divisor = sample_baselines(RowReturns(*rows.unbind(dim=1)), owner, groups, **vars(self.objective.norm))
+        own = slice(start, start + len(returns))
+        return ((returns.double() - mean[own, None]) / divisor[own, None]).float()
+
+    def _check_groups(self, groups: torch.Tensor) -> None:
+        """Raise if every group has one sample and the algorithm compares the samples of a group."""
+        if self.objective.norm.mean_level == "group" and len(groups.unique()) == len(groups):
             raise TrainingError(
                 "every group of this batch has one trajectory, so all advantages are zero: let the workflow return "
                 "gconfig.n_samples trajectories of one row (see RLVRWorkflow), or set actor.algorithm=reinforce_pp"
             )
-        scores = normalize(everything, groups, **vars(norm))
-        return scores[start : start + len(shaped)]
 
     def _reward_kl(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor | None:
         if self.kl_ctl == 0:
@@ -235,7 +258,7 @@ class FSDPPPOActor(FSDPEngine):
         has_advantage = (advantages != 0).any(dim=1)
         answer = mask.sum(dim=1).float()
         stats = {
-            "reward": Stat(batch["rewards"].float().sum(), rows),
+            "reward": _mean_over_samples(batch, batch["rewards"].float()),
             "reward/max": Stat(_extreme(batch["rewards"], torch.max)),
             "reward/min": Stat(_extreme(batch["rewards"], torch.min)),
             "advantage/mean": Stat(advantages[mask].sum(), tokens),
@@ -269,6 +292,15 @@ def _trained(batch: Batch) -> torch.Tensor:
     mask = batch["loss_mask"].bool() & batch["attention_mask"].bool()
     mask[:, :1] = False
     return mask
+
+
+def _mean_over_samples(batch: Batch, values: torch.Tensor) -> Stat:
+    """Return the mean of a value of rows, in which each sample counts once; its rows are on one rank."""
+    if "sample_ids" not in batch:
+        return Stat(values.sum(), float(num_rows(batch)))
+    owner, _ = sample_of_row(batch["group_ids"], batch["sample_ids"])
+    share = 1.0 / owner.bincount()[owner]
+    return Stat((values * share).sum(), share.sum())
 
 
 def _extreme(values: torch.Tensor, pick) -> torch.Tensor:
