@@ -47,6 +47,10 @@ class RewardError(AReaLiteError, RuntimeError):
     """A reward function raised, returned no finite number, missed its deadline, or killed its worker."""
 
 
+class SandboxError(RewardError):
+    """This machine cannot isolate code that a model wrote, or only less than was asked for."""
+
+
 class WeightUpdateError(AReaLiteError, RuntimeError):
     """New weights do not fit the model; the old ones are still in use."""
 
