@@ -60,7 +60,9 @@ class TrainEngineConfig(Section):
         "Token budget of a rank's micro-batch; null: what fits into the device's memory, at most 32768.",
         None, AT_LEAST_1,
     )  # fmt: skip
-    share_prefix: bool = _help("Compute a prompt once for all answers of its group (exact).", True)
+    share_prefix: bool = _help(
+        "Compute the tokens that rows of a micro-batch begin with once: prompts, earlier turns (exact).", True
+    )
     gradient_checkpointing: bool | None = _help(
         "Recompute activations in the backward pass; null: on a GPU, if its memory is too small to keep them.", None
     )

@@ -29,7 +29,7 @@ from arealite.engine.fsdp import checkpoint, sharded_checkpoint
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
-from arealite.engine.fsdp.micro_batches import MicroBatch, make_micro_batches, merge_stats
+from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches, merge_stats
 from arealite.engine.fsdp.optimizer import grad_norm, lr_share, make_optimizer, scale_grads
 from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
@@ -100,6 +100,7 @@ class FSDPEngine(TrainEngine):
             self._initialize_sharded(full)
         if self.parallel.tensor == self.parallel.context == 1 and not self.scalar_head:
             hf_model.check_logprobs(self._module, self.device)
+        self.shares_prefix = config.share_prefix and can_share_prefix(self._module)
         self._flops = FlopCounter(self.model)
         self._peak_flops = peak_flops(self.device)
         if config.optimizer is not None:
@@ -290,8 +291,8 @@ class FSDPEngine(TrainEngine):
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         group = self.dp_group if self.dp_size > 1 else None
-        share_prefix = self.config.share_prefix and not self._module.ring
-        return make_micro_batches(batch, self.model, self.memory.max_tokens_per_mb, self.device, group, share_prefix)
+        size = self.memory.max_tokens_per_mb
+        return make_micro_batches(batch, self.model, size, self.device, group, self.shares_prefix)
 
     def _total_weight(self, micro_batches: list[MicroBatch], loss_weight_fn: LossWeightFn) -> float:
         weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)

@@ -200,10 +200,10 @@ def _dpo_on_rank(rank, path):
     return losses
 
 
-def test_mismatched_rows_respect_the_token_budget():
+def test_mismatched_rows_are_no_pairs():
     batch = random_batch([6, 7, 8, 9, 6, 7])
     batch["pair_ids"] = torch.tensor([1, 1, 2, 2, -1, -1])
-    assert _inseparable_rows(batch, max_tokens=8) == [[0, 1], [2, 3], [4], [5]]
+    assert _inseparable_rows(batch) == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_preferences_on_two_ranks_equal_one(model_dirs, two_ranks):

@@ -52,21 +52,26 @@ class FlopCounter:
             for layer in layers
         )
 
-    def count(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """Count a step over sequences of `lengths`, with logits for `num_predicted` tokens."""
-        squares = sum(length * length for length in lengths)
-        forward = 2.0 * (self.body * sum(lengths) + self.head * num_predicted) + self.attention * squares
+    def count(self, micro_batch: MicroBatch) -> float:
+        """Count a step over a micro-batch; shared prefixes count once."""
+        segments = micro_batch.segments
+        # Queries of a segment attend to the keys of its prefix too.
+        pairs = sum(s.length * (s.length + 2 * s.prefix_length) for s in segments)
+        plan = micro_batch.prefixes
+        targets = micro_batch.data["target_positions"] if plan is None else plan.targets
+        forward = 2.0 * (self.body * micro_batch.num_computed + self.head * len(targets)) + self.attention * pairs
         return 3.0 * forward
 
     def work(self, micro_batches: Sequence[MicroBatch], dp_size: int) -> dict[str, Stat]:
         """Return the tokens and operations of a step, without fillers, to be summed over data-parallel ranks."""
-        tokens, flops = 0, 0.0
+        tokens, computed, flops = 0, 0, 0.0
         for mb in micro_batches:
             if mb.rows:
                 tokens += sum(mb.lengths)
-                computed = mb.lengths if mb.prefixes is None else mb.prefixes.lengths
-                flops += self.count(computed, len(mb.data["target_positions"]))
+                computed += mb.num_computed
+                flops += self.count(mb)
         return {
             "num_tokens": Stat(torch.tensor(float(tokens)), 1.0 / dp_size),
+            "num_computed_tokens": Stat(torch.tensor(float(computed)), 1.0 / dp_size),
             "flops": Stat(torch.tensor(flops, dtype=torch.float64), 1.0 / dp_size),
         }

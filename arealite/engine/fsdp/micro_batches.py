@@ -1,10 +1,12 @@
 """Cuts this rank's padded batch into packed micro-batches of at most `max_tokens_per_mb` tokens.
 
 Used by `FSDPEngine` for every pass. All data-parallel ranks get the same number of micro-batches, because sharded
-layers need every rank in every pass. Rows of a preference pair stay together; rows of a group stay together while they
-fit, so that they can share their prompt.
+layers need every rank in every pass. Rows of a preference pair stay together. Where sharing prefixes pays, only the
+tokens that are computed count, and rows with a common prefix are neighbours.
 """
 
+import logging
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,25 @@ from transformers import PreTrainedModel
 from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
-from arealite.engine.fsdp.shared_prefix import PrefixPlan, plan_prefixes
+from arealite.engine.fsdp.model import PackedModel, random_settings
+from arealite.engine.fsdp.shared_prefix import (
+    PrefixPlan,
+    Segment,
+    SegmentPlan,
+    cut_sorted,
+    plan_prefixes,
+    shared_lengths,
+    sort_rows,
+)
 from arealite.engine.fsdp.vision import take_vision
+from arealite.utils import distributed
 from arealite.utils.data import IMAGE_INDEX, is_per_token, pack, select_rows, seq_lengths, split_micro_batches
 from arealite.utils.decoders import has_vision
+
+logger = logging.getLogger("arealite.engine")
+
+# If sharing prefixes saves a smaller share of the tokens, gathering keys and values costs more than that.
+_MIN_SAVED_SHARE = 0.1
 
 
 class MicroBatch(NamedTuple):
@@ -25,8 +42,34 @@ class MicroBatch(NamedTuple):
     rows: list[int]
     data: Batch
     lengths: list[int]
-    # Prompts that rows of a group share, computed once.
+    # Tokens that rows share are computed once; None if nothing is shared.
     prefixes: PrefixPlan | None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The computed tokens of each row."""
+        if self.prefixes is not None:
+            return self.prefixes.attention.segments
+        return SegmentPlan.of_rows(self.lengths).segments
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that are computed: without those of shared prefixes that other rows compute."""
+        return sum(segment.length for segment in self.segments)
+
+
+def can_share_prefix(module: PackedModel) -> bool:
+    """Return whether this model can compute a shared prefix once; log the reason if not."""
+    reason = None
+    if module.ring:
+        reason = "context-parallel ranks that cannot divide the heads pass on keys of whole sequences"
+    elif has_vision(module.model.config):
+        reason = "equal tokens of a vision-language model may stand for different images"
+    elif any(value > 0.0 for *_, value in random_settings(module.model)):
+        reason = "dropout is different in each row"
+    if reason is not None and distributed.rank() == 0:
+        logger.info("prefixes that rows share are computed for each row: %s", reason)
+    return reason is None
 
 
 def make_micro_batches(
@@ -44,19 +87,18 @@ def make_micro_batches(
     _check_rows(batch, model.config.get_text_config().vocab_size)
     with_images = has_vision(model.config)
     micro_batches = []
-    for rows in _split_rows(batch, max_tokens, dp_group):
+    parts, share_prefix = _split_rows(batch, max_tokens, dp_group, share_prefix)
+    for rows in parts:
         part = select_rows(batch, rows) if rows else _filler_row(batch)
         data = pack(part)
         del data["max_seqlen"]
         lengths = data["cu_seqlens"].diff().tolist()
         # Found on the host: on the device it would synchronize.
-        data["target_positions"] = target_positions(data["cu_seqlens"], data.get("loss_mask"))
-        prefixes = None
-        if share_prefix and not with_images:
-            prefixes = _shared_prefixes(part, data["input_ids"], lengths, device)
+        targets = target_positions(data["cu_seqlens"], data.get("loss_mask"))
+        prefixes = plan_prefixes(data["input_ids"], lengths, targets) if share_prefix else None
         data = take_vision(model, part, data) if with_images else data
-        data = {k: v.to(device, non_blocking=True) for k, v in data.items()}
-        micro_batches.append(MicroBatch(rows, data, lengths, prefixes))
+        data = {k: v.to(device, non_blocking=True) for k, v in (data | {"target_positions": targets}).items()}
+        micro_batches.append(MicroBatch(rows, data, lengths, None if prefixes is None else prefixes.to(device)))
     return micro_batches
 
 
@@ -72,41 +114,63 @@ def _check_rows(batch: Batch, vocab_size: int) -> None:
         )
 
 
-def _split_rows(batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None) -> list[list[int]]:
-    """Return the rows of each micro-batch. All ranks get as many as the rank that needs most."""
-    units = _inseparable_rows(batch, max_tokens)
-    tokens = seq_lengths(batch).tolist()
-    lengths = [sum(tokens[row] for row in unit) for unit in units]
-    groups = split_micro_batches(lengths, max_tokens)
+def _split_rows(
+    batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None, share_prefix: bool
+) -> tuple[list[list[int]], bool]:
+    """Return the rows of each micro-batch and whether they share prefixes.
+
+    Both are decided for all ranks together: prefixes are shared if that saves enough, and all ranks get as many
+    micro-batches as the rank that needs most.
+    """
+    tokens, blocks = seq_lengths(batch).tolist(), _inseparable_rows(batch)
+    sizes = [sum(tokens[row] for row in block) for block in blocks]
+    tree = _PrefixOrder(batch, tokens, blocks) if share_prefix else None
+    # Tokens saved, tokens, micro-batches with and without sharing.
+    needs = [0, sum(tokens), 0, len(split_micro_batches(sizes, max_tokens))]
+    if tree is not None:
+        needs[0], needs[2] = sum(tree.shared), len(tree.split(max_tokens, 1))
+    ranks = [needs]
     if dp_group is not None:
-        most = torch.tensor([len(groups)])
-        dist.all_reduce(most, dist.ReduceOp.MAX, dp_group)
-        groups = split_micro_batches(lengths, max_tokens, min_count=int(most))
-    return [sorted(row for unit in group for row in units[unit]) for group in groups]
+        table = torch.zeros(dist.get_world_size(dp_group), 4, dtype=torch.long)
+        table[dist.get_rank(dp_group)] = torch.tensor(needs)
+        dist.all_reduce(table, group=dp_group)
+        ranks = table.tolist()
+    saved, total, with_sharing, without = zip(*ranks, strict=True)
+    if tree is not None and sum(saved) > _MIN_SAVED_SHARE * sum(total):
+        parts = tree.split(max_tokens, max(with_sharing))
+        return parts + [[]] * (max(with_sharing) - len(parts)), True
+    groups = split_micro_batches(sizes, max_tokens, min_count=max(without))
+    return [sorted(row for block in group for row in blocks[block]) for group in groups], False
 
 
-def _inseparable_rows(batch: Batch, max_tokens: int) -> list[list[int]]:
-    """Return rows that stay together: those of a pair always, those of a group while they fit."""
-    key = "pair_ids" if "pair_ids" in batch else "group_ids"
-    if key not in batch:
+def _inseparable_rows(batch: Batch) -> list[list[int]]:
+    """Return rows that stay together: those of a preference pair."""
+    if "pair_ids" not in batch:
         return [[row] for row in range(len(batch["attention_mask"]))]
     members: dict[int, list[int]] = {}
-    for row, owner in enumerate(batch[key].tolist()):
-        # A filler, or an answer to another prompt.
-        is_alone = key == "pair_ids" and owner <= 0
-        members.setdefault(-1 - row if is_alone else owner, []).append(row)
-    if key == "pair_ids":
-        return list(members.values())
-    tokens, units = seq_lengths(batch).tolist(), []
-    for rows in members.values():
-        filled = max_tokens + 1
-        for row in rows:
-            if filled + tokens[row] > max_tokens:
-                units.append([])
-                filled = 0
-            units[-1].append(row)
-            filled += tokens[row]
-    return units
+    for row, owner in enumerate(batch["pair_ids"].tolist()):
+        # A filler, or an answer to another prompt, is alone.
+        members.setdefault(owner if owner > 0 else -1 - row, []).append(row)
+    return list(members.values())
+
+
+class _PrefixOrder:
+    """The rows of a batch in an order in which neighbours share prefixes; rows of a block are neighbours."""
+
+    def __init__(self, batch: Batch, tokens: list[int], blocks: list[list[int]]):
+        ids = batch["input_ids"].numpy()
+        rows = [ids[row, :length] for row, length in enumerate(tokens)]
+        block_of = {row: number for number, block in enumerate(blocks) for row in block}
+        # A block stands where its first row does.
+        self.rows = [r for b in dict.fromkeys(block_of[row] for row in sort_rows(rows)) for r in blocks[b]]
+        self.lengths = [tokens[row] for row in self.rows]
+        self.shared = shared_lengths([rows[row] for row in self.rows])
+        self.blocks = [block_of[row] for row in self.rows]
+
+    def split(self, max_tokens: int, count: int) -> list[list[int]]:
+        """Return the rows of at most `count` micro-batches, of more only if `max_tokens` demands it."""
+        cuts = cut_sorted(self.lengths, self.shared, self.blocks, max_tokens, count)
+        return [sorted(self.rows[a:b]) for a, b in pairwise([*cuts, len(self.rows)])]
 
 
 def _filler_row(batch: Batch) -> Batch:
@@ -119,15 +183,6 @@ def _filler_row(batch: Batch) -> Batch:
     if IMAGE_INDEX in filler:
         filler[IMAGE_INDEX][:] = -1
     return filler
-
-
-def _shared_prefixes(rows: Batch, ids: torch.Tensor, lengths: list[int], device: str) -> PrefixPlan | None:
-    if "group_ids" not in rows or "loss_mask" not in rows:
-        return None
-    trained = rows["loss_mask"].bool()
-    first = torch.where(trained.any(1), trained.int().argmax(1), trained.shape[1])
-    plan = plan_prefixes(ids, lengths, rows["group_ids"].tolist(), first.tolist())
-    return None if plan is None else plan.to(device)
 
 
 def merge_stats(stats: dict[str, Stat], new: dict[str, Stat]) -> None:

@@ -7,6 +7,7 @@ N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabula
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +86,24 @@ class PackedModel(nn.Module):
         self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool, prefixes: PrefixPlan | None = None
     ) -> Batch:
         hidden, first = self._hidden(mb, lengths, prefixes)
-        num_tokens, targets = len(mb["input_ids"]), mb["target_positions"]
+        ids, targets = mb["input_ids"], mb["target_positions"]
         if not self.has_lm_head:
-            targets = torch.arange(num_tokens, device=hidden.device)
-            rows, kept = self._rows(targets, first, len(hidden), prefixes)
+            size = len(ids) if prefixes is None else len(prefixes.unique)
+            rows, _ = self._rows(torch.arange(size, device=hidden.device), first, len(hidden))
             values = self.model.score(hidden[rows]).squeeze(-1).float()
-            return {"values": self._scatter(values, targets[kept], num_tokens)}
-        rows, kept = self._rows(targets - 1, first, len(hidden), prefixes)
-        targets = targets[kept]
-        labels = mb["input_ids"][targets]
-        # Rows may repeat (the last token of a shared prompt): index_select adds up their gradients.
+            values = self._scatter(values, rows + first, size)
+            return {"values": values if prefixes is None else values.index_select(0, prefixes.expand)}
+        before, labels = targets - 1, ids[targets]
+        if prefixes is not None:
+            before, labels = prefixes.before, ids[prefixes.unique[prefixes.targets]]
+        rows, kept = self._rows(before, first, len(hidden))
+        # Rows may repeat (the last token before a branch): index_select adds up their gradients.
         states = hidden.index_select(0, rows)
         if self.logit_scale != 1.0:
             states = states * self.logit_scale
-        logp, entropy = self._logprobs(states, labels, temperature, with_entropy)
-        outputs = {"logp": self._scatter(logp, targets, num_tokens)}
-        if with_entropy:
-            outputs["entropy"] = self._scatter(entropy, targets, num_tokens)
-        return outputs
+        logp, entropy = self._logprobs(states, labels[kept], temperature, with_entropy)
+        outputs = {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
+        return {key: self._spread(value, kept, targets, len(ids), prefixes) for key, value in outputs.items()}
 
     @torch.no_grad()
     def check_logprobs(self, device: str) -> None:
@@ -129,8 +130,9 @@ class PackedModel(nn.Module):
                 "the other sequences of a batch: make prompts and answers shorter"
             )
         ids, positions, cu_seqlens = mb.get("model_ids", mb["input_ids"]), mb["position_ids"], mb["cu_seqlens"]
+        segments = None
         if prefixes is not None:
-            ids, positions = ids[prefixes.unique], positions[prefixes.unique]
+            ids, positions, segments = ids[prefixes.unique], positions[prefixes.unique], prefixes.attention
         first = 0
         if self.context_group is not None:
             # Pad the tokens to equal pieces; the padding is a sequence of its own.
@@ -141,7 +143,7 @@ class PackedModel(nn.Module):
                 positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
                 cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
                 lengths = [*lengths, missing]
-                prefixes = None if prefixes is None else prefixes.filled(missing)
+                segments = None if segments is None else segments.filled(missing)
             first = rank * (len(ids) // size)
             ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
         images = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
@@ -151,7 +153,7 @@ class PackedModel(nn.Module):
             position_ids=positions,
             use_cache=False,
             packed_layout=PackedLayout.make(
-                cu_seqlens, lengths, prefixes, self.context_group, self.ring, one_graph=self.fused
+                cu_seqlens, lengths, segments, self.context_group, self.ring, one_graph=self.fused
             ),
             **images,
         )
@@ -161,11 +163,9 @@ class PackedModel(nn.Module):
             hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
         return hidden, first
 
-    def _rows(
-        self, tokens: torch.Tensor, first: int, length: int, prefixes: PrefixPlan | None
-    ) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """Return the rows of packed `tokens` in this rank's piece, and which of the tokens are in it."""
-        rows = (tokens if prefixes is None else prefixes.expand[tokens]) - first
+    def _rows(self, tokens: torch.Tensor, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Return the rows of computed `tokens` in this rank's piece, and which of the tokens are in it."""
+        rows = tokens - first
         if self.context_group is None:
             return rows, slice(None)
         kept = ((rows >= 0) & (rows < length)).nonzero(as_tuple=True)[0]
@@ -182,8 +182,21 @@ class PackedModel(nn.Module):
         rows, here = find_rows(labels, len(shard), group)
         return token_logprobs(states, shard, rows, here=here, group=group, **settings)
 
+    def _spread(
+        self, values: torch.Tensor, kept: torch.Tensor | slice, targets: torch.Tensor, num_tokens: int,
+        prefixes: PrefixPlan | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return `[N]` with the values of all `targets`, and zeros elsewhere.
+
+        `values` are those of the targets `kept` on this rank; a target that several rows share has one value.
+        """
+        if prefixes is None:
+            return self._scatter(values, targets[kept], num_tokens)
+        shared = self._scatter(values, prefixes.targets[kept], len(prefixes.unique))
+        return values.new_zeros(num_tokens).index_copy(0, targets, shared.index_select(0, prefixes.expand[targets]))
+
     def _scatter(self, values: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return `[N]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""
+        """Return `[num_tokens]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""
         whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
         return whole if self.context_group is None else sum_pieces(whole, self.context_group)
 
@@ -257,12 +270,18 @@ def disable_dropout(model: nn.Module) -> None:
 
     The model stays in training mode, which gradient checkpointing needs, and its config keeps its values for export.
     """
+    for module, name, _ in list(random_settings(model)):
+        setattr(module, name, 0.0)
+
+
+def random_settings(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """Yield owner, name and value of each probability of dropout, layer drop and router noise."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0
+            yield module, "p", module.p
         for name, value in vars(module).items():
             if isinstance(value, float) and re.search("drop|jitter", name):
-                setattr(module, name, 0.0)
+                yield module, name, value
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

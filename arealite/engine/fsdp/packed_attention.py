@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
-from arealite.engine.fsdp.shared_prefix import PrefixPlan, Segment, plan_piece
+from arealite.engine.fsdp.shared_prefix import Segment, SegmentPlan, plan_piece
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -80,29 +80,28 @@ class PackedLayout:
         cls,
         cu_seqlens: Tensor,
         lengths: list[int],
-        prefixes: PrefixPlan | None = None,
+        plan: SegmentPlan | None = None,
         context_group: dist.ProcessGroup | None = None,
         ring: bool = False,
         one_graph: bool = False,
     ) -> PackedLayout:
         """Describe sequences of `lengths`; with a context group, those of all its ranks.
 
-        `one_graph` gives all micro-batches on CUDA the same fields, so that layers are compiled once.
+        `plan` has the segments of sequences that share prefixes. `one_graph` gives all micro-batches on CUDA the same
+        fields, so that layers are compiled once.
         """
         hops = None
         if context_group is not None and ring:
+            assert plan is None, "a ring computes every sequence in full"
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
-            prefixes, hops = plan_piece(lengths, size, rank)
-        if cu_seqlens.is_cuda and prefixes is not None:
-            kernel = Varlen.of_prefixes(prefixes.to(cu_seqlens.device))
-        elif cu_seqlens.is_cuda:
+            plan, hops = plan_piece(lengths, size, rank)
+        if not cu_seqlens.is_cuda:
+            kernel = Buckets(plan or SegmentPlan.of_rows(lengths))
+        elif plan is not None:
+            kernel = Varlen.of_segments(plan, cu_seqlens.device)
+        else:
             every_key = torch.arange(sum(lengths), device=cu_seqlens.device) if one_graph else None
             kernel = Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths), every_key)
-        elif prefixes is not None:
-            kernel = Buckets(prefixes.segments)
-        else:
-            starts = cu_seqlens.tolist()
-            kernel = Buckets([Segment(s, n, 0, 0) for s, n in zip(starts, lengths, strict=False) if n])
         return cls(kernel, context_group, hops)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -130,16 +129,16 @@ class Varlen:
     kv_index: Tensor | None = None
 
     @classmethod
-    def of_prefixes(cls, plan: PrefixPlan) -> Varlen:
+    def of_segments(cls, plan: SegmentPlan, device: torch.device) -> Varlen:
         """Queries of each segment attend to the keys of its prefix and its own."""
-        queries, keys = plan.lengths, [s.prefix_length + s.length for s in plan.segments]
-        options = {"dtype": torch.int32, "device": plan.expand.device}
-        ends_q, ends_k = (torch.tensor([0, *accumulate(lengths)], **options) for lengths in (queries, keys))
-        return cls(ends_q, ends_k, max(queries), max(keys), plan.expand)
+        queries, keys = zip(*((s.length, s.prefix_length + s.length) for s in plan.segments), strict=True)
+        ends = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
+        ends_q, ends_k = (x.to(device, non_blocking=True) for x in ends)
+        return cls(ends_q, ends_k, max(queries), max(keys), plan.keys.to(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         if self.kv_index is not None:
-            key, value = key.index_select(0, self.kv_index), value.index_select(0, self.kv_index)
+            key, value = _repeat_keys(key, self.kv_index), _repeat_keys(value, self.kv_index)
         # Flash attention counts the tokens before the query; transformers counts the query too.
         window_size = (-1, 0) if window is None else (window - 1, 0)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -152,6 +151,13 @@ class Varlen:
         return out[..., : value.shape[-1]] if out.shape[-1] > value.shape[-1] else out
 
 
+def _repeat_keys(x: Tensor, index: Tensor) -> Tensor:
+    """Return rows `index` of `x`. Gradients of a row that many segments use are added in fp32."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x.index_select(0, index)
+    return x.float().index_select(0, index).to(x.dtype)
+
+
 def _pad_heads(x: Tensor) -> Tensor:
     """Pad the head size to a multiple of 8, as the kernel requires; zeros change no product."""
     missing = -x.shape[-1] % 8
@@ -161,8 +167,10 @@ def _pad_heads(x: Tensor) -> Tensor:
 class Buckets:
     """Attention on CPU: segments grouped by size into padded buckets, and SDPA over these."""
 
-    def __init__(self, segments: list[Segment]):
-        self.buckets = [_Bucket(group) for group in _group_by_size(segments)]
+    def __init__(self, plan: SegmentPlan):
+        ends = accumulate(segment.prefix_length + segment.length for segment in plan.segments)
+        keys_of = dict(zip(plan.segments, plan.keys.tensor_split(list(ends)[:-1]), strict=True))
+        self.buckets = [_Bucket(group, [keys_of[s] for s in group]) for group in _group_by_size(plan.segments)]
         self.queries = torch.cat([bucket.queries.flatten() for bucket in self.buckets])
         self.keys = torch.cat([bucket.keys.flatten() for bucket in self.buckets])
         real = torch.cat([bucket.real.flatten() for bucket in self.buckets])
@@ -192,12 +200,14 @@ class Buckets:
 class _Bucket:
     """Rows of similar size: tokens of their queries `[b, s]` and keys `[b, p + s]`."""
 
-    def __init__(self, segments: list[Segment]):
-        start, length, prefix_start, self.prefix = torch.tensor(segments).T[:, :, None]
+    def __init__(self, segments: list[Segment], keys: list[Tensor]):
+        start, length, self.prefix = torch.tensor(segments).T[:, :, None]
         self.own, self.shared = torch.arange(int(length.max())), torch.arange(int(self.prefix.max()))
         self.real = self.own < length
         self.queries = torch.where(self.real, start + self.own, 0)
-        shared = torch.where(self.shared < self.prefix, prefix_start + self.shared, 0)
+        shared = torch.zeros(len(segments), len(self.shared), dtype=torch.long)
+        for row, path, segment in zip(shared, keys, segments, strict=True):
+            row[: segment.prefix_length] = path[: segment.prefix_length]
         self.keys = torch.cat([shared, self.queries], dim=1)
         self._masks: dict[int | None, Tensor] = {}
 

@@ -1,10 +1,13 @@
-"""Plans the sharing of prompts: the tokens of a group's common prompt are computed once.
+"""Plans the sharing of prefixes: tokens that rows of a micro-batch have in common are computed once.
 
-The first row of a group is computed in full. Of the other rows only the tokens after the prompt are computed; their
-queries attend to the first row's prompt and to themselves. This is exact, because causal attention makes the states of
-the prompt independent of what follows. `micro_batches` makes a plan per micro-batch and `packed_attention` uses it.
+Rows that begin with the same tokens form a tree: answers to one prompt, turns of a session, branches of an agent. Rows
+are sorted so that each shares the most with the row before it, and a row computes only the tokens after this shared
+prefix. Its queries attend to the path from the root (keys that earlier rows computed) and to themselves. This is exact,
+because causal attention makes the states of a prefix independent of what follows. Trained tokens may be shared too:
+results are copied to every row that has the token, so their gradients add up. `micro_batches` makes a plan per
+micro-batch, `packed_attention` and `model` use it.
 
-N packed tokens, U computed tokens.
+N packed tokens, U computed tokens, K keys of all segments, M computed tokens whose log-prob is requested.
 """
 
 from __future__ import annotations
@@ -13,48 +16,63 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-# If fewer tokens than this share are saved, gathering keys and values costs more than sharing saves.
-_MIN_SAVED_SHARE = 0.1
+# Shorter prefixes are not shared: a row without a prefix has the faster attention.
+_MIN_SHARED = 16
 
 
 class Segment(NamedTuple):
-    """Computed tokens of one row (`start`, `length` among U), and the shared tokens before them."""
+    """Computed tokens `start, …, start + length - 1` of one row, after a prefix that others computed."""
 
     start: int
     length: int
-    prefix_start: int
     prefix_length: int
 
 
 @dataclass(frozen=True)
+class SegmentPlan:
+    """Segments in order, and the keys that each attends to: those of its prefix, then its own."""
+
+    segments: list[Segment]
+    # [K] computed token of each key.
+    keys: torch.Tensor
+
+    @classmethod
+    def of_rows(cls, lengths: list[int]) -> SegmentPlan:
+        """Return the plan of rows that share nothing."""
+        starts = [0, *accumulate(lengths)]
+        segments = [Segment(start, length, 0) for start, length in zip(starts, lengths, strict=False) if length]
+        return cls(segments, torch.arange(starts[-1]))
+
+    def filled(self, missing: int) -> SegmentPlan:
+        """Return a plan with `missing` more computed tokens at the end, as a row of their own."""
+        size = sum(segment.length for segment in self.segments)
+        more = torch.arange(size, size + missing, device=self.keys.device)
+        return SegmentPlan([*self.segments, Segment(size, missing, 0)], torch.cat([self.keys, more]))
+
+
+@dataclass(frozen=True)
 class PrefixPlan:
-    """Which tokens are computed, and which computed token each packed token refers to."""
+    """Which tokens of a micro-batch are computed, and which computed token each packed token refers to."""
 
     # [U] packed token of each computed token.
     unique: torch.Tensor
     # [N] computed token of each packed token.
     expand: torch.Tensor
-    segments: list[Segment]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of computed tokens of each row."""
-        return [segment.length for segment in self.segments]
+    # [M] computed tokens whose log-prob is requested in any row, and the computed tokens before them.
+    targets: torch.Tensor
+    before: torch.Tensor
+    attention: SegmentPlan
 
     def to(self, device: str | torch.device) -> PrefixPlan:
-        return replace(self, unique=self.unique.to(device), expand=self.expand.to(device))
-
-    def filled(self, missing: int) -> PrefixPlan:
-        """Return a plan with `missing` more computed tokens at the end, as a sequence of their own."""
-        size = len(self.unique)
-        more = torch.arange(size, size + missing, device=self.unique.device)
-        segments = [*self.segments, Segment(size, missing, 0, 0)]
-        return PrefixPlan(torch.cat([self.unique, more]), torch.cat([self.expand, more]), segments)
+        tensors = {name: getattr(self, name).to(device) for name in ("unique", "expand", "targets", "before")}
+        attention = replace(self.attention, keys=self.attention.keys.to(device))
+        return PrefixPlan(**tensors, attention=attention)
 
 
-def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, int]:
+def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[SegmentPlan, int]:
     """Return the plan of a ring rank's piece, and from how many earlier ranks it needs keys (`hops`).
 
     The first sequence of a piece may begin in earlier pieces: those tokens are its prefix. Keys are this rank's, then
@@ -68,54 +86,90 @@ def plan_piece(lengths: list[int], size: int, rank: int) -> tuple[PrefixPlan, in
     before = (cuts - begun[torch.searchsorted(ends, cuts, right=True)]).tolist()
     hops = max(-(-count // length) for count in before)
     inside = ends[(ends > rank * length) & (ends < (rank + 1) * length)] - rank * length
-    segments = [Segment(a, b - a, 0, 0) for a, b in pairwise([0, *inside.tolist(), length])]
-    begin = (1 + hops) * length - before[rank]
-    segments[0] = segments[0]._replace(prefix_start=begin, prefix_length=before[rank])
-    table = torch.tensor(segments)
-    expand = _ranges(table[:, [2, 0]].flatten(), table[:, [3, 1]].flatten())
-    return PrefixPlan(torch.arange(length), expand, segments), hops
+    segments = [Segment(a, b - a, 0) for a, b in pairwise([0, *inside.tolist(), length])]
+    segments[0] = segments[0]._replace(prefix_length=before[rank])
+    end = (1 + hops) * length
+    return SegmentPlan(segments, torch.cat([torch.arange(end - before[rank], end), torch.arange(length)])), hops
 
 
-def plan_prefixes(
-    input_ids: torch.Tensor, lengths: list[int], group_ids: list[int], num_prompt: list[int]
-) -> PrefixPlan | None:
-    """Return the plan for sharing prompts within groups, or None if it would save too little.
+def plan_prefixes(input_ids: torch.Tensor, lengths: list[int], targets: torch.Tensor) -> PrefixPlan | None:
+    """Return the plan for packed rows of `lengths`, or None if they share nothing.
 
-    `num_prompt[i]` tokens of row `i` come before its first trained token: only these may be shared.
+    `targets` are the packed tokens whose log-prob is requested; no first token of a row is among them.
     """
-    ids = input_ids.numpy()
-    starts = [0, *accumulate(lengths)]
-    first, prefix = torch.tensor(_shared_lengths(ids, starts, group_ids, num_prompt)).T
-    if int(prefix.sum()) < _MIN_SAVED_SHARE * starts[-1]:
+    ids, starts = input_ids.numpy(), [0, *accumulate(lengths)]
+    rows = [ids[a:b] for a, b in pairwise(starts)]
+    order = sort_rows(rows)
+    shared = shared_lengths([rows[row] for row in order])
+    if not any(shared):
         return None
-    own = torch.tensor(lengths) - prefix
-    own_start = own.cumsum(0) - own
-    table = torch.stack([own_start, own, own_start[first], prefix], dim=1)
+    unique, expand, keys, segments = [], [np.zeros(0, np.int64)] * len(rows), [], []
+    path, size = np.zeros(0, np.int64), 0
+    for row, prefix in zip(order, shared, strict=True):
+        own = lengths[row] - prefix
+        # The tokens of this row from the first to the last, each where it was computed.
+        path = np.concatenate([path[:prefix], np.arange(size, size + own)])
+        expand[row] = path
+        if own:
+            unique.append(np.arange(starts[row] + prefix, starts[row + 1]))
+            keys.append(path)
+            segments.append(Segment(size, own, prefix))
+        size += own
+    expanded = torch.from_numpy(np.concatenate(expand))
+    wanted, before = (expanded[positions].numpy() for positions in (targets, targets - 1))
+    wanted, first = np.unique(wanted, return_index=True)
     return PrefixPlan(
-        unique=_ranges(torch.tensor(starts[:-1]) + prefix, own),
-        expand=_ranges(table[:, [2, 0]].flatten(), table[:, [3, 1]].flatten()),
-        segments=[Segment(*row) for row in table.tolist()],
-    )
+        torch.from_numpy(np.concatenate(unique)), expanded, torch.from_numpy(wanted), torch.from_numpy(before[first]),
+        SegmentPlan(segments, torch.from_numpy(np.concatenate(keys))),
+    )  # fmt: skip
 
 
-def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Concatenate the ranges `start, …, start + length - 1`."""
-    offsets = lengths.cumsum(0) - lengths
-    return (starts - offsets).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+def sort_rows(rows: list[np.ndarray]) -> list[int]:
+    """Return the order in which each row shares the most with the row before it.
+
+    It is the descending order of their tokens: a row that another one continues comes later and computes nothing.
+    """
+    return sorted(range(len(rows)), key=lambda row: rows[row].astype(">u4").tobytes(), reverse=True)
 
 
-def _shared_lengths(ids, starts, group_ids, num_prompt) -> list[tuple[int, int]]:
-    """Return for each row the row whose prompt it shares and the number of shared tokens, or (row, 0)."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        members.setdefault(group, []).append(row)
-    shared = [(row, 0) for row in range(len(group_ids))]
-    for rows in members.values():
-        first, size = rows[0], min(num_prompt[row] for row in rows)
-        # A row always computes at least one token of its own.
-        size = min(size, *(starts[row + 1] - starts[row] - 1 for row in rows))
-        prompt = ids[starts[first] : starts[first] + max(size, 0)].tobytes()
-        for row in rows[1:]:
-            if size > 0 and ids[starts[row] : starts[row] + size].tobytes() == prompt:
-                shared[row] = (first, size)
-    return shared
+def shared_lengths(rows: list[np.ndarray]) -> list[int]:
+    """Return how many first tokens each row shares with the row before it; few count as none."""
+    shared = [0]
+    for row, other in pairwise(rows):
+        size = min(len(row), len(other))
+        differs = np.flatnonzero(row[:size] != other[:size])
+        length = int(differs[0]) if len(differs) else size
+        shared.append(length if length >= _MIN_SHARED else 0)
+    return shared[: len(rows)]
+
+
+def cut_sorted(lengths: list[int], shared: list[int], blocks: list[int], max_tokens: int, count: int) -> list[int]:
+    """Cut sorted rows into parts of nearly equal computed tokens; return the first row of each.
+
+    There are at most `count` parts, or more if `max_tokens` demands it. Rows of a block (`blocks` has the number of
+    each row's block) stay together; a block with more than `max_tokens` is a part of its own. The first row of a part
+    shares nothing with the part before.
+    """
+    cuts = _cut(lengths, shared, blocks, max_tokens)
+    low, high = 1, max_tokens
+    count = max(count, len(cuts))
+    while low < high:
+        middle = (low + high) // 2
+        found = _cut(lengths, shared, blocks, middle)
+        low, high, cuts = (low, middle, found) if len(found) <= count else (middle + 1, high, cuts)
+    return cuts
+
+
+def _cut(lengths: list[int], shared: list[int], blocks: list[int], max_tokens: int) -> list[int]:
+    """Fill one part after the other with as many blocks as fit; return the first row of each part."""
+    starts = [row for row in range(len(lengths)) if row == 0 or blocks[row] != blocks[row - 1]]
+    cuts, filled = [], 0
+    for start, end in pairwise([*starts, len(lengths)]):
+        added = sum(lengths[start:end]) - sum(shared[start:end])
+        # A block that computes nothing fits always, also into a part that is too large.
+        if not cuts or (added and filled + added > max_tokens):
+            cuts.append(start)
+            # The prefix of its first row is computed again.
+            filled, added = 0, added + shared[start]
+        filled += added
+    return cuts
