@@ -13,6 +13,7 @@ its processes when the main one ends, when a limit is reached, or when this proc
 """
 
 import contextlib
+import itertools
 import logging
 import marshal
 import math
@@ -25,7 +26,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +49,10 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP
 _CHECK_INTERVAL_S = 0.1
 _END_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 20.0
-# Users from here on own nothing. Each thread has its own, as the kernel counts the processes of a user.
-_FIRST_USER = 0x70000000
+# Users from here on own nothing. Every run has its own, as the kernel counts the processes of a user, also for a moment
+# those that have ended.
+_FIRST_USER = 0x40000000
+_runs = itertools.count()
 _SETUP_FAILED = 125
 _log = logging.getLogger(__name__)
 
@@ -144,7 +146,7 @@ def run_python(
     paths = [*_installation(), *python_path]
     request = dict(
         level=level, limits=limits, paths=paths, folder=folder, max_file_bytes=max_file_mb << 20, filter=code_filter,
-        parent=os.getpid(), user=_FIRST_USER + threading.get_native_id(), nonce=nonce,
+        parent=os.getpid(), user=_FIRST_USER + (os.getpid() % (1 << 20) << 10) + next(_runs) % (1 << 10), nonce=nonce,
         code=code.encode(errors="replace"), python_path=list(python_path),
     )  # fmt: skip
     header = marshal.dumps(request)
