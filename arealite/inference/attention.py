@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arealite.api.errors import ConfigError
+from arealite.utils.decoders import has_vision
 
 ATTENTION_NAME, SHAPES_NAME = "arealite_paged", "arealite_shapes"
 
@@ -66,5 +67,10 @@ def use_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> None:
     for known, function in ((ATTENTION_NAME, paged_attention), (SHAPES_NAME, note_shapes)):
         ALL_ATTENTION_FUNCTIONS.register(known, function)
         ALL_MASK_ATTENTION_FUNCTIONS.register(known, no_mask)
+    if has_vision(model.config):
+        # Images are not paged.
+        config: Any = model.config
+        config._attn_implementation = {"": name, "text_config": name, "vision_config": "sdpa"}
+        return
     model.config._attn_implementation = name
     model.config.get_text_config()._attn_implementation = name

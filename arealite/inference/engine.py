@@ -19,14 +19,17 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.core import EngineCore
-from arealite.inference.loading import load_model, load_tokenizer, prepare_model
+from arealite.inference.loading import load_model, load_processor, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
+from arealite.inference.vision import PromptImages, place_images, read_images
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
 from arealite.weights.fingerprint import Fingerprints
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+# Decoding images takes memory: only a few at once.
+_IMAGE_THREADS = ThreadPoolExecutor(2, thread_name_prefix="images")
 _FINGERPRINT_THREAD = ThreadPoolExecutor(1, thread_name_prefix="fingerprints")
 
 
@@ -60,6 +63,7 @@ class Engine:
         self.weights, self.model = self.core.weights, self.core.weights.model
         self.shape, self.max_len = self.core.shape, self.core.max_len
         self.scheduler = self.core.scheduler
+        self.processor = load_processor(config.model_path, self.model.config)
         if self.ranks is None:  # a rank cannot run its modules alone
             self._check_against_model()
 
@@ -157,6 +161,10 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, prompt and continuation together may have {self.max_len}: "
                 "shorten it, or raise context_length or max_total_tokens"
             )
+        if self.processor is not None and request.images is None:
+            token = self.processor.image_token_id
+            if (prompt == token).any():
+                raise RequestError(f"the prompt has image placeholders (token {token}), but no images: send them too")
         request.params.check(vocab, self.shape.eos_ids)
         if request.want_text and self.tokenizer is None:
             raise RequestError("text or stop strings need a tokenizer, and the model has none")
@@ -166,6 +174,24 @@ class Engine:
         self.check(request)
         self._send(lambda: self._add(request), request.future)
         return request.future
+
+    def read_images(self, input_ids: list[int], images: list[bytes]) -> Future[PromptImages | None]:
+        """Pair token ids, whose placeholders are expanded, with encoded images, beside the caller."""
+        return _IMAGE_THREADS.submit(read_images, self.model, self.processor, input_ids, images)
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], images: list[bytes], **variables: Any
+    ) -> Future[tuple[list[int], PromptImages | None]]:
+        """Apply the chat template to messages whose parts of type `image` stand for `images`, beside the caller."""
+        return _IMAGE_THREADS.submit(self._encode_chat, messages, images, variables)
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]], images: list[bytes], variables: dict[str, Any]
+    ) -> tuple[list[int], PromptImages | None]:
+        if self.processor is None:
+            raise RequestError("the served model reads no images, or its folder has no image processor")
+        prompt = self.processor.encode_messages(messages, images, **variables)
+        return prompt.input_ids, place_images(self.model, self.processor, prompt, images)
 
     def abort(self, rid: str | None = None) -> Future[int]:
         """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""

@@ -1,13 +1,16 @@
 """Bookkeeping of KV cache blocks: reference counts, and a prefix cache of full blocks.
 
 Owned by the scheduler. Block 0 takes the padding and is never allocated. The key of a full block is (node of the block
-before it, its tokens), so a lookup follows the prefix exactly, with no hash collisions. An unused block stays in the
-prefix cache until its memory is needed (least recently used first).
+before it, its tokens and the hashes of the images that they stand for), so a lookup follows the prefix exactly. An
+unused block stays in the prefix cache until its memory is needed (least recently used first).
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
+
+Salt = Callable[[int, int], bytes]
 
 
 class BlockPool:
@@ -77,11 +80,14 @@ class BlockPool:
         dirty, self._dirty = self._dirty, []
         return dirty
 
-    def match(self, tokens: np.ndarray) -> tuple[list[int], int]:
-        """Share the longest cached prefix of `tokens`; returns its full blocks and its last node."""
+    def match(self, tokens: np.ndarray, salt: Salt | None = None) -> tuple[list[int], int]:
+        """Share the longest cached prefix of `tokens`; returns its full blocks and its last node.
+
+        `salt(start, end)` tells what else distinguishes these tokens: the images that they stand for.
+        """
         blocks, parent = [], 0
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            found = self._node_of.get((parent, tokens[start : start + self.block_size].tobytes()))
+            found = self._node_of.get((parent, _content(tokens, start, start + self.block_size, salt)))
             if found is None:
                 break
             parent, block = found
@@ -89,11 +95,11 @@ class BlockPool:
         self.share(blocks)
         return blocks, parent
 
-    def register(self, blocks: list[int], tokens: np.ndarray, start: int, parent: int) -> int:
+    def register(self, blocks: list[int], tokens: np.ndarray, start: int, parent: int, salt: Salt | None = None) -> int:
         """Add full `blocks[start:]` to the prefix cache; returns the last node. `tokens` begin at block 0."""
         size = self.block_size
         for index in range(start, len(blocks)):
-            key = (parent, tokens[index * size : (index + 1) * size].tobytes())
+            key = (parent, _content(tokens, index * size, (index + 1) * size, salt))
             found = self._node_of.get(key)
             if found is None:
                 block = blocks[index]
@@ -115,3 +121,9 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._node_of[self._key_of.pop(block)]
+
+
+def _content(tokens: np.ndarray, start: int, end: int, salt: Salt | None) -> bytes:
+    """What a block holds, as a part of its key. All tokens have the same size, so nothing is ambiguous."""
+    content = tokens[start:end].tobytes()
+    return content if salt is None else content + salt(start, end)

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -23,6 +30,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.attention import SHAPES_NAME, use_attention
 from arealite.inference.sharding import RowLinear, Shards, TensorGroup, check_parallel, shard_model
+from arealite.inference.vision import check_served, is_served
 from arealite.utils.decoders import (
     check_decoder,
     check_interface,
@@ -31,6 +39,7 @@ from arealite.utils.decoders import (
     original_length,
     read_model_config,
 )
+from arealite.utils.vision import VisionProcessor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -82,7 +91,9 @@ def read_config(config: ServerConfig) -> PreTrainedConfig:
     if not config.model_path:
         raise ConfigError("model_path is empty: give a Hugging Face folder or hub name")
     choose_dtype(config.dtype, choose_device(config))
-    model_config = read_model_config(config.model_path)
+    model_config = read_model_config(config.model_path, with_images=True)
+    if type(model_config) not in AutoModelForCausalLM._model_mapping or is_served(model_config):
+        check_served(model_config, config, choose_device(config))
     if config.tensor_parallel > 1:
         check_parallel(model_config, config.tensor_parallel)
     return model_config
@@ -95,7 +106,8 @@ def load_model(config: ServerConfig, group: TensorGroup | None = None) -> tuple[
     dtype = choose_dtype(config.dtype, device)
     if group is not None:
         return load_shards(config.model_path, model_config, dtype, device, group)
-    model = load_decoder(AutoModelForCausalLM, config.model_path, config=model_config, dtype=dtype)
+    auto_class = AutoModelForImageTextToText if is_served(model_config) else AutoModelForCausalLM
+    model = load_decoder(auto_class, config.model_path, config=model_config, dtype=dtype)
     return prepare_model(_move(model, device)), Shards()
 
 
@@ -233,6 +245,13 @@ def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = eos if isinstance(eos, list | tuple) else (eos,)
     return tuple(token for token in ids if isinstance(token, int) and 0 <= token < vocab_size)
+
+
+def load_processor(path: str, model_config: PreTrainedConfig) -> VisionProcessor | None:
+    """Load the image processor of a vision-language model; None for other models, or if the folder has none."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    is_complete = not Path(path).is_dir() or any(Path(path, name).exists() for name in files)
+    return VisionProcessor.load(path) if is_served(model_config) and is_complete else None
 
 
 def load_tokenizer(path: str) -> Any | None:

@@ -181,7 +181,7 @@ class Scheduler:
         tokens = request.prompt
         if seq.saved_tokens is not None:
             tokens = np.concatenate([tokens, seq.saved_tokens])
-        shared, parent = pool.match(tokens[:-1])
+        shared, parent = pool.match(tokens[:-1], request.salt)
         missing = -(-len(tokens) // pool.block_size) - len(shared)
         # The reserve keeps the new sequence from being preempted at once; an idle engine needs none.
         if missing + self._reserve() > pool.num_free:
@@ -259,5 +259,7 @@ class Scheduler:
         num_full = num_computed // self.pool.block_size
         if num_full > seq.num_registered:
             tokens = self.slots.tokens[seq.slot]
-            seq.cache_parent = self.pool.register(seq.blocks[:num_full], tokens, seq.num_registered, seq.cache_parent)
+            seq.cache_parent = self.pool.register(
+                seq.blocks[:num_full], tokens, seq.num_registered, seq.cache_parent, seq.request.salt
+            )
             seq.num_registered = num_full

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from arealite.api.errors import RequestError
+from arealite.inference.vision import PromptImages
 
 MIN_TEMPERATURE = 1e-5  # logits divided by less would overflow
 MAX_SAMPLES = 4096
@@ -190,6 +191,7 @@ class Request:
         want_text: bool = False,
         want_raw_logprobs: bool = False,
         on_progress: Callable[[int, int, float, str], None] | None = None,
+        images: PromptImages | None = None,
     ):
         self.rid = rid or f"{_PREFIX}-{next(_COUNTER)}"
         self.prompt = np.asarray(prompt_ids, dtype=np.int32)
@@ -197,6 +199,8 @@ class Request:
         self.want_text = want_text or bool(params.stop)
         self.want_raw_logprobs = want_raw_logprobs
         self.on_progress = on_progress
+        self.images = images
+        self.salt = None if images is None else images.salt
         self.future: Future[list[SampleOutput]] = Future()
         self.arrived_s = time.monotonic()
         if not 1 <= params.n <= MAX_SAMPLES:  # before the sequences are made

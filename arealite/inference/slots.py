@@ -42,6 +42,8 @@ class SlotTable:
         self.seed = np.zeros((num_slots, 2), np.int64)  # two 32-bit halves
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)  # [S, K]
         self.num_stop_ids = np.zeros(num_slots, np.int64)
+        # What the position of a token in time, height and width is above its index, after the images of the prompt.
+        self.rope_delta = np.zeros(num_slots, np.int64)
         self.decoding, self.ignore_eos, self.truncates, self.penalizes = np.zeros((4, num_slots), bool)
         self.biased, self.wants_raw, self.watched = np.zeros((3, num_slots), bool)
         self.sequence: list[Any] = [None] * num_slots  # a Sequence, or None
@@ -74,6 +76,7 @@ class SlotTable:
         self.num_blocks[slot] = 0
         self.decoding[slot] = False
         self.seed[slot] = split_seed(seq.seed)
+        self.rope_delta[slot] = 0 if seq.request.images is None else seq.request.images.rope_delta
         self.temperature[slot] = params.temperature
         self.ignore_eos[slot] = params.ignore_eos
         self.min_len[slot] = self.prompt_len[slot] + params.min_new_tokens

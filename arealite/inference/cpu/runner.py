@@ -22,8 +22,11 @@ from arealite.inference.loading import ModelShape
 from arealite.inference.runner import Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
+from arealite.inference.vision import VisionDecoder, is_served
+from arealite.inference.weights import Pairs
 
 _CPU_CACHE_BYTES = 2 << 30  # a trainer usually shares the memory
+VisionInputs = tuple[torch.Tensor, torch.Tensor]  # embeddings [N, hidden] and positions [3, N]
 
 
 class CpuRunner(Runner):
@@ -42,14 +45,20 @@ class CpuRunner(Runner):
         self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
         self.slots: SlotTable  # set by `attach`
         self.lean: LeanDecoder | None = None
+        self.vision = VisionDecoder(model) if is_served(model.config) else None
 
     def attach(self, slots: SlotTable) -> None:
         """Read sequences from this table, and run the model once to check that it works."""
         self.slots = slots
-        if is_llama_like(self.model):
+        if self.vision is None and is_llama_like(self.model):
             self.lean = LeanDecoder(self.model, slots.max_len)
         zero = np.zeros((1, 1), np.int64)
         self._forward(zero, [self._blocks_tile(0, zero, zero)], zero)
+
+    def load(self, pairs: Pairs) -> None:
+        super().load(pairs)
+        if self.vision is not None:
+            self.vision.reload()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Step:
@@ -69,6 +78,9 @@ class CpuRunner(Runner):
         self.dense.clear()
 
     def _prefill(self, chunks: list[Chunk]) -> None:
+        if self.vision is not None:
+            found = [self.slots.sequence[chunk.slot].request.images for chunk in chunks]
+            self.vision.compute([images for images in found if images is not None], self.config.deterministic)
         if self.config.deterministic:
             for chunk in chunks:
                 for position in range(chunk.start, chunk.end):
@@ -113,7 +125,24 @@ class CpuRunner(Runner):
             tile = Tile(0, torch.from_numpy(positions), t, partial(_new_tokens, t), causal=True)
         else:
             tile = self._blocks_tile(0, positions, slots.block_table[rows, :nb])
-        self._forward(ids, [tile], write, logits=False)
+        inputs = None if self.vision is None else self._image_inputs(self.vision, chunks, ids, positions)
+        self._forward(ids, [tile], write, logits=False, inputs=inputs)
+
+    def _image_inputs(
+        self, vision: VisionDecoder, chunks: list[Chunk], ids: np.ndarray, positions: np.ndarray
+    ) -> VisionInputs:
+        """Embeddings with images and positions of chunks; their `ids` and `positions` are [b, t], padded."""
+        embeddings = vision.embed(torch.from_numpy(ids))
+        rope = np.broadcast_to(positions, (3, *positions.shape)).copy()
+        for i, chunk in enumerate(chunks):
+            images = self.slots.sequence[chunk.slot].request.images
+            if images is not None:
+                n = chunk.end - chunk.start
+                vision.insert(embeddings[i, :n], images, chunk.start)
+                found = images.positions(chunk.start, chunk.end)
+                if found is not None:
+                    rope[:, i, :n] = found
+        return embeddings.flatten(0, 1), torch.from_numpy(rope.reshape(3, -1))
 
     def _decode(self, rows: np.ndarray) -> StepResult:
         slots = self.slots
@@ -143,10 +172,21 @@ class CpuRunner(Runner):
         ids = slots.tokens[rows, at].astype(np.int64)
         batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
         batch.want_raw |= self.config.deterministic  # so that all rows have the same columns
-        logits = self._forward(ids, tiles, self._cache_index(rows, at))
+        inputs = None
+        if self.vision is not None:
+            rope = np.broadcast_to(at + slots.rope_delta[rows], (3, len(rows))).copy()
+            inputs = self.vision.embed(torch.from_numpy(ids)), torch.from_numpy(rope)
+        logits = self._forward(ids, tiles, self._cache_index(rows, at), inputs=inputs)
         return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
 
-    def _forward(self, ids: np.ndarray, tiles: list[Tile], write: np.ndarray, logits: bool = True) -> torch.Tensor:
+    def _forward(
+        self,
+        ids: np.ndarray,
+        tiles: list[Tile],
+        write: np.ndarray,
+        logits: bool = True,
+        inputs: VisionInputs | None = None,
+    ) -> torch.Tensor:
         """Logits of the step's tokens; with `logits=False` only their last hidden states."""
         positions = torch.cat([tile.positions.reshape(-1) for tile in tiles])
         write_to = torch.from_numpy(write.reshape(-1))
@@ -154,6 +194,8 @@ class CpuRunner(Runner):
         tokens = torch.from_numpy(ids.reshape(-1))
         if self.lean is not None:
             return (self.lean.logits if logits else self.lean.hidden)(tokens, paged)
+        if self.vision is not None and inputs is not None:
+            return (self.vision.logits if logits else self.vision.hidden)(*inputs, paged)
         run = self.model if logits else self.model.base_model
         out = run(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged)
         return (out.logits if logits else out[0])[0]
