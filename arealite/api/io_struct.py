@@ -43,12 +43,18 @@ class Stat(NamedTuple):
 
 @dataclass
 class ModelRequest:
-    """A request to continue `input_ids`. `seed` makes its sampling reproducible."""
+    """A request to continue `input_ids`. `seed` makes its sampling reproducible.
+
+    `images` are encoded (PNG, JPEG, …). Tokens `start .. end` of `input_ids` stand for an image, as many as the model's
+    processor makes of it; `image_spans` has these two numbers of each image (see `utils.vision.VisionProcessor`).
+    """
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     seed: int | None = None
+    images: list[bytes] = field(default_factory=list[bytes])
+    image_spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -59,8 +59,11 @@ class EmbeddedEngine(CollectingEngine):
     async def ask(self, progress: Progress, count: int) -> list[Piece]:
         asked = progress.next_segment(progress.num_left)
         params = SamplingParams.from_json(sampling_params(progress, count, asked))
-        prompt = progress.request.input_ids + progress.tokens
-        request = Request(prompt, params, progress.next_rid())
+        asking = progress.request
+        images = None
+        if asking.images:
+            images = await asyncio.wrap_future(self.engine.read_images(asking.input_ids, asking.images))
+        request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), images=images)
         try:
             outputs = await asyncio.wrap_future(self.engine.submit(request))
         except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import CONTROL_TIMEOUT_S, PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
+from arealite.utils.images import to_data_url
 from arealite.weights.fingerprint import SHA256, Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S, PORTION_BYTES
@@ -41,6 +42,14 @@ class SGLangClient(ServerClient):
             "return_logprob": True,
             "rid": progress.next_rid(),
         }
+        images = progress.request.images
+        if images:
+            urls = [to_data_url(image) for image in images]
+            # With several samples, SGLang takes a list of images for each request.
+            body["image_data"] = [urls] if num_samples > 1 and not server.is_arealite else urls
+        if images and not server.is_arealite:
+            # SGLang expands placeholders itself.
+            body["input_ids"] = progress.collapsed_ids()
         if not server.is_arealite:
             # After an update in place, SGLang keeps its prefix cache: new requests must not use keys and values of old
             # weights.
@@ -51,6 +60,8 @@ class SGLangClient(ServerClient):
         answers = answer if isinstance(answer, list) else [answer]
         with server.parse_answer():
             pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]
+        if images:
+            progress.check_prompt(server.address, [a["meta_info"]["prompt_tokens"] for a in answers])
         if len(pieces) != num_samples:
             raise ServerError(f"{server.address} returned {len(pieces)} samples instead of {num_samples}")
         return pieces

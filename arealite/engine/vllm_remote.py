@@ -9,12 +9,13 @@ used is named.
 from collections.abc import Sequence
 from typing import Any
 
-from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
+from arealite.api.errors import ConfigError, HttpError, RequestError, ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.base import RemoteEngine
 from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient, read_version
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
+from arealite.utils.images import to_data_url
 from arealite.weights.fingerprint import Fingerprints
 from arealite.weights.layout import TensorLayout
 from arealite.weights.process_group import JOIN_TIMEOUT_S
@@ -41,6 +42,17 @@ class VLLMClient(ServerClient):
         body: dict[str, Any] = {"request_id": progress.next_rid(), "cache_salt": f"v{held}"}
         if server.adapter:
             body["model"] = server.adapter
+        images = progress.request.images
+        if images:
+            if server.info.kind == _BY_COMPLETIONS:
+                raise RequestError(
+                    f"{server.address} is a vLLM without {_TOKENS}, which requests with images need: use a newer one, "
+                    "started with --enable-scale-out"
+                )
+            # vLLM expands placeholders itself.
+            prompt = progress.collapsed_ids()
+            body["content_parts"] = [{"type": "image_url", "url": to_data_url(image)} for image in images]
+            body["return_token_ids"] = True
         if server.info.kind == _BY_COMPLETIONS:
             endpoint, read = "/v1/completions", _completion
             body |= {"prompt": prompt, "return_token_ids": True, **params}
@@ -48,6 +60,8 @@ class VLLMClient(ServerClient):
             endpoint, read = _TOKENS, _piece
             body |= {"token_ids": prompt, "sampling_params": params}
         answer = await self.http.generate(f"{server.url}{endpoint}", body, self.config.request_timeout_s)
+        if images:
+            progress.check_prompt(server.address, [len(answer.get("prompt_token_ids") or [])])
         # A sample that was aborted before its first token has no entry.
         pieces = [Piece([], [], [], "abort") for _ in range(num_samples)]
         with server.parse_answer():

@@ -191,7 +191,7 @@ class Engine:
         if self.processor is None:
             raise RequestError("the served model reads no images, or its folder has no image processor")
         prompt = self.processor.encode_messages(messages, images, **variables)
-        return prompt.input_ids, place_images(self.model, self.processor, prompt, images)
+        return prompt.input_ids, place_images(self.model, prompt)
 
     def abort(self, rid: str | None = None) -> Future[int]:
         """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""

@@ -83,28 +83,22 @@ def read_images(
         if not images:
             return None
         raise RequestError("the served model reads no images, or its folder has no image processor")
-    return place_images(model, processor, processor.match(input_ids, images), images)
+    return place_images(model, processor.match(input_ids, images))
 
 
-def place_images(
-    model: PreTrainedModel, processor: VisionProcessor, prompt: VisionPrompt, images: list[bytes]
-) -> PromptImages | None:
-    """Find the tokens of each image, and their positions."""
-    if not images:
+def place_images(model: PreTrainedModel, prompt: VisionPrompt) -> PromptImages | None:
+    """Return the images of a prompt with their positions; None if it has none."""
+    if not prompt.images:
         return None
-    ids = np.asarray(prompt.input_ids)
-    at = np.flatnonzero(ids == processor.image_token_id)
-    ends = np.cumsum(prompt.counts)
-    spans = [(int(at[end - n]), int(at[end - 1]) + 1) for n, end in zip(prompt.counts, ends.tolist(), strict=True)]
     rope, delta = None, 0
-    if "image_grid_thw" in prompt.images:
-        tokens = torch.from_numpy(ids)[None]
-        found = rope_positions(model, tokens, torch.ones_like(tokens), prompt.images["image_grid_thw"])
+    if "image_grid_thw" in prompt.inputs:
+        ids = torch.tensor([prompt.input_ids])
+        found = rope_positions(model, ids, torch.ones_like(ids), prompt.inputs["image_grid_thw"])
         if found is not None:
             rope = found[:, 0].numpy()
-            delta = int(rope.max()) + 1 - len(ids)
-    digests = [hashlib.sha256(image).digest() for image in images]
-    return PromptImages(prompt.images, spans, digests, rope, delta)
+            delta = int(rope.max()) + 1 - rope.shape[1]
+    digests = [hashlib.sha256(image).digest() for image in prompt.images]
+    return PromptImages(prompt.inputs, prompt.spans, digests, rope, delta)
 
 
 class VisionDecoder:

@@ -22,6 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
+from arealite.utils.data import IMAGE_INDEX
 from arealite.utils.images import check_count, decode_image
 
 # What the processors of supported families return for images.
@@ -31,24 +32,25 @@ _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportEr
 
 @dataclass(frozen=True)
 class VisionPrompt:
-    """Token ids with expanded placeholders, and the images as model inputs, unpadded.
+    """Token ids with expanded placeholders, and the images as they are and as model inputs, unpadded.
 
-    `images`: `pixel_values [P, D]` with `image_grid_thw [K, 3]` (Qwen-VL), or `pixel_values [K, C, H, W]` (LLaVA);
-    empty without images. `counts`: placeholder tokens of each image.
+    `inputs`: `pixel_values [P, D]` with `image_grid_thw [K, 3]` (Qwen-VL), or `pixel_values [K, C, H, W]` (LLaVA);
+    empty without images. `spans`: the tokens `start .. end` of each image.
     """
 
     input_ids: list[int]
-    images: Batch
-    counts: list[int]
+    images: list[bytes]
+    spans: list[tuple[int, int]]
+    inputs: Batch
 
     def batch_columns(self, num_rows: int) -> Batch:
         """Return the image columns of a batch whose `num_rows` rows all share these images."""
         if not self.images:
             return {}
-        columns = {key: value[None] for key, value in self.images.items()}
+        columns = {key: value[None] for key, value in self.inputs.items()}
         if "image_grid_thw" not in columns:
-            columns["num_images"] = torch.tensor([len(self.counts)])
-        return columns | {"image_index": torch.zeros(num_rows, dtype=torch.long)}
+            columns["num_images"] = torch.tensor([len(self.images)])
+        return columns | {IMAGE_INDEX: torch.zeros(num_rows, dtype=torch.long)}
 
 
 class VisionProcessor:
@@ -93,7 +95,8 @@ class VisionProcessor:
         # Templates that begin with the first token must not get it twice.
         first = self.tokenizer.bos_token
         has_first = bool(first) and text.startswith(first)
-        return VisionPrompt(self.tokenizer.encode(expanded, add_special_tokens=not has_first), inputs, counts)
+        ids = self.tokenizer.encode(expanded, add_special_tokens=not has_first)
+        return VisionPrompt(ids, images, self._spans(ids, counts), inputs)
 
     def encode_messages(self, messages: list[dict[str, Any]], images: list[bytes], **variables: Any) -> VisionPrompt:
         """Apply the chat template. Parts of type `image` in the messages stand for the images, in this order."""
@@ -117,7 +120,13 @@ class VisionProcessor:
                 f"the prompt has {found} image placeholder tokens, but its {len(images)} images have {sum(counts)} "
                 "features: send the ids that the model's processor returns for these images"
             )
-        return VisionPrompt(input_ids, inputs, counts)
+        return VisionPrompt(input_ids, images, self._spans(input_ids, counts), inputs)
+
+    def _spans(self, ids: list[int], counts: list[int]) -> list[tuple[int, int]]:
+        """Return the tokens of each image, of which it has `counts`."""
+        at = [i for i, token in enumerate(ids) if token == self.image_token_id]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        return [(at[start], at[start + n - 1] + 1) for start, n in zip(starts, counts, strict=True)]
 
     def _features(self, images: list[bytes]) -> tuple[Batch, list[int]]:
         """Return the model's inputs for all images, and the placeholder tokens of each."""

@@ -54,7 +54,7 @@ def reference(folder: str, engine: Engine, kind: str, text: str, images: list[by
     """Tokens and log-probs that transformers generates greedily."""
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     encoded = engine.processor.encode(text.replace("#", placeholder(kind)), images)
-    inputs = {"input_ids": torch.tensor([encoded.input_ids]), **encoded.images}
+    inputs = {"input_ids": torch.tensor([encoded.input_ids]), **encoded.inputs}
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == engine.processor.image_token_id).int()
     out = model.generate(

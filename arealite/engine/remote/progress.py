@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason
 
 _SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos", "stop", "stop_token_ids")
@@ -79,6 +80,30 @@ class Progress:
         looks_back = g.stop or g.frequency_penalty or g.presence_penalty or g.repetition_penalty != 1
         self.num_asked = self.num_left if looks_back else min(self.num_left, segment_tokens)
         return self.num_asked
+
+    def collapsed_ids(self) -> list[int]:
+        """Return prompt and tokens with one placeholder for each image, for servers that expand it."""
+        request = self.request
+        if len(request.image_spans) != len(request.images):
+            raise RequestError(
+                f"a request has {len(request.images)} images and {len(request.image_spans)} image_spans: give the "
+                "tokens of each image (VisionPrompt.spans)"
+            )
+        ids, at = [], 0
+        for start, end in request.image_spans:
+            ids += request.input_ids[at : start + 1]
+            at = end
+        return ids + request.input_ids[at:] + self.tokens
+
+    def check_prompt(self, address: str, lengths: list[int]) -> None:
+        """Raise `RequestError` if a server has read another number of prompt tokens than the trainer will."""
+        expected = len(self.request.input_ids) + len(self.tokens)
+        for length in lengths:
+            if length != expected:
+                raise RequestError(
+                    f"{address} reads the prompt with its images as {length} tokens, but the model's processor makes "
+                    f"{expected} of it here: use the same versions of transformers and the same processor files"
+                )
 
     def sampling_params(self, num_samples: int) -> dict[str, Any]:
         """Return the sampling parameters that all kinds of servers know by the same names."""
