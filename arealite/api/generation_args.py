@@ -126,6 +126,7 @@ class ServerConfig(Section):
     seed: int = _help("Seed of requests that have none.", 0, Range(0, 2**44 - 1))
     join: str = _help("Run directory of a running job that this server joins.", "")
     weight_folders: list[str] = _help("Folders that weights are loaded from; empty: any of this user.", list)
+    image_folder: str = _help("Folder whose images requests may name as file:// URLs; empty: none.", "")
 
     def problems(self) -> Iterator[str]:
         # A server that joins a job takes the job's key.

@@ -62,7 +62,7 @@ class EmbeddedEngine(CollectingEngine):
         asking = progress.request
         images = None
         if asking.images:
-            images = await asyncio.wrap_future(self.engine.read_images(asking.input_ids, asking.images))
+            _, images = await asyncio.wrap_future(self.engine.read_prompt(asking.input_ids, asking.images))
         request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), images=images)
         try:
             outputs = await asyncio.wrap_future(self.engine.submit(request))

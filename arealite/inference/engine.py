@@ -22,7 +22,7 @@ from arealite.inference.core import EngineCore
 from arealite.inference.loading import load_model, load_processor, load_tokenizer, prepare_model
 from arealite.inference.ranks import LeaderCore, ParallelWeights, Ranks
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams, resolve
-from arealite.inference.vision import PromptImages, place_images, read_images
+from arealite.inference.vision import PromptImages, read_prompt
 from arealite.inference.weights import ServedWeights, WeightSource
 from arealite.utils.decoders import TRIAL_TOKENS, check_trial
 from arealite.weights.fingerprint import Fingerprints
@@ -175,23 +175,11 @@ class Engine:
         self._send(lambda: self._add(request), request.future)
         return request.future
 
-    def read_images(self, input_ids: list[int], images: list[bytes]) -> Future[PromptImages | None]:
-        """Pair token ids, whose placeholders are expanded, with encoded images, beside the caller."""
-        return _IMAGE_THREADS.submit(read_images, self.model, self.processor, input_ids, images)
-
-    def encode_chat(
-        self, messages: list[dict[str, Any]], images: list[bytes], **variables: Any
+    def read_prompt(
+        self, prompt: list[int] | str | list[dict[str, Any]], images: list[bytes], **variables: Any
     ) -> Future[tuple[list[int], PromptImages | None]]:
-        """Apply the chat template to messages whose parts of type `image` stand for `images`, beside the caller."""
-        return _IMAGE_THREADS.submit(self._encode_chat, messages, images, variables)
-
-    def _encode_chat(
-        self, messages: list[dict[str, Any]], images: list[bytes], variables: dict[str, Any]
-    ) -> tuple[list[int], PromptImages | None]:
-        if self.processor is None:
-            raise RequestError("the served model reads no images, or its folder has no image processor")
-        prompt = self.processor.encode_messages(messages, images, **variables)
-        return prompt.input_ids, place_images(self.model, prompt)
+        """Tokenize a prompt with images on another thread (`inference.vision.read_prompt`)."""
+        return _IMAGE_THREADS.submit(read_prompt, self.model, self.processor, prompt, images, **variables)
 
     def abort(self, rid: str | None = None) -> Future[int]:
         """End the request `rid`, or all if None, with the tokens it has; returns the number ended."""

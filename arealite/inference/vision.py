@@ -1,6 +1,6 @@
 """Images in the embedded engine: prompts with images, and the forward pass of vision-language decoders.
 
-`read_images` pairs token ids with their images on any thread. On the engine's thread `VisionDecoder` computes the
+`read_prompt` makes token ids and image tensors on any thread. On the engine's thread `VisionDecoder` computes the
 embeddings of a prompt's images once, puts them in place of the placeholders and runs the language model. Prefixes are
 shared only between prompts with the same images: the key of a cache block includes the hashes of the images in it.
 Models of the Qwen2-VL kind have positions in time, height and width (M-RoPE); after the last image they are the
@@ -75,15 +75,32 @@ def check_served(config: PreTrainedConfig, server: ServerConfig, device: torch.d
         )
 
 
-def read_images(
-    model: PreTrainedModel, processor: VisionProcessor | None, input_ids: list[int], images: list[bytes]
-) -> PromptImages | None:
-    """Pair token ids, whose placeholders are expanded, with encoded images; None if there are none."""
+def read_prompt(
+    model: PreTrainedModel,
+    processor: VisionProcessor | None,
+    prompt: list[int] | str | list[dict[str, Any]],
+    images: list[bytes],
+    **variables: Any,
+) -> tuple[list[int], PromptImages | None]:
+    """Return token ids of a prompt, and its images.
+
+    Args:
+        prompt: token ids with expanded placeholders, a text with one placeholder for each image, or messages whose
+            parts of type `image` stand for the images.
+        images: encoded images.
+        variables: of the chat template.
+    """
     if processor is None:
-        if not images:
-            return None
         raise RequestError("the served model reads no images, or its folder has no image processor")
-    return place_images(model, processor.match(input_ids, images))
+    if isinstance(prompt, str):
+        encoded = processor.encode(prompt, images)
+    elif prompt and isinstance(prompt[0], dict):
+        messages: Any = prompt
+        encoded = processor.encode_messages(messages, images, **variables)
+    else:
+        ids: Any = prompt
+        encoded = processor.match(ids, images)
+    return encoded.input_ids, place_images(model, encoded)
 
 
 def place_images(model: PreTrainedModel, prompt: VisionPrompt) -> PromptImages | None:

@@ -56,19 +56,22 @@ class VisionPrompt:
 class VisionProcessor:
     """The processor of one vision-language model."""
 
-    def __init__(self, processor: Any, chat_template: str | None = None):
-        self.processor = processor
+    def __init__(self, processor: Any, path: str):
+        self.processor, self.path = processor, path
         self.tokenizer = processor.tokenizer
         self.image_token = str(processor.image_token)
         self.image_token_id = int(processor.image_token_id)
-        template = chat_template or getattr(processor, "chat_template", None)
-        self.chat_template = template or getattr(self.tokenizer, "chat_template", None)
+        self.chat_template = processor.chat_template or getattr(self.tokenizer, "chat_template", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load it again in another process: processors without their video part cannot be pickled."""
+        return VisionProcessor.load, (self.path,)
 
     @classmethod
     def load(cls, path: str) -> VisionProcessor:
         """Load the processor in a model folder; raises `ConfigError` if there is none that can be used."""
         try:
-            return cls(_load_processor(path))
+            return cls(_load_processor(path), path)
         except _ERRORS as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
             raise ConfigError(

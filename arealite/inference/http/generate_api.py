@@ -2,9 +2,11 @@
 
 Differences from SGLang: log-probs are always returned. `text` is made only if the prompt is text, or if `stop`,
 `stream` or `return_text` ask for it, because decoding costs more than sampling on small models. `return_raw_logprob`
-adds the log-probs at temperature 1.
+adds the log-probs at temperature 1. `image_data` goes with a text that has one placeholder for each image, or with ids
+in which the placeholders are expanded already.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -15,15 +17,16 @@ from orjson import dumps
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
+from arealite.inference.http.images import read_images
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 
 _KNOWN = {
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
-    "logprob_start_len", "priority",
+    "logprob_start_len", "priority", "image_data",
 }  # fmt: skip
 # Characters that are tokenized on the event loop: a thread would take longer.
 SHORT_TEXT = 4096
-_UNSUPPORTED = ("image_data", "lora_path", "top_logprobs_num", "return_routed_experts")
+_UNSUPPORTED = ("lora_path", "top_logprobs_num", "return_routed_experts")
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
@@ -49,7 +52,15 @@ async def parse(engine: Engine, body: dict[str, Any]) -> Request:
     text, ids, params = body.get("text"), body.get("input_ids"), body.get("sampling_params")
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids")
-    if ids is None:
+    images = None
+    if body.get("image_data") is not None:
+        data = await common.run_beside(lambda: read_images(body["image_data"], engine.config.image_folder))
+        if text is None:
+            prompt: Any = common.check_token_ids(ids, "input_ids")
+        else:
+            prompt = check_prompt_text(engine, text)
+        ids, images = await asyncio.wrap_future(engine.read_prompt(prompt, data))
+    elif ids is None:
         ids = await encode(engine, text)
     rid = body.get("rid")
     if rid is not None and not isinstance(rid, str):
@@ -61,6 +72,7 @@ async def parse(engine: Engine, body: dict[str, Any]) -> Request:
         rid,
         want_text=text is not None or common.flag(body, "return_text"),
         want_raw_logprobs=common.flag(body, "return_raw_logprob"),
+        images=images,
     )
 
 
@@ -83,6 +95,15 @@ async def encode(engine: Engine, text: Any) -> list[int]:
 
 def tokenize(engine: Engine, text: str, **settings: Any) -> list[int]:
     """Tokenize a text that may fit into the context; raises `RequestError` for others."""
+    check_prompt_text(engine, text)
+    assert engine.tokenizer is not None
+    return engine.tokenizer.encode(text, **settings)
+
+
+def check_prompt_text(engine: Engine, text: Any) -> str:
+    """Raise `RequestError` for a text that is no valid prompt or cannot fit into the context."""
+    if not isinstance(text, str):
+        raise RequestError(f"text must be a string, got {type(text).__name__}")
     if engine.tokenizer is None:
         raise RequestError("the model has no tokenizer: send input_ids")
     if len(text) > SHORT_TEXT and len(text) > engine.max_characters:
@@ -91,7 +112,7 @@ def tokenize(engine: Engine, text: str, **settings: Any) -> list[int]:
             f"at most {engine.max_characters} characters: shorten it"
         )
     check_text(text)
-    return engine.tokenizer.encode(text, **settings)
+    return text
 
 
 def describe(engine: Engine, request: Request, index: int, output: SampleOutput) -> dict[str, Any]:

@@ -40,8 +40,7 @@ def make(folders):
 
 def prompt(engine: Engine, kind: str, text: str, images: list[bytes]):
     """Token ids and images of a text in which # stands for an image."""
-    encoded = engine.processor.encode(text.replace("#", placeholder(kind)), images)
-    return encoded.input_ids, engine.read_images(encoded.input_ids, images).result(30)
+    return engine.read_prompt(text.replace("#", placeholder(kind)), images).result(30)
 
 
 def ask(engine: Engine, kind: str, text: str, images: list[bytes], **params) -> list[SampleOutput]:
@@ -133,12 +132,12 @@ def test_wrong_placeholders_and_images_are_refused(make):
     engine = make("qwen2_vl")
     ids = engine.processor.encode(f"a{placeholder('qwen2_vl')}", [picture(0)]).input_ids
     with pytest.raises(RequestError, match="16 image placeholder tokens, but its 2 images have 32 features"):
-        engine.read_images(ids, [picture(0), picture(1)]).result(30)
+        engine.read_prompt(ids, [picture(0), picture(1)]).result(30)
     with pytest.raises(RequestError, match="no images: send them too"):
         engine.submit(Request(ids, SamplingParams()))
     with pytest.raises(RequestError, match="0 image placeholders"):
         engine.processor.encode("no placeholder", [picture(0)])
-    assert engine.read_images([3, 4], []).result(30) is None
+    assert engine.read_prompt([3, 4], []).result(30) == ([3, 4], None)
 
 
 def test_models_that_cannot_be_served_are_refused(folders):

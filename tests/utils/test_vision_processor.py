@@ -1,0 +1,85 @@
+"""The processor expands placeholders as Hugging Face's does, and batches share image sets."""
+
+import pickle
+
+import pytest
+import torch
+
+from arealite.api.errors import ConfigError, RequestError
+from arealite.utils.data import concat_padded, select_rows, split_groups
+from arealite.utils.images import decode_image
+from arealite.utils.vision import VisionProcessor
+from tests.tiny_model import make_model
+from tests.tiny_vision import KINDS, make_vision_model, picture, placeholder
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory):
+    loaded = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        make_vision_model(folder, kind)
+        loaded[kind] = VisionProcessor.load(str(folder))
+    return loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_pixels_are_those_of_the_processor(processors, kind):
+    processor = processors[kind]
+    text = f"ab{placeholder(kind)}c{placeholder(kind)}{placeholder(kind)}d"
+    images = [picture(0), picture(1, (48, 24)), picture(2, (200, 30), "JPEG")]
+    own = processor.encode(text, images)
+    outputs = processor.processor(text=[text], images=[decode_image(i) for i in images], return_tensors="pt")
+    assert outputs["input_ids"][0].tolist() == own.input_ids
+    assert all(torch.equal(outputs[key], value) for key, value in own.inputs.items())
+    token = processor.image_token_id
+    assert [own.input_ids[a:b] for a, b in own.spans] == [[token] * (b - a) for a, b in own.spans]
+    assert sum(b - a for a, b in own.spans) == own.input_ids.count(token)
+    assert processor.match(own.input_ids, images).spans == own.spans
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_processor_travels_to_other_processes(processors, kind):
+    again = pickle.loads(pickle.dumps(processors[kind]))
+    text = f"{placeholder(kind)}a"
+    assert again.encode(text, [picture(0)]).input_ids == processors[kind].encode(text, [picture(0)]).input_ids
+
+
+def test_bad_prompts_and_images_are_refused(processors, tmp_path):
+    processor = processors["qwen2_vl"]
+    with pytest.raises(RequestError, match=r"2 image placeholders .* for 1 images"):
+        processor.encode(placeholder("qwen2_vl") * 2, [picture(0)])
+    with pytest.raises(RequestError, match="65 images in one request"):
+        processor.encode(placeholder("qwen2_vl") * 65, [picture(0)] * 65)
+    with pytest.raises(RequestError, match="aspect ratio"):
+        processor.encode(placeholder("qwen2_vl"), [picture(0, (900, 4))])
+    make_model(tmp_path)
+    with pytest.raises(ConfigError, match="cannot load the image processor"):
+        VisionProcessor.load(str(tmp_path))
+
+
+def rows(length: int, count: int, **images):
+    ids = torch.arange(count * length).view(count, length)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "group_ids": ids[:, 0], **images}
+
+
+def test_rows_share_image_sets_through_join_split_and_select():
+    one = {"pixel_values": torch.full((1, 4, 2), 1.0), "image_index": torch.tensor([0, 0])}
+    one["image_grid_thw"] = torch.tensor([[[1, 2, 2]]])
+    two = {"pixel_values": torch.full((2, 6, 2), 2.0), "image_index": torch.tensor([1, -1, 0])}
+    two["image_grid_thw"] = torch.tensor([[[1, 2, 3], [0, 0, 0]], [[1, 1, 1], [1, 1, 1]]])
+    two["pixel_values"][1] = 3.0
+    batch = concat_padded([rows(3, 2, **one), rows(5, 2), rows(4, 3, **two)])
+    assert batch["image_index"].tolist() == [0, 0, -1, -1, 2, -1, 1]
+    assert batch["pixel_values"].shape == (3, 6, 2) and batch["image_grid_thw"].shape == (3, 2, 3)
+    assert batch["pixel_values"][0, 4:].eq(0).all()
+    part = select_rows(batch, [6, 2, 1, 0])
+    assert part["image_index"].tolist() == [1, -1, 0, 0]
+    assert part["pixel_values"][:, 0, 0].tolist() == [1.0, 2.0]
+    text = select_rows(batch, [2, 5])
+    assert text["image_index"].tolist() == [-1, -1] and len(text["pixel_values"]) == 0
+    again = concat_padded([text, part])
+    assert again["image_index"].tolist() == [-1, -1, 1, -1, 0, 0]
+    batch["group_ids"] = torch.tensor([0, 0, 1, 1, 2, 2, 2])
+    for share in split_groups(batch, 3):
+        assert len(share["pixel_values"]) == len(share["image_index"][share["image_index"] >= 0].unique())
