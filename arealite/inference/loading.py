@@ -248,7 +248,7 @@ def _eos_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
 
 
 def load_processor(path: str, model_config: PreTrainedConfig) -> VisionProcessor | None:
-    """Load the image processor of a vision-language model; None for other models, or if the folder has none."""
+    """Load the image processor of a vision-language model; None if there is none."""
     files = ("preprocessor_config.json", "processor_config.json")
     is_complete = not Path(path).is_dir() or any(Path(path, name).exists() for name in files)
     return VisionProcessor.load(path) if is_served(model_config) and is_complete else None

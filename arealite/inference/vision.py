@@ -1,4 +1,4 @@
-"""Images in the embedded engine: prompts with images, and the forward pass of vision-language decoders.
+"""Images in the embedded engine: prompts with images, and the decoders that read them.
 
 `read_prompt` makes token ids and image tensors on any thread. On the engine's thread `VisionDecoder` computes the
 embeddings of a prompt's images once, puts them in place of the placeholders and runs the language model. Prefixes are

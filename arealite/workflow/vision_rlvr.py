@@ -87,7 +87,7 @@ def encode_row(
 
 
 def _with_images(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return messages with an image part for each image; if they have none, images come first in the user's message."""
+    """Return messages with parts for images, which come first in the user's message if there are none."""
     has_parts = any(isinstance(m.get("content"), list) for m in messages)
     first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
     if has_parts or not count or first is None:
