@@ -121,6 +121,11 @@ class ServerConfig(Section):
         0.8,
         Range(0, 1, True),
     )
+    keep_prefix_across_updates: bool = _help(
+        "Reuse cached prefixes after a weight update: saves prefill, but their keys and values are those of older "
+        "weights, so log-probs differ from the trainer's.",
+        False,
+    )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
     # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.
     seed: int = _help("Seed of requests that have none.", 0, Range(0, 2**44 - 1))

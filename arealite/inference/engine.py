@@ -217,8 +217,9 @@ class Engine:
 
         Generation goes on while this thread reads them; they are swapped in between two steps.
 
-        `flush_cache=False` keeps the KV cache of requests in flight. Returns the number of requests in flight. One
-        update at a time: an adapter is merged with the base weights that are in use when it comes into use.
+        `flush_cache=False` keeps the KV cache of requests in flight. The prefix cache is emptied either way, unless
+        `keep_prefix_across_updates` is set. Returns the number of requests in flight. One update at a time: an adapter
+        is merged with the base weights that are in use when it comes into use.
         """
         self._updating.acquire()
         try:
@@ -271,6 +272,7 @@ class Engine:
             "preemptions": scheduler.num_preemptions,
             "prompt_tokens": scheduler.prompt_tokens,
             "cached_tokens": scheduler.cached_tokens,
+            "prefix_hit_rate": scheduler.cached_tokens / max(scheduler.prompt_tokens, 1),
             "generated_tokens": core.post.generated_tokens,
             "busy_s": self.busy_s,
             "last_update_s": core.last_update_s,

@@ -95,7 +95,7 @@ class Run:
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
-        self._server_idle = _ServerIdleTime(rollout)
+        self._server_counters = _ServerCounters(rollout)
         # The last step that was committed, and whether its model was saved.
         self._last_info: StepInfo | None = None
         self._is_saved = False
@@ -148,7 +148,7 @@ class Run:
             self._write_evaluations(self.evaluations.before_steps(self._info(first - 1) if first else None))
         if self.rollout is not None and current_driver() is None:
             self.rollout.on_first_wait = self._warm_up
-        self._server_idle.take()
+        self._server_counters.take()
         self.trace.take()
         yield from range(first, self.spec.total_train_steps)
 
@@ -197,7 +197,7 @@ class Run:
         # The executor knows how long the trainer waited, also in a loop that times no phases.
         waited_s = max(times.get("time/rollout", 0.0), values.get("wait_s", 0.0))
         values["idle/trainer"] = min(1.0, waited_s / times["time/step"])
-        values |= self._server_idle.take()
+        values |= self._server_counters.take()
         num_tokens = values.get("num_tokens", values.get("batch_tokens"))
         if "num_seqs" in values:
             num_tokens = values["num_seqs"] * values["seq_len"]
@@ -336,8 +336,8 @@ class Run:
         return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
 
 
-class _ServerIdleTime:
-    """The share of time in which servers were idle, from their own counters; empty if they have none.
+class _ServerCounters:
+    """Statistics from the servers' own counters: idle time and prefix hits; empty if they have none.
 
     Asks at most once a second, so that short steps do not wait for responses.
     """
@@ -345,11 +345,11 @@ class _ServerIdleTime:
     def __init__(self, rollout: CollectingEngine | None):
         self.rollout = rollout
         self._asked_at = -1.0
-        self._busy_s: float | None = None
+        self._counts: dict[str, float] = {}
         self._last: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """Return `idle/server` since the last request to the servers."""
+        """Return `idle/server` and `rollout/prefix_hit_rate` since the last request to the servers."""
         now = time.monotonic()
         if self.rollout is None or now - self._asked_at < 1.0:
             return self._last
@@ -359,11 +359,15 @@ class _ServerIdleTime:
         except WaitTimeout as error:
             logger.warning("idle/server is not known: %s", error)
             infos = []
-        busy_s = sum(info["busy_s"] for info in infos) / len(infos) if infos else None
-        if busy_s is not None and self._busy_s is not None:
-            idle = 1 - (busy_s - self._busy_s) / (now - self._asked_at)
-            self._last = {"idle/server": min(1.0, max(0.0, idle))}
-        self._asked_at, self._busy_s = now, busy_s
+        names = ("busy_s", "prompt_tokens", "cached_tokens")
+        counts = {name: sum(info[name] for info in infos) / len(infos) for name in names} if infos else {}
+        if counts and self._counts:
+            busy_s, prompt, cached = (counts[name] - self._counts[name] for name in names)
+            self._last = {"idle/server": min(1.0, max(0.0, 1 - busy_s / (now - self._asked_at)))}
+            # Counters of servers that joined or left may differ; a step without new prompts has no rate.
+            if prompt > 0 and 0 <= cached <= prompt:
+                self._last["rollout/prefix_hit_rate"] = cached / prompt
+        self._asked_at, self._counts = now, counts
         return self._last
 
 

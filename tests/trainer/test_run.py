@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.trainer.run import NO_SIGNAL_STEPS, Run, _ServerIdleTime
+from arealite.trainer.run import NO_SIGNAL_STEPS, Run, _ServerCounters
 from tests.core.conftest import Echo, StubEngine
 from tests.engine.engine_testing import engine_config, random_batch
 
@@ -218,6 +219,24 @@ def test_steps_without_signal_print_one_warning(actor, config, capfd):
         assert count_warnings([next(steps)], 0.0) == 1
 
 
+def test_prefix_hits_are_counted_between_two_steps(monkeypatch):
+    infos = [
+        [{"busy_s": 1.0, "prompt_tokens": 100, "cached_tokens": 90}, {"sglang": True}],
+        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190}],
+        # No new prompt, and then a server that has restarted.
+        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190}],
+        [{"busy_s": 0.5, "prompt_tokens": 10, "cached_tokens": 0}],
+    ]
+    clock = iter([0.0, 4.0, 8.0, 12.0])
+    monkeypatch.setattr("arealite.trainer.run.time.monotonic", lambda: next(clock))
+    rollout = SimpleNamespace(server_info=lambda: infos.pop(0))
+    counters = _ServerCounters(rollout)  # pyright: ignore
+    assert counters.take() == {}
+    assert counters.take() == {"idle/server": 0.75, "rollout/prefix_hit_rate": 0.5}
+    assert counters.take() == {"idle/server": 1.0}
+    assert counters.take() == {"idle/server": 1.0}
+
+
 def test_servers_that_do_not_respond_in_time_do_not_stop_the_run(caplog):
     """A workflow may block the event loop for longer than the request may take."""
 
@@ -225,5 +244,5 @@ def test_servers_that_do_not_respond_in_time_do_not_stop_the_run(caplog):
         def server_info(self):
             raise WaitTimeout("server_info has waited 7 s")
 
-    assert _ServerIdleTime(Blocked()).take() == {}  # pyright: ignore
+    assert _ServerCounters(Blocked()).take() == {}  # pyright: ignore
     assert "idle/server is not known" in caplog.text
