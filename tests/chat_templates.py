@@ -112,12 +112,13 @@ PHI3 = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- eos_token }}{%- endif %}"""
 
+_LLAMA_TOKENS = ["<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<|eom_id|>", "<|python_tag|>"]
 _CHATML_TOKENS = ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"])
 TEMPLATES: dict[str, tuple[str, str, list[str]]] = {
     "qwen25": (QWEN25, *_CHATML_TOKENS),
     "qwen3": (QWEN3, *_CHATML_TOKENS),
     "hermes": (HERMES, *_CHATML_TOKENS),
-    "llama3": (LLAMA3, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>", "<|eom_id|>"]),
+    "llama3": (LLAMA3, "<|eot_id|>", _LLAMA_TOKENS),
     "mistral": (MISTRAL, "</s>", ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
     "phi3": (PHI3, "<|end|>", ["<|user|>", "<|assistant|>", "<|endoftext|>"]),
 }

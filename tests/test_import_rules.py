@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "protocol": BASE,
     "inference": BASE | {"weights", "protocol"},
     "core": BASE | {"weights"},
-    "workflow": BASE | {"reward"},
+    "workflow": BASE | {"reward", "protocol"},
+    "env": BASE | {"reward"},
     "engine": BASE | {"algo", "weights", "inference", "core"},
     "controller": BASE | {"weights", "core", "engine", "launcher"},
     "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
@@ -40,7 +41,7 @@ MAX_WHOLE_FUNCTION = 100
 
 # Optional dependencies are imported in the function of the one adapter that needs them.
 OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
-OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib", "PIL"}
+OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib", "PIL", "gymnasium"}
 # This module needs Triton, which CPU builds of torch do not have.
 OPTIONAL |= {"arealite.inference.cuda.runner"}
 

@@ -1,0 +1,175 @@
+"""`CallPool`: runs functions of users in worker processes, for tools and environments.
+
+A workflow leases a worker and calls functions in it, each with a deadline. A worker keeps what a function leaves in its
+module, such as an environment, until the lease ends. A function that hangs or crashes costs its own worker, which is
+killed and replaced. Any object that can be pickled may be returned.
+"""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import socket
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from arealite.utils.process_pool import (
+    ProcessPool,
+    WorkerLost,
+    WorkerProcess,
+    WorkerTimeout,
+    close_pool_pipes,
+    die_with_owner,
+)
+
+# Of the text of an error.
+_MAX_TEXT = 10_000
+# Of a result, so that a wrong function does not fill the memory of the trainer's process.
+_MAX_RESULT_BYTES = 1 << 26
+
+
+class CallError(RuntimeError):
+    """A function raised, ended its process or returned something that cannot be sent; the message says which."""
+
+
+class CallTimeout(CallError):
+    """A function did not return within its deadline."""
+
+
+class CallPool(ProcessPool[WorkerProcess]):
+    """Up to `max_workers` processes; who finds all of them leased waits for one."""
+
+    def __init__(self, max_workers: int = 16):
+        super().__init__()
+        self.max_workers = max_workers
+        self._idle: deque[WorkerProcess] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process (the workflow of a rollout worker) it becomes a pool with workers of its own."""
+        return (CallPool, (self.max_workers,))
+
+    async def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        """Return `fn(*args)` of any worker; raises `CallError`, or `CallTimeout` after the deadline."""
+        async with self.lease(fn.__module__) as worker:
+            return await worker.call(fn, *args, timeout_s=timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, module: str) -> AsyncIterator["Lease"]:
+        """Lease one worker. `module` is imported once, before workers are forked."""
+        lease = Lease(await self._acquire(module))
+        try:
+            yield lease
+        finally:
+            if lease.is_usable:
+                self._on_ready(lease.worker)
+            else:
+                self.num_replaced += 1
+                self._remove(lease.worker)
+                self._wake()
+
+    async def _acquire(self, module: str) -> WorkerProcess:
+        while not self._idle:
+            if len(self._workers) + len(self._starting) < self.max_workers:
+                # Shielded: a start that takes longer than an episode must not begin again and again.
+                await asyncio.shield(self._launch(WorkerProcess(_serve, (), module, "arealite-call")))
+                continue
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._wake()
+                raise
+        return self._idle.popleft()
+
+    def _start_error(self, lost: WorkerLost) -> CallError:
+        return CallError(f"a worker process did not start: it {lost}")
+
+    def _on_ready(self, worker: WorkerProcess) -> None:
+        self._idle.append(worker)
+        self._wake()
+
+    def _on_start_failed(self, error: BaseException) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def close(self) -> None:
+        self._idle.clear()
+        super().close()
+
+
+class Lease:
+    """A worker that nobody else uses meanwhile."""
+
+    def __init__(self, worker: WorkerProcess):
+        self.worker = worker
+        # False while a call runs: a call that is cancelled or fails to return leaves a worker that nobody may use.
+        self.is_usable = True
+
+    async def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+        """Return `fn(*args)` of the worker; raises `CallError`, or `CallTimeout` after the deadline."""
+        name = getattr(fn, "__qualname__", repr(fn))
+        try:
+            job = pickle.dumps((fn, args), protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CallError(
+                f"{name} cannot be sent to a worker process ({error}): define it at the top level of a module or of "
+                "your script, or make it a coroutine function"
+            ) from error
+        if not self.is_usable:
+            raise CallError(f"{name} was not called: an earlier call of its worker process failed")
+        self.is_usable = False
+        self.worker.channel.send(job)
+        try:
+            answer = await self.worker.receive(timeout_s)
+        except WorkerTimeout:
+            raise CallTimeout(f"{name} did not return within {timeout_s:g} s and was killed") from None
+        except WorkerLost as lost:
+            raise CallError(f"{name} failed: its worker process {lost}") from None
+        match answer:
+            case "done", value:
+                self.is_usable = True
+                return value
+            case "error", str(text):
+                self.is_usable = True
+                raise CallError(text)
+            case _:
+                raise CallError(f"{name} failed: its worker process sent a message that is no answer")
+
+
+def _serve(sock: socket.socket) -> None:
+    """Run calls in a worker process until the owner is gone."""
+    die_with_owner()
+    close_pool_pipes()
+    own_pid = os.getpid()
+    owner = Connection(sock.detach())
+    owner.send("ready")
+    while True:
+        try:
+            job = owner.recv()
+        except EOFError:
+            return
+        try:
+            fn, args = pickle.loads(job)
+            answer = pickle.dumps(("done", fn(*args)), protocol=pickle.HIGHEST_PROTOCOL)
+            if len(answer) > _MAX_RESULT_BYTES:
+                raise ValueError(f"the result has {len(answer)} bytes; at most {_MAX_RESULT_BYTES} can be returned")
+        # Code of users may raise anything; the owner needs the text.
+        except BaseException as error:
+            text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+            answer = pickle.dumps(("error", text))
+        if os.getpid() != own_pid:
+            # The function forked; the original process answers.
+            os._exit(0)
+        owner.send_bytes(answer)

@@ -1,0 +1,200 @@
+"""`AgenticWorkflow`: an agent that asks the model, against an environment, until the episode ends.
+
+The agent is by default `ChatAgent`: an observation is a message of the user, the model's reply is the action. The
+environment runs in a worker process, or on the event loop if its methods are coroutines. All samples of an episode
+begin in the same state, because they reset with the same seed.
+"""
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError, RequestError
+from arealite.api.io_struct import Batch
+from arealite.api.rollout_api import Agent, Environment, RolloutWorkflow, Step
+from arealite.api.trajectory import Trajectory
+from arealite.utils.call_pool import CallError, CallPool, Lease
+from arealite.workflow.groups import play_all
+
+MakeEnvironment = Callable[[], Environment]
+
+
+@dataclass
+class Policy:
+    """The model as an agent sees it: `generate` records what it was told and what it sampled."""
+
+    engine: InferenceEngine
+    gconfig: GenerationHyperparameters
+    trajectory: Trajectory
+    seed: int | None = None
+
+    async def generate(self, observation: Any) -> str:
+        """Tell the model something (text, a message, messages or tokens), and return its reply as text."""
+        self.trajectory.observe(observation)
+        return await self.trajectory.generate(self.engine, self.gconfig, self.seed)
+
+
+class ChatAgent(Agent):
+    """Sends each observation to the model, as a user's message unless it is messages, and returns the reply."""
+
+    def __init__(self, policy: Policy, system_prompt: str | None = None):
+        self.policy, self.system_prompt = policy, system_prompt
+
+    async def act(self, observation: Any) -> str:
+        messages = observation if _is_messages(observation) else [{"role": "user", "content": str(observation)}]
+        if self.system_prompt and not self.policy.trajectory.ids:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return await self.policy.generate(messages)
+
+
+def _is_messages(observation: Any) -> bool:
+    return isinstance(observation, list) and bool(observation) and isinstance(observation[0], Mapping)
+
+
+class AgenticWorkflow(RolloutWorkflow):
+    """Plays `gconfig.n_samples` agents, each in an environment of its own; the reward is the sum over all steps.
+
+    `make_environment` and `make_agent` are classes or functions; a row's columns go to the environment's `reset` as
+    `options`. Each call of the environment has `timeout_s`. A reward `t` steps later counts `discount ** t` times.
+    """
+
+    def __init__(
+        self,
+        make_environment: MakeEnvironment,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        make_agent: Callable[[Policy], Agent] = ChatAgent,
+        max_turns: int = 32,
+        discount: float = 1.0,
+        timeout_s: float = 30.0,
+        max_environments: int = 64,
+        enable_thinking: bool = False,
+    ):
+        self.make_environment, self.make_agent = make_environment, make_agent
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+        self.max_turns, self.discount, self.timeout_s = max_turns, discount, timeout_s
+        self.enable_thinking = enable_thinking
+        self.pool = CallPool(max_environments)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        return Trajectory.join(await play_all(self._play(engine, data, i) for i in range(self.gconfig.n_samples)))
+
+    async def _play(self, engine: InferenceEngine, data: dict[str, Any], index: int) -> Trajectory:
+        seed = data.get("seed")
+        trajectory = Trajectory(self.tokenizer, enable_thinking=self.enable_thinking)
+        policy = Policy(engine, self.gconfig, trajectory, None if seed is None else seed + index)
+        options = {key: value for key, value in data.items() if key != "seed"}
+        async with self._open_environment() as environment:
+            observation = await environment.reset(seed, options)
+            total, num_steps, is_over = await self._run(self.make_agent(policy), environment, observation, trajectory)
+        trajectory.stat("steps", num_steps).stat("finished", float(is_over))
+        return trajectory.reward(total)
+
+    @contextlib.asynccontextmanager
+    async def _open_environment(self) -> AsyncIterator["_InLoop | _InWorker"]:
+        kind = getattr(self.make_environment, "func", self.make_environment)
+        if inspect.iscoroutinefunction(getattr(kind, "step", None)):
+            environment = _InLoop(self.make_environment(), self.timeout_s)
+            try:
+                yield environment
+            finally:
+                await environment.close()
+            return
+        async with self.pool.lease(getattr(kind, "__module__", __name__)) as lease:
+            try:
+                yield _InWorker(self.make_environment, lease, self.timeout_s)
+            except CallError:
+                # The environment is in an unknown state: it ends with its process.
+                lease.is_usable = False
+                raise
+
+    async def _run(
+        self, agent: Agent, environment: "_InLoop | _InWorker", observation: Any, trajectory: Trajectory
+    ) -> tuple[float, int, bool]:
+        """Act until the end; returns the reward, the number of steps, and whether the environment ended it."""
+        total = 0.0
+        for turn in range(self.max_turns):
+            try:
+                action = await agent.act(observation)
+            except RequestError:
+                if not trajectory.ids or turn == 0:
+                    raise
+                # The first turn was accepted: the conversation has become longer than the model's context.
+                trajectory.truncated = True
+                return total, turn, False
+            observation, reward, terminated, truncated, _ = await environment.step(action)
+            total += reward * self.discount**turn
+            if terminated or truncated:
+                trajectory.truncated = bool(truncated and not terminated)
+                return total, turn + 1, True
+        trajectory.truncated = True
+        return total, self.max_turns, False
+
+
+class _InLoop:
+    """An environment whose methods are coroutines."""
+
+    def __init__(self, environment: Any, timeout_s: float):
+        self.environment, self.timeout_s = environment, timeout_s
+
+    async def reset(self, seed: int | None, options: dict[str, Any]) -> Any:
+        observation, _ = await self._await(self.environment.reset(seed=seed, options=options))
+        return observation
+
+    async def step(self, action: Any) -> Step:
+        return _check_step(await self._await(self.environment.step(action)))
+
+    async def close(self) -> None:
+        closing = self.environment.close()
+        if inspect.isawaitable(closing):
+            await self._await(closing)
+
+    async def _await(self, result: Any) -> Any:
+        async with asyncio.timeout(self.timeout_s):
+            return await result
+
+
+class _InWorker:
+    """An environment in a leased worker process."""
+
+    def __init__(self, make: MakeEnvironment, lease: Lease, timeout_s: float):
+        self.make, self.lease, self.timeout_s = make, lease, timeout_s
+
+    async def reset(self, seed: int | None, options: dict[str, Any]) -> Any:
+        return await self.lease.call(_reset, self.make, seed, options, timeout_s=self.timeout_s)
+
+    async def step(self, action: Any) -> Step:
+        return await self.lease.call(_step, action, timeout_s=self.timeout_s)
+
+
+# The environment of a worker process, which the episodes that lease it use one after the other.
+_kept: dict[str, Environment] = {}
+
+
+def _reset(make: MakeEnvironment, seed: int | None, options: dict[str, Any]) -> Any:
+    # Two workflows have two pools, so that a worker only ever makes one kind of environment.
+    environment = _kept.get("environment")
+    if environment is None:
+        environment = _kept["environment"] = make()
+    observation, _ = environment.reset(seed=seed, options=options)  # type: ignore[misc] - not a coroutine here
+    return observation
+
+
+def _step(action: Any) -> Step:
+    return _check_step(_kept["environment"].step(action))
+
+
+def _check_step(result: Any) -> Step:
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise ConfigError(
+            f"step() of the environment returned {str(result)[:200]!r}; expected (observation, reward, terminated, "
+            "truncated, info)"
+        )
+    observation, reward, terminated, truncated, _ = result
+    # `info` stays in the worker: nobody reads it, and it may be large.
+    return observation, float(reward), bool(terminated), bool(truncated), {}

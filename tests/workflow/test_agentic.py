@@ -1,0 +1,160 @@
+"""`AgenticWorkflow`: agents and environments; one that hangs or crashes costs its own episode."""
+
+import asyncio
+import functools
+
+import pytest
+
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.rollout_api import Agent
+from arealite.env.adapters import GymnasiumEnvironment, QuestionEnvironment, VerifiersEnvironment
+from arealite.utils.call_pool import CallError
+from arealite.workflow.agentic import AgenticWorkflow, ChatAgent
+from tests.workflow.scripted import AsyncCount, Count, ScriptedEngine, run
+
+
+def make(environment, tokenizer, n_samples=1, **kwargs):
+    kwargs.setdefault("max_environments", 2)
+    return AgenticWorkflow(environment, GenerationHyperparameters(n_samples=n_samples), tokenizer, **kwargs)
+
+
+@pytest.mark.parametrize("environment", [Count, AsyncCount])
+def test_an_episode_until_its_end(tokenizer, environment):
+    engine = ScriptedEngine(tokenizer, ["1", "7", "2", "3"])
+    batch = run(make(environment, tokenizer, discount=0.5), engine, {"limit": 3, "seed": 4})
+    text = tokenizer.decode(batch["input_ids"][0])
+    assert text.startswith("<user>count to 3\n<assistant>1<eos>\n<user>at 1\n<assistant>7<eos>\n<user>at 1")
+    assert batch["rewards"].tolist() == [1 + 0.25 + 0.125] and batch["truncated"].tolist() == [False]
+    assert batch["stats/steps"].tolist() == [4] and batch["stats/finished"].tolist() == [1]
+
+
+def test_ends_that_are_no_ends(tokenizer):
+    batch = run(make(Count, tokenizer), ScriptedEngine(tokenizer, ["1", "stop"]), {})
+    assert (batch["truncated"].tolist(), batch["stats/finished"].tolist()) == ([True], [1])
+    batch = run(make(Count, tokenizer, max_turns=2), ScriptedEngine(tokenizer, lambda prompt: "7"), {})
+    assert (batch["truncated"].tolist(), batch["stats/finished"].tolist()) == ([True], [0])
+    engine = ScriptedEngine(tokenizer, lambda prompt: "7", max_tokens=100)
+    assert run(make(Count, tokenizer), engine, {})["truncated"].tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [("crash", "exit code 9"), ("raise", "KeyError: 'no such state'"), ("nothing", "returned 'None'; expected")],
+)
+def test_a_broken_environment_costs_its_own_episode(tokenizer, action, message):
+    """Another episode that runs meanwhile ends well, and so does the next one in the same place."""
+    workflow = make(Count, tokenizer, max_environments=2)
+
+    async def play():
+        good = ScriptedEngine(tokenizer, lambda prompt: str(prompt.count("<assistant>")))
+        bad = ScriptedEngine(tokenizer, [action])
+        results = await asyncio.gather(
+            workflow.arun_episode(bad, {}), workflow.arun_episode(good, {"limit": 5}), return_exceptions=True
+        )
+        after = await workflow.arun_episode(good, {"limit": 2})
+        workflow.pool.close()
+        return [*results, after]
+
+    broken, fine, after = asyncio.run(play())
+    assert isinstance(broken, CallError) and message in str(broken)
+    assert fine["rewards"].tolist() == [5] and after["rewards"].tolist() == [2]
+
+
+def test_an_environment_that_hangs_is_killed(tokenizer):
+    with pytest.raises(CallError, match="did not return within 1 s"):
+        run(make(Count, tokenizer, timeout_s=1.0), ScriptedEngine(tokenizer, []), {"fault": "hang in reset"})
+    with pytest.raises(TimeoutError):
+        run(make(AsyncCount, tokenizer, timeout_s=0.2), ScriptedEngine(tokenizer, ["hang"]), {})
+
+
+class Careful(Agent):
+    """Thinks first, then acts; its thoughts are trained on too."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    async def act(self, observation):
+        await self.policy.generate([{"role": "user", "content": f"plan: {observation}"}])
+        return await self.policy.generate([{"role": "user", "content": "act"}])
+
+
+def test_agents_of_ones_own(tokenizer):
+    engine = ScriptedEngine(tokenizer, ["hm", "1"])
+    batch = run(make(Count, tokenizer, make_agent=Careful), engine, {"limit": 1})
+    trained = tokenizer.decode(batch["input_ids"][0][batch["loss_mask"][0].bool()])
+    assert (trained, batch["rewards"].tolist()) == ("hm<eos>1<eos>", [1])
+    agent = functools.partial(ChatAgent, system_prompt="be brief")
+    engine = ScriptedEngine(tokenizer, ["1"])
+    run(make(Count, tokenizer, make_agent=agent), engine, {"limit": 1})
+    assert engine.prompts[0].startswith("<system>be brief\n<user>count")
+
+
+def to_text(observation, env):
+    return f"You are at {observation} of {env.unwrapped.desc.size}."
+
+
+def to_action(text, env):
+    if text not in "0123" or not text:
+        raise ValueError("answer 0, 1, 2 or 3")
+    return int(text)
+
+
+def test_gymnasium(tokenizer):
+    pytest.importorskip("gymnasium")
+    make_environment = functools.partial(
+        GymnasiumEnvironment, "FrozenLake-v1", to_text, to_action, is_slippery=False, map_name="4x4"
+    )
+    engine = ScriptedEngine(tokenizer, ["down", "1", "1", "2", "1", "2", "2"])
+    batch = run(make(make_environment, tokenizer), engine, {"seed": 1})
+    assert "You are at 0 of 16." in engine.prompts[0]
+    assert "no valid action: answer 0, 1, 2 or 3" in engine.prompts[1]
+    assert batch["rewards"].tolist() == [1] and batch["stats/steps"].tolist() == [7]
+
+
+class Sums:
+    """Questions as reasoning-gym has them."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"question": f"{index}+{index}?", "answer": str(2 * index)}
+
+    def score_answer(self, answer, entry):
+        return float(answer == entry["answer"])
+
+
+def test_datasets_with_verifiers(tokenizer):
+    workflow = make(functools.partial(QuestionEnvironment, Sums()), tokenizer)
+    batch = run(workflow, ScriptedEngine(tokenizer, [" 4 "]), {"index": 5})
+    assert batch["rewards"].tolist() == [1] and batch["stats/steps"].tolist() == [1]
+
+
+class Rubric:
+    def get_reward_funcs(self):
+        return [lambda completion, answer: completion[-1]["content"] == answer, lambda **kw: len(kw["completion"])]
+
+    def get_reward_weights(self):
+        return [1.0, 0.1]
+
+
+class Guess:
+    """A conversation as verifiers has them."""
+
+    rubric = Rubric()
+
+    async def is_completed(self, messages, state):
+        return messages[-1]["content"] == state["answer"]
+
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": f"not {messages[-1]['content']}"}], state
+
+
+def test_conversations_of_verifiers(tokenizer):
+    engine = ScriptedEngine(tokenizer, ["3", "4"])
+    row = {"prompt": [{"role": "system", "content": "guess"}, {"role": "user", "content": "?"}], "answer": "4"}
+    batch = run(make(functools.partial(VerifiersEnvironment, Guess()), tokenizer), engine, row)
+    assert tokenizer.decode(batch["input_ids"][0]) == (
+        "<system>guess\n<user>?\n<assistant>3<eos>\n<user>not 3\n<assistant>4<eos>"
+    )
+    assert batch["rewards"].tolist() == pytest.approx([1.3])
