@@ -12,7 +12,7 @@ from arealite.api.errors import ConfigError
 
 
 def load_object(name: str, key: str) -> Callable[..., Any]:
-    """Import the class or function that the configuration `key` names; raises `ConfigError` with the reason.
+    """Import the class or function that the configuration `key` names; raises `ConfigError`.
 
     Modules in the working directory are found too.
     """

@@ -1,4 +1,4 @@
-"""The contracts of rollouts: workflows, agents, environments, and a factory for workflows named in a configuration.
+"""The contracts of rollouts: workflows, agents, environments, and a factory for workflows.
 
 `AgenticWorkflow` plays agents against environments. An environment has the methods of gymnasium's `Env`; observations
 and actions are text, chat messages, or anything that agent and environment agree on.
@@ -35,7 +35,7 @@ class Environment(abc.ABC):
 
     @abc.abstractmethod
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start | Awaitable[Start]:
-        """Begin an episode; returns its first observation, and info. `options` are the columns of the data row."""
+        """Begin an episode; returns its first observation, and info. `options` has the columns of the row."""
 
     @abc.abstractmethod
     def step(self, action: Any) -> Step | Awaitable[Step]:
@@ -50,7 +50,7 @@ class Environment(abc.ABC):
 
 
 def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered: Any) -> RolloutWorkflow:
-    """Make the workflow `package.module:Class` (or a function that returns one) that a configuration names.
+    """Make the workflow that a configuration names: `package.module:Class`, or a function that returns one.
 
     It gets those of the `offered` values that its constructor takes (`gconfig`, `tokenizer`, `reward_fn`, …), and all
     `arguments`.

@@ -73,7 +73,7 @@ class QuestionEnvironment(Environment):
 
 
 class VerifiersEnvironment(Environment):
-    """A conversation as in `verifiers`: `env_response`, `is_completed`, and a rubric of weighted functions.
+    """A conversation as in `verifiers`: `env_response`, `is_completed`, a rubric of weighted functions.
 
     Rows have `prompt` (messages), and `answer`, `task` and `info` if the rubric needs them.
     """

@@ -32,7 +32,7 @@ _MAX_RESULT_BYTES = 1 << 26
 
 
 class CallError(RuntimeError):
-    """A function raised, ended its process or returned something that cannot be sent; the message says which."""
+    """A function raised, ended its process, or returned something that cannot be sent."""
 
 
 class CallTimeout(CallError):

@@ -40,7 +40,7 @@ class Policy:
 
 
 class ChatAgent(Agent):
-    """Sends each observation to the model, as a user's message unless it is messages, and returns the reply."""
+    """Sends each observation to the model (as a user's message, if it is none), and returns the reply."""
 
     def __init__(self, policy: Policy, system_prompt: str | None = None):
         self.policy, self.system_prompt = policy, system_prompt
@@ -57,7 +57,7 @@ def _is_messages(observation: Any) -> bool:
 
 
 class AgenticWorkflow(RolloutWorkflow):
-    """Plays `gconfig.n_samples` agents, each in an environment of its own; the reward is the sum over all steps.
+    """Plays `n_samples` agents, each in an environment of its own; the reward is the sum over all steps.
 
     `make_environment` and `make_agent` are classes or functions; a row's columns go to the environment's `reset` as
     `options`. Each call of the environment has `timeout_s`. A reward `t` steps later counts `discount ** t` times.

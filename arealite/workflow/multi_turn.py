@@ -1,4 +1,4 @@
-"""`MultiTurnWorkflow`: the model answers, hears that it is wrong, and tries again for a smaller reward.
+"""`MultiTurnWorkflow`: the model answers, hears that it is wrong, and tries again for less reward.
 
 Rows and rewards are those of `RLVRWorkflow`. All turns of a sample are one trajectory; the feedback between them is not
 trained on.

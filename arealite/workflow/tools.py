@@ -141,7 +141,7 @@ class ToolWorkflow(RLVRWorkflow):
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a function to the model, as OpenAI's `tools`: name, docstring, parameters with their types."""
+    """Describe a function to the model, as OpenAI's `tools`: name, docstring, types of parameters."""
     parameters = inspect.signature(tool).parameters.values()
     properties = {p.name: _parameter_schema(p) for p in parameters}
     required = [p.name for p in parameters if p.default is p.empty]
