@@ -50,7 +50,7 @@ class Environment(abc.ABC):
 
 
 def load_workflow(name: str, arguments: dict[str, Any] | None = None, **offered: Any) -> RolloutWorkflow:
-    """Make the workflow that a configuration names: `package.module:Class`, or a function that returns one.
+    """Make the workflow that a configuration names: `package.module:Class`, or a function.
 
     It gets those of the `offered` values that its constructor takes (`gconfig`, `tokenizer`, `reward_fn`, …), and all
     `arguments`.
