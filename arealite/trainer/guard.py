@@ -116,6 +116,7 @@ class Guard:
         self.alarms.restart(self._num_old_steps)
         # A run that resumes goes on from here, not from the collapsed policy.
         self.recover.save(info)
+        self.recover.wait()
         self._write()
         if rank() == 0:
             show_message(
@@ -128,6 +129,8 @@ class Guard:
             engine.set_lr_scale(self._state.lr_scale)
 
     def _keep(self, info: StepInfo) -> None:
+        # Only what is complete can be gone back to.
+        self.recover.wait()
         self._state.good = self.recover.path(info).name
         self.recover.keep(self._state.good)
         self._write()

@@ -3,8 +3,9 @@
 A checkpoint is written to `recover/writing`, with a checksum of each file, and renamed to `recover/step000123` when it
 is complete; the one before it is kept. A crash at any moment, or a full disk, thus leaves the last good one. A
 checkpoint is good if every file in it has a checksum that matches. Any other folder of that name is refused, the one
-before it is used, and nothing older than the newest good one is deleted for it. Training loops call `load` at the start
-and `maybe_save` after each step.
+before it is used, and nothing older than the newest good one is deleted for it. Training loops call `load` at the
+start, `maybe_save` after each step and `wait` at the end. Checkpoints are written in the background: see
+`BackgroundWriter`.
 """
 
 import json
@@ -13,15 +14,19 @@ import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
 from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
+from arealite.engine.fsdp.sharded_checkpoint import State, write_dcp
+from arealite.trainer.background import BackgroundWriter
 from arealite.trainer.saver import Frequency, on_all_ranks
 from arealite.utils.console import show_message
 from arealite.utils.distributed import all_reduce_stats, broadcast_json, rank, world_size
@@ -54,6 +59,7 @@ class Recover:
         self._newest: Path | None = None
         # Name of a checkpoint that is not deleted.
         self._kept = ""
+        self._writer = BackgroundWriter(engines)
 
     def load(self) -> StepInfo | None:
         """Restore the newest checkpoint and return its last step; None if there is none."""
@@ -105,6 +111,7 @@ class Recover:
 
     def restore_engines(self, name: str) -> None:
         """Load the engines alone from the checkpoint of this name. All ranks call it between two steps."""
+        self._finish_earlier()
         path = self.folder / name
         damage = find_damage(path, rank(), world_size())
         if all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})["damaged"]:
@@ -112,31 +119,71 @@ class Recover:
         self._load_engines(path)
 
     def maybe_save(self, info: StepInfo) -> bool:
-        """Save if it is due. All ranks call it after each step."""
-        if self.config.mode == "disabled" or not self.frequency.is_due(info):
-            return False
-        self.save(info)
-        return True
+        """Save if it is due. All ranks call it after each step.
+
+        An error of the one before it is raised here, after this one has been started.
+        """
+        is_due = self.config.mode != "disabled" and self.frequency.is_due(info)
+        # Rank 0 decides: all ranks must raise in the same step.
+        if is_due or (self._writer.is_busy and broadcast_json(self._writer.is_done)):
+            failure = self._finish_earlier()
+            if is_due:
+                self.save(info)
+            if failure is not None:
+                raise failure
+        return is_due
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete; raises `CheckpointError` if it failed."""
+        self._writer.wait()
+
+    def _finish_earlier(self) -> CheckpointError | None:
+        """Wait for the checkpoint that is being written; returns why it failed."""
+        try:
+            return self.wait()
+        except CheckpointError as error:
+            return error
 
     def save(self, info: StepInfo) -> None:
-        """Save now. Keeps the newest good checkpoint and deletes older ones first."""
+        """Save the state as it is now. Keeps the newest good checkpoint and deletes older ones first.
+
+        Returns when the state is copied, and writes it meanwhile; `wait` waits for that.
+        """
+        self.wait()
+        parts: dict[str, Any] = {}
+        with on_all_ranks(f"the recover checkpoint {self.path(info)}"):
+            if rank() == 0:
+                parts = {name: part.state_dict() for name, part in self.parts.items()}
+        copies = self._writer.copy_state()
+        if copies is None:
+            self._write(info, parts, None, None)
+        else:
+            self._writer.start(partial(self._write, info, parts, copies))
+
+    def _write(
+        self, info: StepInfo, parts: dict[str, Any], copies: dict[str, State] | None, group: dist.ProcessGroup | None
+    ) -> None:
+        """Write a checkpoint from copies of the engines' states, or from the engines."""
         writing = self.folder / "writing"
         what = f"the recover checkpoint {writing}"
-        with on_all_ranks(what):
+        with on_all_ranks(what, group):
             if rank() == 0:
                 self._remove_older(with_checksums=False)
                 writing.mkdir(parents=True)
-        with on_all_ranks(what):
+        with on_all_ranks(what, group):
             for name, engine in self.engines.items():
-                engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
+                if copies is None:
+                    engine.save(SaveLoadMeta(str(writing / name), "dcp", with_optim=True))
+                else:
+                    write_dcp(copies[name], str(writing / name), group)
         # Rank 0 lists the files: every one needs a checksum, and other machines may see new ones later.
-        files = broadcast_json(_list_files(writing) if rank() == 0 else None)
-        with on_all_ranks(what):
+        files = broadcast_json(_list_files(writing) if rank() == 0 else None, group=group)
+        with on_all_ranks(what, group):
             sums = {name: _checksum(writing / name) for name in files[rank() :: world_size()]}
             (writing / f"{_SUMS}{rank()}.json").write_text(json.dumps(sums))
-        with on_all_ranks(what):
+        with on_all_ranks(what, group):
             if rank() == 0:
-                self._finish(writing, info)
+                self._finish(writing, info, parts)
         self._newest = self.path(info)
 
     def make_room(self) -> bool:
@@ -144,6 +191,7 @@ class Recover:
 
         Returns whether anything was deleted. All ranks call it.
         """
+        self._finish_earlier()
         return broadcast_json(self._remove_older(with_checksums=True) if rank() == 0 else None)
 
     def _remove_older(self, with_checksums: bool) -> bool:
@@ -161,8 +209,7 @@ class Recover:
         """Return where the checkpoint of this step is saved."""
         return self.folder / f"step{info.global_step + 1:06d}"
 
-    def _finish(self, writing: Path, info: StepInfo) -> None:
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
+    def _finish(self, writing: Path, info: StepInfo, parts: dict[str, Any]) -> None:
         state = {"step": asdict(info), "engines": list(self.engines), "parts": parts}
         with (writing / _STATE).open("w") as file:
             json.dump(state, file)

@@ -34,7 +34,7 @@ from arealite.trainer.startup import take_startup_stats
 from arealite.trainer.stats_logger import StatsLogger, read_stats
 from arealite.trainer.trace import Trace
 from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
-from arealite.utils.distributed import broadcast_json, rank
+from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
@@ -109,6 +109,9 @@ class Run:
             if error is None:
                 self._finish_evaluation()
         finally:
+            # After an error other ranks may be gone.
+            if error is None or world_size() == 1:
+                self._try(self.recover.wait)
             self._close()
 
     def _close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from arealite.api.cli_args import FreqConfig
 from arealite.api.engine_api import TrainEngine
@@ -144,7 +145,7 @@ def _make_scratch(folder: str) -> str | None:
 
 
 @contextmanager
-def on_all_ranks(what: str) -> Iterator[None]:
+def on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a part of writing `what`: an OSError on one rank becomes a CheckpointError on all.
 
     Otherwise the other ranks would wait for the one that failed.
@@ -154,7 +155,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         failure = str(error.strerror or error)
-    share = all_reduce_stats({"failed": Stat(torch.tensor(float(bool(failure))))})
+    share = all_reduce_stats({"failed": Stat(torch.tensor(float(bool(failure))))}, group)
     if share["failed"]:
         reason = failure or "another rank failed, see its log"
         raise CheckpointError(f"could not write {what}: {reason}; earlier ones are untouched")

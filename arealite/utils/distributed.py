@@ -75,10 +75,10 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-def barrier() -> None:
+def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until all ranks have called it; uses the host group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:

@@ -108,6 +108,7 @@ def test_a_model_that_cannot_be_written_is_an_error_and_the_next_start_writes_it
         actor.destroy = lambda: None
         for step in run.steps():
             if step == 1:
+                run.recover.wait()
                 limit()
             run.commit(step, {"loss": 1.0})
     restore()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -217,9 +218,9 @@ def replace_folder(aside: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def raise_on_all_ranks(failure: str | None, aside: Path, final: Path) -> None:
+def raise_on_all_ranks(failure: str | None, aside: Path, final: Path, group: dist.ProcessGroup | None = None) -> None:
     """Raise `CheckpointError` on every rank if rank 0 failed, and remove the incomplete folder."""
-    failure = distributed.broadcast_json(failure)
+    failure = distributed.broadcast_json(failure, group=group)
     if failure is None:
         return
     if distributed.rank() == 0:

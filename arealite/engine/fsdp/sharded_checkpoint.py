@@ -1,18 +1,18 @@
 """Sharded checkpoints to resume from (`torch.distributed.checkpoint`).
 
 They hold tensors only, no pickled objects. All ranks save and load together; a checkpoint loads on any number of ranks.
+`HostCopy` takes the tensors of a checkpoint off the training thread, so that another thread can write them.
 """
 
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -21,24 +21,59 @@ from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, raise_on_all_ranks, replace_folder
+from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
+
+State = dict[str, torch.Tensor]
+# A run of one process saves and loads without a process group.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def save_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     """Save weights; `with_optim` also optimizer, schedule position, counters and random states."""
+    write_dcp(checkpoint_state(engine, with_optim), path)
+
+
+def checkpoint_state(engine: EngineState, with_optim: bool) -> State:
+    """Return the tensors of a checkpoint. Those of the model and the optimizer are the engine's own."""
+    return _model_state(engine) | (_training_state(engine) if with_optim else {})
+
+
+def write_dcp(state: State, path: str, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint. A thread beside training passes a group of its own, with all ranks."""
     final, aside = Path(path), Path(f"{path}.partial")
     if distributed.rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
-    distributed.barrier()
-    state = _model_state(engine) | (_training_state(engine) if with_optim else {})
+    distributed.barrier(group)
     attempt = WriteSteps(active=distributed.rank() == 0)
     try:
-        with _no_single_process_warning():
-            state_dict_saver.save(state, checkpoint_id=aside, no_dist=not dist.is_initialized())
+        no_dist = not dist.is_initialized()
+        state_dict_saver.save(state, checkpoint_id=aside, no_dist=no_dist, process_group=group)
     except (OSError, CheckpointException) as error:
         attempt.failure = _root_cause(error)
     attempt(replace_folder, aside, final)
-    raise_on_all_ranks(attempt.failure, aside, final)
+    raise_on_all_ranks(attempt.failure, aside, final, group)
+
+
+class HostCopy:
+    """A copy of an engine's checkpoint in host memory, which is used again for the next one."""
+
+    def __init__(self) -> None:
+        self._buffers: State = {}
+
+    def missing_bytes(self, state: State) -> int:
+        """Return how much more memory a copy of this state needs."""
+        held = {name: local(buffer).shape for name, buffer in self._buffers.items()}
+        return 0 if held == {n: local(t).shape for n, t in state.items()} else _size_bytes(state)
+
+    def take(self, state: State) -> State:
+        """Copy the state; returns the copy, which is valid until the next call."""
+        if self.missing_bytes(state):
+            self._buffers = {}
+            on_gpu = any(local(tensor).is_cuda for tensor in state.values())
+            self._buffers = _create_cpu_state_dict(state, pin_memory=on_gpu)
+        # Waits for the copies: training changes the tensors next.
+        return _copy_state_dict(state, self._buffers, non_blocking=False)
 
 
 def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
@@ -62,8 +97,7 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
                 f"expected {tuple(tensor.shape)}. It belongs to another model, or was saved without the optimizer"
             )
     try:
-        with _no_single_process_warning():
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read ({_root_cause(error)}): it is incomplete") from error
     if with_optim:
@@ -74,11 +108,8 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
         _restore_training_state(engine, state)
 
 
-@contextmanager
-def _no_single_process_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _size_bytes(state: State) -> int:
+    return sum(local(tensor).nbytes for tensor in state.values())
 
 
 def _read_metadata(path: str) -> dict:
