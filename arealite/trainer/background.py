@@ -1,4 +1,4 @@
-"""Writes recover checkpoints beside training: copies the engines' state, then runs the writing in a thread.
+"""Writes recover checkpoints beside training: copies the state of engines, and writes it in a thread.
 
 Used by `Recover`, which has at most one checkpoint in flight. On the training thread the state is copied to host memory
 (pinned for CUDA) that is kept for the next one. If there is too little of it on any machine, nothing is copied, and the
