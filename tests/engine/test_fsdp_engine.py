@@ -353,5 +353,5 @@ def test_a_trial_batch_fills_one_micro_batch_with_distinct_sizes(model_dirs, max
     if max_tokens > 100:
         assert mb.prefixes is not None
         sizes = [sum(mb.lengths), len(mb.prefixes.unique), len(mb.data["target_positions"]), len(mb.lengths)]
-        sizes += [max(mb.prefixes.lengths), max(s.prefix_length + s.length for s in mb.prefixes.segments)]
+        sizes += [max(s.length for s in mb.segments), max(s.prefix_length + s.length for s in mb.segments)]
         assert len(set(sizes)) == len(sizes), sizes
