@@ -1,10 +1,16 @@
-"""Time from the command to the first rollout, for each launcher. Prints a table and one JSON line.
+"""Time from the command to the first rollout and the first update, for each launcher. Prints a table and a JSON line.
 
-    python benchmark/launch.py [--rounds 3] [local torchrun slurm ray controller]
+    python benchmark/launch.py [--rounds 3] [local torchrun slurm ray controller] [--model FOLDER] [--set KEY=VALUE]…
 
-Uses a tiny random model, one embedded server and one trainer rank on this machine. The time runs from the start of
-the launcher's process until the first training batch is collected. Medians over rounds in which the launchers
-alternate. Ray and Slurm use one-machine clusters that are already running; `controller` is Ray's controller mode. A
+Uses a tiny random model, or that of `--model`, one embedded server and one trainer rank on this machine. The time runs
+from the start of the launcher's process until the first training batch is collected, or its step is done. Each round
+starts twice: the first start compiles into an empty cache, the second one finds it. Medians over rounds in which the
+launchers alternate. The JSON line has the parts of each start (`time/startup/*`). On a GPU, for example:
+
+    python benchmark/launch.py local --rounds 1 --model FOLDER --set actor.device=cuda --set server.device=cuda \\
+        --set actor.compile=true --set actor.dtype=bfloat16 --set server.dtype=bfloat16
+
+Ray and Slurm use one-machine clusters that are already running; `controller` is Ray's controller mode. A
 launcher whose cluster cannot be started here is left out, with the reason.
 """
 
@@ -33,9 +39,9 @@ EXAMPLE = ROOT / "examples" / "arealite" / "gsm8k_grpo.py"
 LAUNCHERS = ["local", "torchrun", "slurm", "ray", "controller"]
 
 
-def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str, str]) -> dict:
-    """Seconds until the first batch, and until all processes have ended."""
-    argv = arguments(folder, "embedded", model, rows, "embedded.d1p1t1+d1p1t1", steps=1)
+def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str, str], more: list[str]) -> dict:
+    """Seconds until the first batch, its update, and the end of all processes; and the parts of the start."""
+    argv = [*arguments(folder, "embedded", model, rows, "embedded.d1p1t1+d1p1t1", steps=1), *more]
     argv += ["controller=true"] if launcher == "controller" else []
     module = "ray" if launcher == "controller" else launcher
     command = [sys.executable, "-m", f"arealite.launcher.{module}", str(EXAMPLE), *argv]
@@ -47,7 +53,16 @@ def measure(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str,
     run = folder / "e" / "t"
     step = json.loads((run / "stats.jsonl").read_text().splitlines()[0])
     first_s = step["time"] - began - step["time/step"] + step.get("time/rollout", 0.0)
-    return {"to_first_rollout_s": first_s, "to_end_s": ended - began}
+    parts = {key.removeprefix("time/"): round(value, 2) for key, value in step.items() if key.startswith("time/")}
+    times = {"to_first_rollout_s": first_s, "to_first_update_s": step["time"] - began, "to_end_s": ended - began}
+    return {**times, "parts": parts}
+
+
+def measure_both(launcher: str, folder: Path, model: Path, rows: Path, env: dict[str, str], more: list[str]) -> dict:
+    """Measure a start with an empty cache of compiled code, and a second one with that of the first."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = {**env, **{name: str(folder / "caches" / name.lower()) for name in names}}
+    return {start: measure(launcher, folder / start, model, rows, env, more) for start in ("first", "second")}
 
 
 @contextlib.contextmanager
@@ -81,11 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("launchers", nargs="*", default=LAUNCHERS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a model folder; by default a tiny random model")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     options = parser.parse_args()
     found: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(folder / "model", seed=0)
+        model = options.model or make_model(folder / "model", seed=0)
         rows = folder / "gsm8k.jsonl"
         row = {"question": "1 + 1?", "answer": "#### 2"}
         rows.write_text("".join(json.dumps(row) + "\n" for _ in range(16)))
@@ -94,12 +111,16 @@ def main() -> None:
                 here = folder / f"{launcher}{number}"
                 with cluster(launcher, here) as env:
                     if env is not None:
-                        took = measure(launcher, here, model, rows, env)
+                        took = measure_both(launcher, here, model, rows, env, options.set)
                         found.setdefault(launcher, []).append(took)
-    keys = ["to_first_rollout_s", "to_end_s"]
+    keys = ["to_first_rollout_s", "to_first_update_s", "to_end_s"]
     results = {
-        launcher: {key: statistics.median(took[key] for took in all_took) for key in keys}
+        f"{launcher}, {start} start": {
+            **{key: statistics.median(took[start][key] for took in all_took) for key in keys},
+            "parts": all_took[-1][start]["parts"],
+        }
         for launcher, all_took in found.items()
+        for start in ("first", "second")
     }
     print_table(["launcher", *keys], [[n, *(f"{r[k]:.1f}" for k in keys)] for n, r in results.items()])  # fmt: skip
     about = {"benchmark": "launch", "rounds": options.rounds, **describe_machine()}
