@@ -6,11 +6,15 @@ A reward is a plain top-level function (so that a worker process can import it):
 
 `data` holds the columns of the dataset row. The function runs in a pool of processes with a deadline: if it hangs or
 crashes, only its own episode fails. Make a function that waits for a remote service a coroutine function
-(`async def reward(…)`): it is awaited on the event loop, any number at the same time, and needs no process.
+(`async def reward(…)`): it is awaited on the event loop, any number at the same time, and needs no process. An object
+with `__call__` works as a function does, if it can be pickled.
+
+A reward of several parts returns `{"reward": total, "part": value, …}`; the parts become statistics of the run.
 """
 
-from collections.abc import Awaitable
-from typing import Any, Protocol
+import inspect
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol, Self
 
 
 class RewardFn(Protocol):
@@ -18,4 +22,20 @@ class RewardFn(Protocol):
 
     def __call__(
         self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-    ) -> float | Awaitable[float]: ...
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]: ...
+
+
+class Score(float):
+    """A reward with the parts that it was made of: a number everywhere else."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: dict[str, float]) -> Self:
+        score = super().__new__(cls, value)
+        score.parts = parts
+        return score
+
+
+def is_async(fn: Any) -> bool:
+    """Whether a reward is a coroutine function, or an object that is called as one."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)

@@ -18,6 +18,7 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import STATS_PREFIX, Batch, ModelRequest, ModelResponse
+from arealite.api.reward_api import Score
 
 
 class Trajectory:
@@ -86,8 +87,10 @@ class Trajectory:
         return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
 
     def reward(self, value: float) -> Trajectory:
-        """Set the reward of the whole trajectory; returns itself."""
+        """Set the reward of the whole trajectory; its parts, if it has any, become `stats`. Returns itself."""
         self._reward = value
+        if isinstance(value, Score):
+            self.stats |= value.parts
         return self
 
     def stat(self, name: str, value: float) -> Trajectory:

@@ -9,7 +9,6 @@ Coroutine functions are awaited on the event loop itself.
 
 import asyncio
 import contextlib
-import inspect
 import math
 import os
 import pickle
@@ -23,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from arealite.api.errors import RewardError
+from arealite.api.reward_api import Score, is_async
 from arealite.utils.process import is_computing
 from arealite.utils.process_pool import (
     ProcessPool,
@@ -73,12 +73,15 @@ class RewardPool(ProcessPool[WorkerProcess]):
 
     def warm_up(self, fn: Callable[..., Any]) -> None:
         """Start what forks workers, without waiting for it: it imports the script, which takes seconds."""
-        if not inspect.iscoroutinefunction(fn):
+        if not is_async(fn):
             start_fork_server(fn.__module__)
 
     async def run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:
-        """Return `[fn(**row) for row in rows]`; raises `RewardError` with the reason if that fails."""
-        if inspect.iscoroutinefunction(fn):
+        """Return `[fn(**row) for row in rows]`; raises `RewardError` with the reason if that fails.
+
+        A reward that returns a dict of parts becomes a `Score`: a number that has them.
+        """
+        if is_async(fn):
             return check_rewards(fn, await self._await_all(fn, rows), len(rows))
         size = len(rows)
         if self._row_s * size > _MAX_JOB_S:
@@ -233,16 +236,29 @@ class RewardPool(ProcessPool[WorkerProcess]):
 
 
 def check_rewards(fn: Callable[..., Any], values: Any, count: int) -> list[float]:
-    """Return rewards as finite floats, or raise an error that names the function and what it returned."""
+    """Return rewards as finite floats, or raise an error that names the function and what it returned.
+
+    A dict with `reward` and parts becomes a `Score`.
+    """
     if len(values) != count:
         raise RewardError(f"reward {_name(fn)} returned {len(values)} values for {count} samples")
-    for value in values:
-        text = f"reward {_name(fn)} returned {value!r}"
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise RewardError(f"{text} ({type(value).__name__}); it must return a number")
-        if not math.isfinite(value):
-            raise RewardError(f"{text}; it must be finite")
-    return [float(value) for value in values]
+    return [_check_parts(fn, value) if isinstance(value, dict) else _check_number(fn, value) for value in values]
+
+
+def _check_number(fn: Callable[..., Any], value: Any, part: str = "") -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        text = f"reward {_name(fn)} returned {value!r}{part} ({type(value).__name__})"
+        raise RewardError(f"{text}; it must return a number, or a dict of numbers with the key `reward`")
+    if not math.isfinite(value):
+        raise RewardError(f"reward {_name(fn)} returned {value!r}{part}; it must be finite")
+    return float(value)
+
+
+def _check_parts(fn: Callable[..., Any], values: dict[str, Any]) -> Score:
+    if "reward" not in values:
+        raise RewardError(f"reward {_name(fn)} returned a dict with {sorted(map(str, values))}, without `reward`")
+    numbers = {str(name): _check_number(fn, value, f" as {name!r}") for name, value in values.items()}
+    return Score(numbers.pop("reward"), numbers)
 
 
 def _serve(sock: socket.socket) -> None:
@@ -289,9 +305,13 @@ def _compute(owner: Connection, fn: Callable[..., float], rows: list[dict[str, A
             owner.send(("some", values))
             values, sent_at = [], time.monotonic()
         value = fn(**row)
-        # Something that unpickles without imports: a number, or the text of anything else.
-        values.append(float(value) if hasattr(value, "__float__") else repr(value)[:200])
+        values.append({str(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else _plain(value))
     return values
+
+
+def _plain(value: Any) -> float | str:
+    """Return something that unpickles without imports: a number, or the text of anything else."""
+    return float(value) if hasattr(value, "__float__") else repr(value)[:200]
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -44,7 +44,13 @@ _WITH_NAMESPACES = ("bubblewrap", "namespaces")
 
 # Compiled if possible: it starts for every answer.
 _CHILD = next(path for path in (sandbox_child.__cached__, sandbox_child.__file__) if path and os.path.exists(path))
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
 # How often the memory of all processes and the size of the folder are checked.
 _CHECK_INTERVAL_S = 0.1
 _END_TIMEOUT_S = 5.0
@@ -338,7 +344,8 @@ def _bubblewrap_command(paths: Sequence[str], max_file_bytes: int) -> list[str]:
         options += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     options += ["--perms", "1777", "--size", str(max_file_bytes), "--tmpfs", "/tmp"]
     # Those that bwrap makes by itself are closed to others.
-    for parent in dict.fromkeys(str(parent) for path in paths for parent in reversed(Path(path).parents[:-1])):
+    every = (*paths, *sandbox_child.DEVICES)
+    for parent in dict.fromkeys(str(parent) for path in every for parent in reversed(Path(path).parents[:-1])):
         options += ["--perms", "0755", "--dir", parent]
     for path in paths:
         kind = "--symlink" if os.path.islink(path) else "--ro-bind"

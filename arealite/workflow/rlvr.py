@@ -5,7 +5,6 @@ It is a template for workflows of your own. A row has `messages` (the tokenizer'
 none, so that a run can be repeated.
 """
 
-import inspect
 from typing import Any
 
 from arealite.api.chat import encode_chat
@@ -13,7 +12,7 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
-from arealite.api.reward_api import RewardFn
+from arealite.api.reward_api import RewardFn, is_async
 from arealite.api.trajectory import Trajectory
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.reward.pool import RewardPool, check_rewards
@@ -87,6 +86,6 @@ class RLVRWorkflow(RolloutWorkflow):
             )
             for r in responses
         ]
-        if self.reward_inline and not inspect.iscoroutinefunction(self.reward_fn):
+        if self.reward_inline and not is_async(self.reward_fn):
             return check_rewards(self.reward_fn, [self.reward_fn(**row) for row in rows], len(rows))
         return await self.reward_pool.run(self.reward_fn, rows)

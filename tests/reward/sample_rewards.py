@@ -109,3 +109,20 @@ async def remote_judge(completion, **data):
 
 def raises_a_page(completion: str, **data):
     raise ValueError("a whole page " * 10**6)
+
+
+def in_parts(completion, **data):
+    return {"reward": 1.5, "length": len(completion), "format": True}
+
+
+def without_total(completion, **data):
+    return {"length": 1.0}
+
+
+def with_a_bad_part(completion, **data):
+    return {"reward": 1.0, "length": "long"}
+
+
+class Judge:
+    async def __call__(self, completion, **data):
+        return {"reward": len(completion), "asked": 1}

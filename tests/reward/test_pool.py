@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import RewardError
+from arealite.api.trajectory import Trajectory
 from arealite.reward.pool import RewardPool
 from arealite.utils import process_pool
 from tests.reward import sample_rewards
@@ -53,6 +54,8 @@ def test_a_group_is_one_job(pool):
         (sample_rewards.closes_and_runs_on, "its worker process closed its connection and did not end"),
         (sample_rewards.returns_text, "must return a number"),
         (sample_rewards.returns_nan, "must be finite"),
+        (sample_rewards.without_total, "without `reward`"),
+        (sample_rewards.with_a_bad_part, "'length'.*must return a number"),
         (lambda completion: 1.0, "top level"),
     ],
 )
@@ -63,6 +66,16 @@ def test_a_bad_reward_fails_with_its_reason_and_the_pool_continues(pool, fn, wor
         return await pool.run(sample_rewards.length, rows("xyz"))
 
     assert asyncio.run(both()) == [3.0]
+
+
+@pytest.mark.parametrize("fn", [sample_rewards.in_parts, sample_rewards.Judge()], ids=["function", "coroutine object"])
+def test_a_reward_of_several_parts_is_a_number_that_has_them(pool, fn):
+    first, second = asyncio.run(pool.run(fn, rows("a", "bc")))
+    if fn is sample_rewards.in_parts:
+        assert (first, first.parts, second.parts["length"]) == (1.5, {"length": 1.0, "format": 1.0}, 2.0)
+    else:
+        assert (first, second, second.parts) == (1.0, 2.0, {"asked": 1.0})
+    assert Trajectory().observe([1]).reward(second).stats == second.parts
 
 
 def test_very_long_errors_are_cut(pool):

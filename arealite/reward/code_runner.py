@@ -1,0 +1,288 @@
+"""The program that runs tests against a solution, inside the sandbox; `code.py` sends it there as text.
+
+Two processes: the solution lives in a child, the tests run in the parent. They exchange values as JSON of plain data,
+so nothing that the solution does to `assert`, to `==`, to builtins, to frames or to its output changes a verdict.
+Objects of other types stay in the child; the tests hold handles to them. Input: the length of the solution in bytes
+(ten digits), the solution, and then a JSON object with the tests, which the child is forked too early to see. For
+each test that passes, a line with a secret token and the number of the test is printed.
+"""
+
+import builtins
+import collections
+import ctypes
+import decimal
+import fractions
+import functools
+import importlib
+import itertools
+import json
+import operator
+import os
+import socket
+import sys
+from typing import Any, NoReturn
+
+_LARGEST_ITERATOR = 100_000
+_SAMPLES = ([], (), {}, set(), "", b"", range(0))
+_VIEWS = ({}.keys(), {}.values(), {}.items(), reversed([]), (x for x in ()))
+_ITERATORS = {map, filter, zip, enumerate, reversed, *(type(iter(x)) for x in _SAMPLES), *map(type, _VIEWS)}
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+# What tests may ask of an object that stays in the child.
+_OPERATIONS = {
+    "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "eq": operator.eq, "lt": operator.lt,
+    "len": len, "str": str, "list": list, "bool": bool, "get": lambda value: value,
+}  # fmt: skip
+
+
+class Peer:
+    """One side of the connection: calls objects of the other side, and answers its calls while it waits."""
+
+    def __init__(self, descriptor: int, has_solution: bool):
+        self.descriptor, self.input = descriptor, os.fdopen(descriptor, "rb")
+        self.has_solution = has_solution
+        # Objects that the other side may name: by number, and those of the solution by name.
+        self.objects: dict[Any, Any] = {}
+
+    def encode(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
+            return [kind.__name__, *map(self.encode, value)]
+        if kind in (dict, collections.Counter, collections.OrderedDict, collections.defaultdict):
+            return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
+        if kind in (bytes, bytearray):
+            return ["bytes", value.hex()]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind in (fractions.Fraction, decimal.Decimal):
+            return [kind.__name__, str(value)]
+        if kind is range:
+            return ["range", value.start, value.stop, value.step]
+        if kind in _ITERATORS:
+            return ["iterator", *map(self.encode, itertools.islice(value, _LARGEST_ITERATOR))]
+        if kind is type and getattr(builtins, value.__name__, None) is value:
+            return ["type", value.__name__]
+        if kind is Handle:
+            return ["yours", object.__getattribute__(value, "number")]
+        if not self.has_solution and not callable(value):
+            raise TypeError(f"a test passes {kind.__name__} to the solution, which is not plain data")
+        number = len(self.objects)
+        self.objects[number] = value
+        return ["mine", number]
+
+    def decode(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        kind, *rest = value
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](map(self.decode, rest))
+        if kind == "dict":
+            return {self.decode(k): self.decode(v) for k, v in rest}
+        if kind == "bytes":
+            return bytes.fromhex(rest[0])
+        if kind == "iterator":
+            return iter([self.decode(item) for item in rest])
+        if kind == "type":
+            return {n: t for n, t in vars(builtins).items() if isinstance(t, type)}[rest[0]]
+        if kind == "yours":
+            return self.objects[rest[0]]
+        if kind == "mine":
+            return Handle(self, rest[0])
+        makers: dict[str, Any] = {
+            "complex": complex,
+            "Fraction": fractions.Fraction,
+            "Decimal": decimal.Decimal,
+            "range": range,
+        }
+        return makers[kind](*rest)
+
+    def send(self, *message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self.descriptor, data) :]
+
+    def receive(self) -> list[Any]:
+        line = self.input.readline()
+        if not line:
+            raise ConnectionError("the solution ended")
+        return json.loads(line)
+
+    def ask(self, operation: str, *args: Any, **options: Any) -> Any:
+        """Have the other side do something, and return the value or raise the error."""
+        self.send("ask", operation, self.encode(args), self.encode(options))
+        while True:
+            kind, *message = self.receive()
+            if kind == "ask":
+                self.answer(*message)
+            elif kind == "value":
+                return self.decode(message[0])
+            else:
+                name, text = map(str, message)
+                known = getattr(builtins, name, None)
+                kind = known if isinstance(known, type) and issubclass(known, Exception) else None
+                raise (kind or type(name, (Exception,), {}))(text)
+
+    def answer(self, operation: str, args: Any, options: Any) -> None:
+        try:
+            if not self.has_solution and (operation != "call" or args[1][0] != "yours"):
+                raise PermissionError("a solution may only call functions that a test gave it")
+            operand, *values = self.decode(args)
+            function = operand if operation == "call" else functools.partial(_OPERATIONS[operation], operand)
+            value = function(*values, **self.decode(options))
+            message = ["value", self.encode(value)]
+        # The solution may raise anything, and exit.
+        except BaseException as error:
+            message = ["error", type(error).__name__, str(error)[:1000]]
+        self.send(*message)
+
+    def serve(self) -> NoReturn:
+        while True:
+            self.answer(*self.receive()[1:])
+
+
+class Handle:
+    """An object of the other side."""
+
+    def __init__(self, peer: Peer, number: Any):
+        object.__setattr__(self, "peer", peer)
+        object.__setattr__(self, "number", number)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return object.__getattribute__(self, "peer").ask("call", self, *args, **options)
+
+    def _ask(self, operation: str, *args: Any) -> Any:
+        return object.__getattribute__(self, "peer").ask(operation, self, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __eq__(self, other: object) -> bool:
+        # Never equal to data, whatever the solution says.
+        return type(other) is Handle and self._ask("eq", other) is True
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: Any) -> Any:
+        return self._ask("lt", other)
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __iter__(self) -> Any:
+        return iter(self._ask("list"))
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __bool__(self) -> bool:
+        return self._ask("bool")
+
+
+class Names(dict[str, Any]):
+    """Global names of the tests. What they do not define is a name of the solution."""
+
+    def __init__(self, peer: Peer, solution: dict[str, Any], tested: list[str]):
+        super().__init__(__name__="tests")
+        self.peer, self.solution, self.tested = peer, solution, tested
+
+    def __missing__(self, name: str) -> Any:
+        # Python looks among its own names next; a solution must not replace those.
+        if name not in self.solution or (hasattr(builtins, name) and name not in self.tested):
+            raise KeyError(name)
+        origin = self.solution[name]
+        if origin:
+            # A module, or something of one, that the solution imports: the tests import it themselves.
+            found = importlib.import_module(origin[0])
+            self[name] = getattr(found, origin[1]) if origin[1] else found
+        else:
+            self[name] = self.peer.ask("get", Handle(self.peer, name))
+        return self[name]
+
+
+def origin_of(value: Any) -> tuple[str, str] | None:
+    """Return where in the standard library a value is from: module and name, or None."""
+    module = value.__name__ if type(value) is type(sys) else getattr(value, "__module__", None)
+    if type(module) is not str or module.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    if type(value) is type(sys):
+        return module, ""
+    name = getattr(value, "__name__", None)
+    return (module, name) if type(name) is str and hasattr(sys.modules.get(module), name) else None
+
+
+def run_solution(descriptor: int, source: str) -> NoReturn:
+    """Define the solution and answer calls of the tests, without any other way out of this process."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
+    peer = Peer(descriptor, has_solution=True)
+    names: dict[str, Any] = {"__name__": "solution"}
+    sys.modules["solution"] = type(sys)("solution")
+    try:
+        exec(compile(source, "solution.py", "exec", dont_inherit=True), names)
+        problem = None
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {str(error)[:1000]}"
+    peer.objects = {name: value for name, value in names.items() if name != "__builtins__"}
+    peer.send("names", problem, {name: origin_of(value) for name, value in peer.objects.items()})
+    peer.serve()
+
+
+def read(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = os.read(0, count - len(data))
+        if not part:
+            sys.exit("the input ends early")
+        data += part
+    return data
+
+
+def run_tests(peer: Peer, request: dict[str, Any]) -> None:
+    """Run each test in names of its own, and print the token for those that pass."""
+    _, problem, solution = peer.receive()
+    if problem:
+        sys.exit(f"the solution raised {problem}")
+    for number, test in enumerate(request["tests"]):
+        names = Names(peer, solution, request["tested"])
+        try:
+            exec(compile(request["setup"], "setup.py", "exec", dont_inherit=True), names)
+            # The setup may define what the solution should: the solution's is tested.
+            for name in request["tested"]:
+                names.pop(name, None)
+            exec(compile(test, "tests.py", "exec", dont_inherit=True), names)
+        # A test may raise anything. The solution cannot raise in this process.
+        except Exception as error:
+            print(f"test {number}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        else:
+            print(request["token"], number, flush=True)
+
+
+def main() -> None:
+    sys.set_int_max_str_digits(0)
+    solution = read(int(read(10))).decode()
+    ours, theirs = (end.detach() for end in socket.socketpair())
+    if os.fork() == 0:
+        os.close(ours)
+        run_solution(theirs, solution)
+    os.close(theirs)
+    # Where /proc is visible: its memory and descriptors belong to root.
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    request = b""
+    while part := os.read(0, 1 << 16):
+        request += part
+    run_tests(Peer(ours, has_solution=False), json.loads(request))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Rewards for code: right programs pass, wrong ones fail, and no trick passes."""
+
+import gzip
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import DatasetError
+from arealite.reward.code import CodeReward, code_reward, extract_code
+
+# The machine that tests may be busy.
+reward = CodeReward(timeout_s=60.0)
+share = CodeReward(timeout_s=60.0, partial=True)
+
+HUMANEVAL = dict(
+    prompt='def poly(xs, x):\n    return sum(c * x**i for i, c in enumerate(xs))\n\n\n'
+    'def double(numbers):\n    """Double all numbers."""\n',
+    test="def check(candidate):\n    assert candidate([1, 2.5]) == [2, 5.0]\n    assert candidate([]) == []\n"
+    "    assert poly(candidate([1, 1]), 2) == 6\n",
+    entry_point="double",
+)  # fmt: skip
+MBPP = dict(
+    test_list=["assert area(2, 3) == 6", "assert area(Box(4)) == 16", "assert set(names()) == {('a', 1), ('b', 2)}"],
+    test_setup_code="import math",
+)
+AREA = """
+class Box:
+    def __init__(self, side): self.side = side
+def area(a, b=None):
+    return a.side ** 2 if b is None else a * b
+def names():
+    return zip("ab", [1, 2])
+"""
+PROGRAMS = dict(test_cases=[{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}])
+
+
+def fenced(code):
+    return f"Let me think.\n```python\n{code}\n```\nThis works."
+
+
+def test_humaneval_layout():
+    assert reward(completion="    return [2 * x for x in numbers]\n", **HUMANEVAL) == 1.0
+    assert reward(completion=fenced("def double(numbers):\n    return [2 * x for x in numbers]"), **HUMANEVAL) == 1.0
+    assert reward(completion="    return numbers\n", **HUMANEVAL) == 0.0
+    assert reward(completion="    pass\n", **HUMANEVAL) == 0.0
+    # The start of the program may be in a column of its own, when the prompt is a chat.
+    row = {**HUMANEVAL, "prompt": "<|user|>Complete…", "code_prompt": HUMANEVAL["prompt"]}
+    assert reward(completion=fenced("def double(numbers):\n    return [x + x for x in numbers]"), **row) == 1.0
+
+
+def test_mbpp_layout():
+    assert reward("", fenced(AREA), [], [], **MBPP) == 1.0
+    wrong = fenced(AREA.replace("** 2", "** 3"))
+    assert (reward(completion=wrong, **MBPP), share(completion=wrong, **MBPP)) == (0.0, pytest.approx(2 / 3))
+    assert reward(completion=fenced("def sum(a, b): return a - b"), tests=["assert sum(5, 3) == 2"]) == 1.0
+
+
+def test_programs_that_read_and_print():
+    right = fenced("a, b = map(int, input().split())\nprint(a + b, '')")
+    assert reward(completion=right, **PROGRAMS) == 1.0
+    wrong = fenced("print(3)")
+    assert (reward(completion=wrong, **PROGRAMS), share(completion=wrong, **PROGRAMS)) == (0.0, 0.5)
+    assert reward(completion=right, input_output=json.dumps({"inputs": ["1 1"], "outputs": ["2"]})) == 1.0
+
+
+def test_values_of_all_kinds_arrive_as_they_are():
+    code = """
+import collections, fractions, decimal
+def same(x): return x
+def apply(f, *xs, start=0): return f(*xs) + start
+def make(kind): return kind((1, 2))
+def fail(): raise LookupError("no")
+def count(): return collections.Counter("aab")
+def nothing(): pass
+LIMIT = 7
+"""
+    tests = """
+import math, fractions, decimal, collections
+for x in (1, -2.5, True, None, "é\\n", b"x", (1, [2, {3}]), {(1, 2): [None]}, 1j, frozenset("a"), 10**5000, range(3)):
+    assert same(x) == x and type(same(x)) is type(x), x
+assert same(fractions.Fraction(1, 3)) * 3 == 1 and same(decimal.Decimal("0.1")) == decimal.Decimal("0.1")
+assert math.isnan(same(float("nan"))) and same(float("inf")) == float("inf")
+assert apply(lambda a, b: a * b, 3, 4, start=1) == 13
+assert make(list) == [1, 2] and make(set) == {1, 2}
+try:
+    fail()
+except LookupError as error:
+    assert str(error) == "no"
+else:
+    raise AssertionError
+assert count() == {"a": 2, "b": 1} and nothing() is None and LIMIT == 7
+"""
+    assert reward(completion=fenced(code), tests=[tests]) == 1.0
+
+
+# None of them solves the task `assert area(2, 3) == 6` with `check`-like tests.
+TRICKS = {
+    "exits": "import sys\nsys.exit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "exits when called": "import os\ndef area(*a): os._exit(0)",
+    "raises SystemExit when called": "def area(*a): raise SystemExit(0)",
+    "prints": "def area(*a): print('passed 0\\n' * 100); return 5",
+    "is always equal": """
+class Equal:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = None
+def area(*a): return Equal()
+""",
+    "is an equal number": """
+class Equal(int):
+    def __eq__(self, other): return True
+def area(*a): return Equal(1)
+""",
+    "replaces builtins": """
+import builtins
+builtins.AssertionError = None
+builtins.compile = lambda *a, **k: ""
+builtins.exec = lambda *a, **k: None
+def area(*a): return 5
+""",
+    "replaces JSON": """
+import json, os
+json.dumps = lambda *a, **k: '["value", 6]\\n["value", 6]'
+def area(*a): return 5
+""",
+    "answers in advance": """
+import os
+for descriptor in range(3, 100):
+    try: os.write(descriptor, b'["value", true]\\n' * 10)
+    except OSError: pass
+def area(*a): return 5
+""",
+    "looks for the tests": """
+import gc, sys, re
+def area(*a):
+    frame = sys._getframe()
+    while frame:
+        text = str(frame.f_locals) + str(frame.f_globals)
+        if found := re.search(r"area\\(2, 3\\) == (\\d+)", text):
+            return int(found[1])
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        if isinstance(thing, (str, list, dict)) and chr(61) * 2 + " 6" in str(thing):
+            return 6
+    return 0
+""",
+    "reads the input": "import os\nTEXT = os.read(0, 10**6)\ndef area(*a): return 6 if b'== 6' in TEXT else 0",
+    "calls back into the tests": """
+import os
+def area(*a):
+    for descriptor in range(3, 50):
+        try: os.write(descriptor, b'["ask", "getattr", ["tuple", ["yours", 0], "__globals__"], ["dict"]]\\n')
+        except OSError: pass
+    return 0
+""",
+    "makes a class among the tests": """
+import os
+CALL = b'["ask", "call", ["tuple", ["type", "type"], "X", ["tuple"], ["dict", ["__eq__", ["type", "bool"]]]], ["dict"]]'
+def area(*a):
+    os.write(3, CALL + b'\\n["ask", "call", ["tuple", ["yours", 0]], ["dict"]]\\n["value", ["yours", 1]]\\n')
+    return 0
+""",
+    "kills the tests": "import os\nos.kill(os.getppid(), 9)",
+    "stays": "import os\nif os.fork(): os._exit(0)\ndef area(*a): return 5",
+    "defines the checker": "def check(candidate): pass\ndef set(x): return 0\ndef area(*a): return 5",
+    "is too deep": "def area(*a):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "is too large": "def area(*a): return 'x' * 10**9",
+    "is cut": "def area(a, b):\n    return (a *",
+    "has null bytes": "def area(*a): return 6\0",
+    "is nested": "(" * 10**5,
+}
+
+
+@pytest.mark.parametrize("code", TRICKS.values(), ids=TRICKS)
+def test_tricks_do_not_pass(code):
+    # With a second test that is compared through a builtin name.
+    tests = ["assert area(2, 3) == 6", "assert set([area(2, 3)]) == set([6])"]
+    assert CodeReward(timeout_s=10.0, partial=True)(completion=fenced(code), tests=tests) == 0.0
+
+
+def test_endless_solutions_fail():
+    endless = CodeReward(timeout_s=1.0, partial=True)
+    code = "def f(x):\n    while x: pass\n    return x"
+    assert endless(completion=fenced(code), tests=["assert f(1) == 1"]) == 0.0
+    assert CodeReward(timeout_s=3.0, partial=True)(
+        completion=fenced(code), tests=["assert f(0) == 0", "assert f(1) == 1"]
+    ) == pytest.approx(0.5)
+    bomb = "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
+    assert endless(completion=fenced(bomb), tests=["assert f(1) == 1"]) == 0.0
+
+
+def test_where_the_code_is_found():
+    assert extract_code("no fence") == "no fence"
+    assert extract_code("a ```python\nx = 1\n``` b ```py\ny = 2\n``` c") == "y = 2\n"
+    assert extract_code("```python\ndef f(): 1\n```\nUse:\n```python\nf()\n```", "f") == "def f(): 1\n"
+    assert extract_code("```bash\nls\n```\n```\nz\n```\n") == "z\n"
+    assert extract_code("cut ```python\nx = (") == "x = ("
+    assert len(extract_code("`" * (10 << 20))) == 10 << 20
+    assert code_reward(completion="x" * (10 << 20), tests=["assert f(1)"]) == 0.0
+    assert code_reward(completion="```python\n\ud800\n```", tests=["assert f(1)"]) == 0.0
+
+
+def test_rows_without_tests_are_errors():
+    with pytest.raises(DatasetError, match=r"needs the columns.*'answer'"):
+        code_reward(completion="x = 1", answer="5")
+
+
+DATA = os.environ.get("AREALITE_TEST_DATA")
+
+
+def stub_of(code):
+    functions = re.findall(r"^def\s+(\w+)", code, re.M)
+    classes = re.findall(r"^class\s+(\w+)", code, re.M)
+    lines = [f"def {name}(*a, **k): return None" for name in functions]
+    return "\n".join([*lines, *(f"class {name}:\n  def __init__(self, *a, **k): pass" for name in classes)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA is not set")
+def test_reference_solutions_pass_and_stubs_do_not():
+    with gzip.open(Path(DATA) / "code" / "HumanEval.jsonl.gz") as file:
+        humaneval = [json.loads(line) for line in file]
+    mbpp = [json.loads(line) for line in (Path(DATA) / "code" / "mbpp.jsonl").open()]
+
+    def total(answer, rows):
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(lambda row: reward(completion=answer(row), **row), rows))
+
+    assert total(lambda row: row["canonical_solution"], humaneval) == len(humaneval) == 164
+    assert total(lambda row: "    pass\n", humaneval) == 0
+    assert total(lambda row: fenced(row["code"]), mbpp) == len(mbpp) == 974
+    assert total(lambda row: fenced(stub_of(row["code"])), mbpp) == 0
