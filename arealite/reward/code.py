@@ -100,7 +100,7 @@ def _starter(data: dict[str, Any], prompt: str, entry_point: str) -> str:
 
 
 def _complete(starter: str, code: str, entry_point: str) -> str:
-    """Return a whole program: the starter, and behind it a new definition or the rest of the one that it begins."""
+    """Return a whole program: the starter, and a new definition or the rest of the one that it begins."""
     separator = "\n\n" if _defines(code, entry_point) or not starter else ""
     return f"{starter}{separator}{code}"
 

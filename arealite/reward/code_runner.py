@@ -1,4 +1,4 @@
-"""The program that runs tests against a solution, inside the sandbox; `code.py` sends it there as text.
+"""Runs tests against a solution, inside the sandbox; `code.py` sends it there as text.
 
 Two processes: the solution lives in a child, the tests run in the parent. They exchange values as JSON of plain data,
 so nothing that the solution does to `assert`, to `==`, to builtins, to frames or to its output changes a verdict.
