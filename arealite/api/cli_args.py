@@ -7,15 +7,22 @@ engines.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SEED, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
+from arealite.api.dataset_args import (
+    CurriculumConfig,
+    DatasetConfig,
+    DataSourceConfig,
+    MixtureSourceConfig,
+    ValidationDatasetConfig,
+)
 from arealite.api.generation_args import (
     EvalGenerationConfig,
     GenerationHyperparameters,
@@ -34,35 +41,11 @@ from arealite.api.train_args import (
 
 # Re-exported, so that scripts import all configuration classes from here.
 __all__ = [
-    "EvalGenerationConfig", "FrozenEngineConfig", "GenerationHyperparameters", "InferenceEngineConfig", "NormConfig",
-    "OptimizerConfig", "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "ServerConfig", "TrainEngineConfig",
+    "CurriculumConfig", "DataSourceConfig", "DatasetConfig", "EvalGenerationConfig", "FrozenEngineConfig",
+    "GenerationHyperparameters", "InferenceEngineConfig", "MixtureSourceConfig", "NormConfig", "OptimizerConfig",
+    "PPOActorConfig", "PPOCriticConfig", "PreferenceConfig", "ServerConfig", "TrainEngineConfig",
+    "ValidationDatasetConfig",
 ]  # fmt: skip
-
-
-# How names of local data files end.
-DATA_FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-
-
-@dataclass
-class DatasetConfig(Section):
-    """A dataset and how it is batched."""
-
-    path: str = _help("Local .jsonl/.json/.csv/.parquet file or folder, or a hub name.")
-    name: str | None = _help("Configuration of a hub dataset, such as `main` of gsm8k.", None)
-    split: str | None = _help("Split of a hub dataset or local folder; default: by role (train, test).", None)
-    batch_size: int = _help("Rows per step, over all ranks.", 8, AT_LEAST_1)
-    shuffle: bool = _help("Shuffle in each epoch, by the seed.", True)
-    max_length: int | None = _help("Leave out rows with more tokens.", None, AT_LEAST_1)
-
-    # Which split is read if `split` is not set.
-    is_validation: ClassVar[bool] = False
-
-
-@dataclass
-class ValidationDatasetConfig(DatasetConfig):
-    """A dataset that is evaluated on."""
-
-    is_validation: ClassVar[bool] = True
 
 
 @dataclass
@@ -169,8 +152,14 @@ class BaseExperimentConfig(Section):
     total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None, AT_LEAST_1)
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
+    train_datasets: dict[str, MixtureSourceConfig] = _help(
+        "Several training sets by name, instead of train_dataset.path; train_dataset batches them.", dict
+    )
     valid_dataset: ValidationDatasetConfig | None = _help("Validation data; statistics call it `valid`.", None)
     valid_datasets: dict[str, ValidationDatasetConfig] = _help("Several validation sets, by name.", dict)
+    reward: str | None = _help(
+        "RL: built-in reward or package.module:function for datasets that name none; null: the task's.", None
+    )
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: SaverConfig = _help("When models are saved, besides the last.", SaverConfig)
@@ -184,7 +173,7 @@ class BaseExperimentConfig(Section):
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
 
     def problems(self) -> Iterator[str]:
-        yield from self._validation_problems()
+        yield from self._data_problems()
         if not self.validation_sets and self.evaluator.is_set:
             yield (
                 "evaluator is set, but there is no validation set: set valid_dataset.path "
@@ -203,10 +192,30 @@ class BaseExperimentConfig(Section):
             if isinstance(part, TrainEngineConfig) and train is not None:
                 part.check_tensor_parallel(train.tensor)
 
-    def _validation_problems(self) -> Iterator[str]:
-        for name in self.valid_datasets:
+    def _data_problems(self) -> Iterator[str]:
+        if self.train_datasets and self.train_dataset.path:
+            yield f"train_datasets is set, and train_dataset.path={self.train_dataset.path} too: set only one"
+        if not self.train_datasets and not self.train_dataset.path:
+            yield "train_dataset.path is missing: set it in a file or as train_dataset.path=…"
+        if len({source.weight is None for source in self.train_datasets.values()}) > 1:
+            yield "some of train_datasets have a weight and others none: set it for all or for none"
+        if self.train_dataset.curriculum is not None and not isinstance(self, GRPOConfig):
+            yield "train_dataset.curriculum needs rewards: it is for reinforcement learning only"
+        yield from self._named_set_problems("train_datasets", self.train_datasets)
+        yield from self._validation_problems()
+
+    def _named_set_problems(self, key: str, sets: Mapping[str, DataSourceConfig]) -> Iterator[str]:
+        for name, data in sets.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                yield f"valid_datasets has {name!r}, which becomes a file name: use letters, digits, '.', '_' and '-'"
+                yield f"{key} has {name!r}, which becomes a file name: use letters, digits, '.', '_' and '-'"
+            if not data.path:
+                yield f"{key}.{name}.path is missing: set it in a file or as {key}.{name}.path=…"
+
+    def _validation_problems(self) -> Iterator[str]:
+        yield from self._named_set_problems("valid_datasets", self.valid_datasets)
+        if self.valid_dataset is not None and not self.valid_dataset.path:
+            yield "valid_dataset.path is missing: set it in a file or as valid_dataset.path=…"
+        for name in self.valid_datasets:
             if name == "valid" and self.valid_dataset is not None:
                 yield "valid_dataset is the set `valid`, and valid_datasets has another one: rename that"
 

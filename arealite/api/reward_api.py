@@ -16,6 +16,9 @@ import inspect
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol, Self
 
+# An answer with at least this reward is right: partial credit is no pass. Rewards pass through float32.
+SOLVED = 1.0 - 1e-4
+
 
 class RewardFn(Protocol):
     """A function, or coroutine function, that scores one completion."""

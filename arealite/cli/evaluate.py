@@ -27,7 +27,7 @@ from arealite.launcher.supervisor import INTERRUPTED
 from arealite.trainer import evaluate
 from arealite.trainer.eval_metrics import powers_of_two
 from arealite.trainer.stats_logger import read_stats
-from arealite.trainer.tasks import find_task
+from arealite.trainer.tasks import check_data
 from arealite.utils.config import load_config, load_plain, run_main, to_yaml
 from arealite.utils.rundir import RunDir
 
@@ -60,8 +60,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     run_dir = RunDir(options.run_dir)
     settings = read_settings(run_dir, options.overrides)
-    for data in settings.validation_sets.values():
-        find_task(data)
+    check_data(settings, None)
     tried: set[Checkpoint] = set()
     num_idle = num_failed = 0
     with StopEvent() as stop:
@@ -113,7 +112,7 @@ def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
         path.write_text(OmegaConf.to_yaml(OmegaConf.create({**values, **own})))
         config = load_config(["--config", str(path), *overrides], EvalConfig)
     # No training data is read: the launcher must not look for it.
-    return replace(config, train_dataset=next(iter(config.validation_sets.values())))
+    return replace(config, train_dataset=next(iter(config.validation_sets.values())), train_datasets={})
 
 
 def find_new(run_dir: RunDir, settings: EvalConfig) -> list[Checkpoint]:

@@ -40,7 +40,7 @@ from arealite.api.cli_args import (
 from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.trainer import dpo, evaluate, ppo, rw, sft
-from arealite.trainer.tasks import find_task
+from arealite.trainer.tasks import check_data
 from arealite.utils.config import load_config, public_yaml, run_main
 from arealite.utils.rundir import RunDir, write_file
 
@@ -133,18 +133,13 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     common["allocation_mode"] = config.allocation_mode or default
     if config.trainer.type is None:
         # An evaluation reads no training data: the launcher must not look for the default one.
-        common["train_dataset"] = next(iter(config.validation_sets.values()))
+        common |= {"train_dataset": next(iter(config.validation_sets.values())), "train_datasets": {}}
+    elif config.train_datasets:
+        # Its path is the default.
+        common["train_dataset"] = dataclasses.replace(config.train_dataset, path="", name=None, split=None)
     flat = script_config(**common, **vars(tree))
     flat.check()
     return flat
-
-
-def _check_tasks(config: MainConfig) -> None:
-    """Raise if a dataset belongs to no built-in task. Preference loops read pairs from any dataset."""
-    if config.trainer.type in ("rw", "dpo"):
-        return
-    for dataset in (*([config.train_dataset] if config.trainer.type else []), *config.validation_sets.values()):
-        find_task(dataset)
 
 
 @contextmanager
@@ -183,7 +178,7 @@ def main(argv: list[str]) -> int:
     loop, _ = TRAINERS[config.trainer.type]
     flat = flatten(config)
     if not dry_run:
-        _check_tasks(config)
+        check_data(flat, config.trainer.type)
     with (
         tempfile.TemporaryDirectory() as scratch,
         _config_file(flat, Path(scratch) if dry_run else RunDir(flat).path) as path,
@@ -192,8 +187,8 @@ def main(argv: list[str]) -> int:
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
         code = launcher.launch(Path(str(loop.__file__)), ["--config", str(path)], dry_run)
     if dry_run:
-        # After the plan, so that it is printed also for a dataset without a task.
-        _check_tasks(config)
+        # After the plan, so that it is printed also for data that cannot be used.
+        check_data(flat, config.trainer.type)
     return code
 
 

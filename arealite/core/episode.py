@@ -20,6 +20,7 @@ from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, with_sample_columns
 
@@ -60,6 +61,11 @@ class Trajectories:
     num_tokens: int
     oldest_version: int
     mean_reward: float
+
+    @property
+    def pass_rate(self) -> float:
+        """The share of samples that are solved."""
+        return float((self.batch["rewards"] >= SOLVED).float().mean())
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from arealite.api.errors import TrainingError
-from arealite.core.episode import EpisodeId
+from arealite.core.episode import Episode, EpisodeId
 from arealite.core.row_stream import RowStream
 
 logger = logging.getLogger("arealite.executor")
@@ -73,6 +73,15 @@ class ResumeState:
         elif self._stream.dataloader is not dataloader:
             self._stream = RowStream(dataloader, self._stream.position)
         return self._stream
+
+    def report(self, episode: Episode) -> None:
+        """Tell a dataloader that chooses rows by their pass rate how an episode of the stream ended.
+
+        A rejected one counts as unsolved: with dynamic sampling its answers were all right or all wrong.
+        """
+        if self._stream is not None and self._stream.wants_results and episode.id.source == "stream":
+            rate = 0.0 if episode.result is None else episode.result.pass_rate
+            self._stream.report(episode.id.number, rate)
 
     def state_dict(self, unfinished: Iterable[EpisodeId]) -> dict[str, Any]:
         """Return the state as JSON. `unfinished` are the queued, running and buffered episodes."""

@@ -25,6 +25,9 @@ class RowStream:
         self._ahead: deque[Row] = deque()
         self._first_batch: int | None = None
         self._done: Collection[int] = ()
+        # Pass rates of ended rows, from the loop's thread, for a dataloader that chooses rows by them.
+        self._results: deque[tuple[int, float]] = deque()
+        self.wants_results: bool = getattr(dataloader, "record_result", None) is not None
 
     def seek(self, position: int, done: Collection[int]) -> None:
         """Go to the `position` of a checkpoint and skip rows in `done`."""
@@ -58,8 +61,15 @@ class RowStream:
                 "train_dataset.batch_size"
             )
 
+    def report(self, position: int, pass_rate: float) -> None:
+        """Take the share of right answers to a row. Any thread may call it."""
+        self._results.append((position - self.first_position, pass_rate))
+
     def next_row(self) -> tuple[int, Row]:
         """Return the next row that has not ended, and its position."""
+        loader: Any = self.dataloader
+        while self._results:
+            loader.record_result(*self._results.popleft())
         while self.position in self._done:
             self._next()
         row = self._next()

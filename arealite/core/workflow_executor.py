@@ -349,6 +349,7 @@ class WorkflowExecutor:
         self._admit()
 
     def _accept_or_reject(self, episode: Episode) -> None:
+        self.resume_state.report(episode)
         if episode.result is None:
             self.staleness.reject()
             self.accounts.close(episode, "rejected", reason="the workflow returned None")

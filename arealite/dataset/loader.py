@@ -1,15 +1,15 @@
 """Batches of rows in an order that depends only on the seed and the epoch, and that resumes exactly.
 
 Training loops iterate over one epoch (`for batch in loader`) or without end (`loader.cycle()`). All ranks see the same
-batches. Recover checkpoints save the state: the epoch and the position in it.
+batches. Recover checkpoints save the state: the epoch and the position in it, and with a curriculum its draws.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from arealite.api.cli_args import DatasetConfig
 from arealite.api.errors import DatasetError
+from arealite.dataset.order import Curriculum, epoch_order
 
 Row = dict[str, Any]
 
@@ -18,13 +18,12 @@ class StatefulDataLoader:
     """Yields batches of `config.batch_size` rows and drops an incomplete last batch of an epoch."""
 
     def __init__(self, rows: Sequence[Row], config: DatasetConfig, seed: int = 1):
-        size = config.batch_size
-        if not rows:
-            raise DatasetError(f"the dataset {config.path} has no rows")
+        size, name = config.batch_size, config.path or "of train_datasets"
+        if not len(rows):
+            raise DatasetError(f"the dataset {name} has no rows")
         if len(rows) < size:
             raise DatasetError(
-                f"the dataset {config.path} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add "
-                "rows"
+                f"the dataset {name} has {len(rows)} rows, fewer than one batch: lower batch_size={size} or add rows"
             )
         self.rows = rows
         self.batch_size = size
@@ -33,6 +32,9 @@ class StatefulDataLoader:
         self.epoch = 0
         # Batches of this epoch that were yielded.
         self.position = 0
+        self.curriculum = Curriculum(rows, config.curriculum, seed, config.shuffle) if config.curriculum else None
+        # Takes the number of a row, counted over all epochs, and the share of right answers; None if nobody asks.
+        self.record_result: Callable[[int, float], None] | None = self.curriculum.record if self.curriculum else None
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -40,13 +42,16 @@ class StatefulDataLoader:
 
     def __iter__(self) -> Iterator[list[Row]]:
         """Yield the remaining batches of the current epoch, then move to the start of the next."""
-        order = list(range(len(self.rows)))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
+        order = () if self.curriculum else epoch_order(self.rows, self.seed, self.epoch, self.shuffle)
         while self.position < len(self):
             start = self.position * self.batch_size
             self.position += 1
-            yield [self.rows[i] for i in order[start : start + self.batch_size]]
+            numbers = range(start, start + self.batch_size)
+            if self.curriculum:
+                first = self.epoch * len(self) * self.batch_size
+                yield [self.rows[self.curriculum.draw(first + i)] for i in numbers]
+            else:
+                yield [self.rows[order[i]] for i in numbers]
         self.epoch += 1
         self.position = 0
 
@@ -55,18 +60,27 @@ class StatefulDataLoader:
         while True:
             yield from self
 
-    def state_dict(self) -> dict[str, int]:
-        state = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
-        return state | {"num_rows": len(self.rows), "batch_size": self.batch_size}
+    def stats(self) -> dict[str, float]:
+        """Return statistics of the curriculum; empty without one."""
+        return self.curriculum.stats() if self.curriculum else {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        state = {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+        state |= {"num_rows": len(self.rows), "batch_size": self.batch_size}
+        return state | ({"curriculum": self.curriculum.state_dict()} if self.curriculum else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches that the saved loader had yielded."""
-        mine = self.state_dict()
-        changed = [k for k in ("seed", "num_rows", "batch_size") if state[k] != mine[k]]
+        mine = {"seed": self.seed, "num_rows": len(self.rows), "batch_size": self.batch_size}
+        changed = [f"{k} was {state[k]} and is {mine[k]}" for k in mine if state[k] != mine[k]]
+        if (self.curriculum is not None) != ("curriculum" in state):
+            changed.append(f"curriculum was {'on' if 'curriculum' in state else 'off'}")
         if changed:
-            pairs = ", ".join(f"{k} was {state[k]} and is {mine[k]}" for k in changed)
             raise DatasetError(
-                f"the data differs from the checkpoint's, so its order cannot be resumed: {pairs}. Restore the old "
-                "values, or start another run (another trial_name) from the trained weights in checkpoints/"
+                f"the data differs from the checkpoint's, so its order cannot be resumed: {', '.join(changed)}. "
+                "Restore the old values, or start another run (another trial_name) from the trained weights in "
+                "checkpoints/"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        if self.curriculum:
+            self.curriculum.load_state_dict(state["curriculum"])

@@ -4,35 +4,57 @@ Three layouts are read: texts with a `prompt` column; whole dialogues in `chosen
 messages (`[{"role": …, "content": …}]`), with or without a `prompt`, which go through the tokenizer's chat template.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from arealite.api.cli_args import DatasetConfig
-from arealite.api.errors import DatasetError
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.io_struct import Batch
-from arealite.dataset.rows import load_dataset, require_columns
-from arealite.dataset.sft import collate_sft, tokenize_sft, within_length
+from arealite.dataset.chat import tokenize_chat
+from arealite.dataset.columns import Messages, Row, apply_columns, check_messages
+from arealite.dataset.sft import collate_sft, load_tokens, tokenize_sft
 
-Row = dict[str, Any]
-Messages = list[dict[str, str]]
 _SIDES = ("chosen", "rejected")
 _ASSISTANT_TURN = "\n\nAssistant:"
 
 
-def get_preferences(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def get_preferences(
+    config: DataSourceConfig, tokenizer: PreTrainedTokenizerBase, cache: Path | None = None
+) -> Sequence[Row]:
     """Load pairs: `chosen` and `rejected`, each with `input_ids` and a `loss_mask` on the answer."""
-    rows = load_dataset(config)
-    require_columns(rows, list(_SIDES), config.path)
-    pairs = []
-    for number, row in enumerate(rows, 1):
-        try:
-            pairs.append(_tokenize_pair(row, tokenizer))
-        except ValueError as error:
-            raise DatasetError(f"{config.path}, row {number}: {error}") from error
-    return within_length(pairs, config.max_length, config.path)
+
+    def make(raw: Row) -> list[Row]:
+        return [_tokenize_pair(read_pair(raw, config), tokenizer)]
+
+    return load_tokens(config, make, tokenizer, cache)
+
+
+def read_pair(raw: Row, config: DataSourceConfig) -> Row:
+    """Return `prompt`, `chosen` and `rejected` of a row; raises `ValueError` for a malformed one."""
+    row = apply_columns(raw, config.columns)
+    missing = [side for side in _SIDES if side not in row]
+    if missing:
+        raise ValueError(
+            f"a pair needs the columns {' and '.join(_SIDES)}; it lacks {' and '.join(missing)} and has "
+            f"{', '.join(map(str, row)) or 'none'}. Set columns.{missing[0]}"
+        )
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(chosen, list) or isinstance(prompt, list):
+        prompt, chosen, rejected = _split_messages(prompt, chosen, rejected)
+        if config.system_prompt:
+            prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for name, value in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, str) and not (name == "prompt" and value is None):
+            raise ValueError(f"`{name}` must be text or a list of messages, not {type(value).__name__}")
+    if prompt is None:
+        prompt, chosen, rejected = split_dialogues(chosen, rejected)
+    elif config.prompt_template:
+        prompt = config.prompt_template.replace("{prompt}", prompt)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def collate_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
@@ -42,20 +64,13 @@ def collate_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
     return batch | {"pair_ids": number // 2 + 1, "is_chosen": 1 - number % 2}
 
 
-def _tokenize_pair(row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Tokenize both sides of a row of any layout. Raises `ValueError` for a malformed row."""
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(chosen, list) or isinstance(prompt, list):
-        return _tokenize_messages(*_split_messages(prompt, chosen, rejected), tokenizer)
-    for name, value in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
-        if not isinstance(value, str) and not (name == "prompt" and value is None):
-            raise ValueError(f"`{name}` must be text or a list of messages, not {type(value).__name__}")
-    if prompt is None:
-        prompt, chosen, rejected = _split_dialogues(chosen, rejected)
-    return {"chosen": tokenize_sft(prompt, chosen, tokenizer), "rejected": tokenize_sft(prompt, rejected, tokenizer)}
+def _tokenize_pair(pair: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    if isinstance(pair["prompt"], list):
+        return _tokenize_messages(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer)
+    return {side: tokenize_sft(pair["prompt"], pair[side], tokenizer) for side in _SIDES}
 
 
-def _split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
+def split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two dialogues behind the last `Assistant:` that they share into prompt and answers."""
     length = len(chosen)
     while not rejected.startswith(chosen[:length]) or not chosen[:length].endswith(_ASSISTANT_TURN):
@@ -90,45 +105,19 @@ def _check_messages(name: str, messages: Any) -> Messages:
     """Return checked messages; an answer that is plain text becomes the assistant's message."""
     if isinstance(messages, str) and name != "prompt":
         return [{"role": "assistant", "content": messages}]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`{name}` must be text or a list of messages, not {str(messages)[:40] or type(messages)!r}")
-    for message in messages:
-        texts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f"`{name}` has a message that is not {{'role': text, 'content': text}}: {str(message)[:80]}"
-            )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return check_messages(name, messages)
 
 
 def _tokenize_messages(
     prompt: Messages, chosen: Messages, rejected: Messages, tokenizer: PreTrainedTokenizerBase
 ) -> Row:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "it is made of messages, and the tokenizer has no chat template: give texts, or another tokenizer"
-        )
-    head = _render(prompt, tokenizer, add_generation_prompt=True)
-    return {
-        side: _tokenize_answer(head, _render(prompt + answer, tokenizer), tokenizer)
-        for side, answer in zip(_SIDES, (chosen, rejected), strict=True)
-    }
-
-
-def _render(messages: Messages, tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat template rejects its messages: {error}") from error
-
-
-def _tokenize_answer(prompt: str, dialogue: str, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Tokens of a dialogue that a chat template wrote; `loss_mask` is 1 on what follows the prompt."""
-    if not dialogue.startswith(prompt):
-        raise ValueError("the tokenizer's chat template does not write an answer behind its generation prompt")
-    answer = dialogue.removeprefix(prompt)
-    end = tokenizer.eos_token
-    # Templates end a turn with the end token and often a line break, which is not part of the answer.
-    if isinstance(end, str) and answer.rstrip().endswith(end):
-        answer = answer.rstrip().removesuffix(end)
-    return tokenize_sft(prompt, answer, tokenizer, add_special_tokens=False)
+    sides = {}
+    for side, answer in zip(_SIDES, (chosen, rejected), strict=True):
+        rows = tokenize_chat(prompt + answer, tokenizer, start=len(prompt))
+        if len(rows) > 1:
+            raise ValueError(
+                f"`{side}` has several turns of the assistant, and the tokenizer's chat template changes earlier ones: "
+                "put all but the last one into the prompt"
+            )
+        sides[side] = rows[0]
+    return sides

@@ -1,8 +1,9 @@
 """Load the rows of a dataset as plain dicts, from local files or from a hub.
 
-A local path is a .jsonl (also .gz), .json, .csv (all values are text) or .parquet file, or a folder of them. A hub name
-needs the optional `datasets` package. Without `split`, training reads the train split and validation the validation or
-test split; a dataset that has splits but not that one is an error.
+A local path is a .jsonl (also .gz), .json, .csv (all values are text), .parquet or .arrow file, or a folder of them,
+also one that `save_to_disk` of datasets wrote. A hub name needs the optional `datasets` package. Without `split`,
+training reads the train split and validation the validation or test split; a dataset that has splits but not that one
+is an error.
 """
 
 import csv
@@ -12,12 +13,13 @@ import logging
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from arealite.api.cli_args import DATA_FILES, DatasetConfig
+from arealite.api.dataset_args import DATA_FILES, GENERATED, DataSourceConfig
 from arealite.api.errors import DatasetError
+from arealite.dataset.generated import generate_rows
 
 Row = dict[str, Any]
 # Names of splits, the preferred ones first.
@@ -27,18 +29,25 @@ _VALIDATION = ("validation", "valid", "val", "dev", "test", "eval")
 logger = logging.getLogger("arealite.dataset")
 
 
-def load_dataset(config: DatasetConfig) -> list[Row]:
+def load_dataset(config: DataSourceConfig) -> list[Row]:
     """Load all rows that `config` names. Raises `DatasetError` if there are none."""
-    path = Path(config.path).expanduser()
-    if path.exists():
-        rows = [row for file in _files(path, config) for row in _read(file)]
-    elif path.is_absolute() or config.path.startswith((".", "~")) or config.path.endswith(DATA_FILES):
-        raise DatasetError(f"there is no dataset at {path.absolute()}")
-    else:
-        rows = _load_from_hub(config)
+    if config.path.startswith(GENERATED):
+        return generate_rows(config)
+    files = find_files(config)
+    rows = list(load_from_hub(config)) if files is None else [row for file in files for row in read_rows(file)]
     if not rows:
         raise DatasetError(f"the dataset {config.path} is empty")
     return rows
+
+
+def find_files(config: DataSourceConfig) -> list[Path] | None:
+    """Return the local files of a dataset; None for a hub name. Raises `DatasetError` if there are none."""
+    path = Path(config.path).expanduser()
+    if path.exists():
+        return _files(path, config)
+    if path.is_absolute() or config.path.startswith((".", "~")) or config.path.endswith(DATA_FILES):
+        raise DatasetError(f"there is no dataset at {path.absolute()}")
+    return None
 
 
 def require_columns(
@@ -58,18 +67,15 @@ def require_columns(
                 raise DatasetError(f"{source}, row {number}: `{column}` must be text, not {kind}")
 
 
-def _files(path: Path, config: DatasetConfig) -> list[Path]:
+def _files(path: Path, config: DataSourceConfig) -> list[Path]:
     """Return the files of the split that `config` names, or of the one that its role implies."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise DatasetError(f"the dataset {path} is neither a file nor a folder")
-    if any(path.rglob("*.arrow")):
-        raise DatasetError(
-            f"{path} was written by `save_to_disk` of datasets: write it with `to_parquet`, or give your script's "
-            "StatefulDataLoader what `datasets.load_from_disk` returns"
-        )
-    files = sorted(p for p in path.rglob("*") if p.name.endswith(DATA_FILES) and p.is_file())
+    # A folder of `save_to_disk` also holds .json files that describe it, and caches of `map`.
+    arrow = sorted(p for p in path.rglob("*.arrow") if not p.name.startswith("cache-"))
+    files = arrow or sorted(p for p in path.rglob("*") if p.name.endswith(DATA_FILES) and p.is_file())
     if not files:
         raise DatasetError(f"the folder {path} holds no {', '.join(DATA_FILES)} file")
     names = {file: str(file.relative_to(path)) for file in files}
@@ -89,7 +95,7 @@ def _files(path: Path, config: DatasetConfig) -> list[Path]:
     return [file for file in files if split in words[file]]
 
 
-def _split_for_role(splits: list[str], config: DatasetConfig, choices: str) -> str:
+def _split_for_role(splits: list[str], config: DataSourceConfig, choices: str) -> str:
     """Return the split for training or validation, by its name."""
     key, wanted = ("valid_dataset", _VALIDATION) if config.is_validation else ("train_dataset", _TRAINING)
     found = next((name for name in wanted if name in splits), None)
@@ -104,21 +110,21 @@ def _split_for_role(splits: list[str], config: DatasetConfig, choices: str) -> s
     return found
 
 
-def _read(file: Path) -> Iterator[Row]:
+def read_rows(file: Path) -> Iterator[Row]:
     """Yield the rows of a file. Whatever is wrong with the file is a `DatasetError` that says where."""
     lines: _Lines | None = None
     try:
-        if file.suffix == ".parquet":
-            yield from _check_rows(_parquet_rows(file))
+        if file.suffix in (".parquet", ".arrow"):
+            yield from check_rows(read_table(file).to_pylist())
             return
         opener = gzip.open if file.suffix == ".gz" else open
         # Bytes that are not UTF-8 become lone surrogates, so that the error can name the row.
         with opener(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
             lines = _Lines(text)
             if file.suffix == ".json":
-                yield from _check_rows(json.load(text))
+                yield from check_rows(json.load(text))
             else:
-                yield from _check_rows(_csv_rows(lines) if file.suffix == ".csv" else _json_lines(lines))
+                yield from check_rows(_csv_rows(lines) if file.suffix == ".csv" else _json_lines(lines))
     except (ValueError, OSError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error) as error:
         place = f"{file}, line {lines.number}" if lines is not None and lines.number else file
         raise DatasetError(f"cannot read {place}: {_reason(error)}") from error
@@ -164,19 +170,33 @@ def _csv_rows(lines: _Lines) -> Iterator[Row]:
         yield row
 
 
-def _parquet_rows(file: Path) -> list[Row]:
+def read_table(file: Path) -> Any:
+    """Return a .parquet or .arrow file as a pyarrow table; that of an .arrow file stays on disk."""
+    pyarrow = import_pyarrow()
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError("it needs pyarrow: pip install 'arealite[hub]'") from error
-    try:
-        return pyarrow.parquet.read_table(file).to_pylist()
+        if file.suffix == ".parquet":
+            return pyarrow.parquet.read_table(file)
+        source = pyarrow.memory_map(str(file))
+        try:
+            return pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            # The other of the two formats.
+            return pyarrow.ipc.open_file(source).read_all()
     # Most of them are a ValueError or OSError too, but not all.
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
 
 
-def _check_rows(values: Any) -> Iterator[Row]:
+def import_pyarrow() -> Any:
+    """Import pyarrow; raises `ValueError` if it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError("it needs pyarrow: pip install 'arealite[hub]'") from error
+    return pyarrow
+
+
+def check_rows(values: Any) -> Iterator[Row]:
     """Yield the rows; raises `ValueError` for one that is no object or holds text that is not UTF-8."""
     if not isinstance(values, Iterable) or isinstance(values, dict | str):
         raise ValueError(f"it holds one value ({type(values).__name__}); a list of rows is needed")
@@ -213,7 +233,8 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def _load_from_hub(config: DatasetConfig) -> list[Row]:
+def load_from_hub(config: DataSourceConfig) -> Sequence[Row]:
+    """Return a dataset of the hub. Its rows stay on disk until they are read."""
     try:
         import datasets
     except ImportError as error:
@@ -226,6 +247,6 @@ def _load_from_hub(config: DatasetConfig) -> list[Row]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DatasetError(f"cannot load {config.path!r} from the hub: {_reason(error)}") from error
     if config.split is not None:
-        return list(loaded)
+        return loaded
     splits = list(loaded)
-    return list(loaded[_split_for_role(splits, config, ", ".join(splits))])
+    return loaded[_split_for_role(splits, config, ", ".join(splits))]

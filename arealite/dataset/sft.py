@@ -1,16 +1,21 @@
-"""Tokenizers, rows for supervised training (a prompt and its answer as tokens), and batches of them."""
+"""Tokenizers, rows for supervised training (conversations, or prompts and answers), and batches."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.io_struct import Batch
-
-Row = dict[str, Any]
+from arealite.dataset.chat import tokenize_chat
+from arealite.dataset.columns import Row, apply_columns, check_messages, map_rows
+from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, describe, without_long
+from arealite.dataset.rows import load_dataset
+from arealite.dataset.streamed import map_lazily, open_streamed
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -48,12 +53,82 @@ def collate_sft(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Batch:
     return {k: pad_sequence(parts[k], True, padding_value=fill) for k, fill in pads.items()}
 
 
-def within_length(rows: list[Row], max_length: int | None, source: str) -> list[Row]:
-    """Keep rows (or pairs) of at most `max_length` tokens. Raises `DatasetError` if none is left."""
-    limit = math.inf if max_length is None else max_length
-    sides = ([row] if "input_ids" in row else row.values() for row in rows)
-    lengths = [max(len(side["input_ids"]) for side in each) for each in sides]
-    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-    if not kept:
-        raise DatasetError(f"all {len(rows)} rows of {source} are longer than {max_length=} tokens")
-    return kept
+def get_sft(
+    config: DataSourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    how: PromptFormat = AS_THEY_ARE,
+    cache: Path | None = None,
+) -> Sequence[Row]:
+    """Load rows with `input_ids` and a `loss_mask` of 1 on what the assistant says.
+
+    Conversations (`messages`) are trained on all turns of the assistant. Other rows have a `prompt` and a `response`;
+    with a chat template, and without `prompt_template`, they become a conversation of two turns.
+    """
+    return load_tokens(config, lambda raw: _tokenize_row(raw, config, how, tokenizer), tokenizer, cache)
+
+
+def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
+    """Return a row with `messages`, or with `prompt` and `response`; raises `ValueError`."""
+    adapted = how.adapt(raw) if how.adapt and not config.columns else raw
+    row = apply_columns(adapted, config.columns or how.columns)
+    if "messages" in row:
+        check_messages("messages", row["messages"])
+        if "prompt" not in row:
+            return {"messages": row["messages"]}
+    missing = [name for name in ("prompt", "response") if name not in row]
+    if missing:
+        raise ValueError(
+            "supervised training needs `messages`, or `prompt` and `response`; its columns are "
+            f"{', '.join(map(str, row))}. Set columns.{missing[0]}"
+        )
+    for name in ("prompt", "response"):
+        if not isinstance(row[name], str):
+            raise ValueError(f"`{name}` must be text, not {type(row[name]).__name__}")
+    return {name: row[name] for name in ("messages", "prompt", "response") if name in row}
+
+
+def _tokenize_row(
+    raw: Row, config: DataSourceConfig, how: PromptFormat, tokenizer: PreTrainedTokenizerBase
+) -> list[Row]:
+    row = read_sft(raw, config, how)
+    template = config.prompt_template or how.plain
+    if "prompt" in row and not tokenizer.chat_template:
+        row.pop("messages", None)
+    if "messages" not in row:
+        # A task that says how its prompts read as plain text is trained so, as base models are.
+        if not tokenizer.chat_template or template != PromptFormat.plain:
+            return [tokenize_sft(template.replace("{prompt}", row["prompt"]), row["response"], tokenizer)]
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+        row = {"messages": turns}
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return tokenize_chat(system + row["messages"], tokenizer)
+
+
+def load_tokens(
+    config: DataSourceConfig,
+    make: Callable[[Row], list[Row]],
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None = None,
+) -> Sequence[Row]:
+    """Load rows (or pairs) of at most `max_length` tokens. `make` makes them of one row of the data."""
+    if config.streaming:
+        raw = open_streamed(config, cache)
+        return map_lazily(raw, lambda row: _only(make(row), config), config, describe(tokenizer), cache)
+    raw = load_dataset(config)
+    made = map_rows(raw, lambda row: {"rows": make(row)}, config.path)
+    rows = [row for each in made for row in each["rows"]]
+    return without_long([row for row in rows if _fits(row, config)], len(rows), config)
+
+
+def _only(rows: list[Row], config: DataSourceConfig) -> Row | None:
+    if len(rows) > 1:
+        raise ValueError(
+            "the tokenizer's chat template changes earlier turns, so that each turn is a row of its own; that cannot "
+            "be streamed: leave out `streaming`, or give conversations of one turn"
+        )
+    return rows[0] if _fits(rows[0], config) else None
+
+
+def _fits(row: Row, config: DataSourceConfig) -> bool:
+    sides = [row] if "input_ids" in row else row.values()
+    return max(len(side["input_ids"]) for side in sides) <= (config.max_length or math.inf)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.backends import BACKENDS
-from arealite.api.cli_args import DATA_FILES
+from arealite.api.dataset_args import DATA_FILES, GENERATED
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
@@ -58,7 +58,7 @@ def _check_dataset(config: LaunchConfig, key: str, path: str) -> None:
     is_local = path.startswith(("/", ".", "~"))
     if config.reads_datasets:
         is_local = is_local or path.endswith(DATA_FILES)
-    if local.exists():
+    if local.exists() or path.startswith(GENERATED):
         return
     if is_local:
         raise ConfigError(f"there is no dataset at {path} ({key}): give a file or a folder")

@@ -135,7 +135,7 @@ def _reads_datasets(tree: ast.Module) -> bool:
     """Whether the script imports a dataset loader of the package; others may make rows from any path."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports if (node.module or "").startswith("arealite.") for alias in node.names]
-    return any(name.startswith("get_") or name in ("load_dataset", "find_task") for name in names)
+    return any(name.startswith("get_") or name in ("load_dataset", "load_rl", "load_sft") for name in names)
 
 
 def _resolve_in_script(script: str, argv: list[str]) -> str:
@@ -183,8 +183,9 @@ def _pick_keys(values: Any) -> LaunchConfig:
     if config.server.model_path:
         config.model_paths["server.model_path"] = config.server.model_path
     config.dataset_paths = {f"{name}.path": str(paths[name]) for name in _DATASETS if paths[name]}
-    for name, dataset in _section(values, "valid_datasets").items():
-        config.dataset_paths[f"valid_datasets.{name}.path"] = str(dataset.get("path"))
+    for key in ("train_datasets", "valid_datasets"):
+        for name, dataset in _section(values, key).items():
+            config.dataset_paths[f"{key}.{name}.path"] = str(dataset.get("path"))
     rollout = _section(values, "rollout")
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")

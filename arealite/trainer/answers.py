@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from arealite.api.errors import DatasetError
-from arealite.trainer.eval_metrics import SOLVED, paired_p_value
+from arealite.api.reward_api import SOLVED
+from arealite.trainer.eval_metrics import paired_p_value
 
 
 @dataclass(slots=True)

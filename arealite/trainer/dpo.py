@@ -1,5 +1,7 @@
 """DPO and its variants: the ready-made loop of examples/arealite/preference_dpo.py."""
 
+from collections.abc import Mapping, Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DPOConfig
@@ -21,9 +23,9 @@ class DPOTrainer(SFTTrainer):
     def __init__(
         self,
         config: DPOConfig,
-        rows: list[Row],
+        rows: Sequence[Row],
         tokenizer: PreTrainedTokenizerBase,
-        valid_rows: list[Row] | None = None,
+        valid_rows: Mapping[str, Sequence[Row]] | Sequence[Row] | None = None,
     ):
         super().__init__(config, rows, tokenizer, valid_rows)
         self.ref = None

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Rewards pass through float32.
-SOLVED = 1.0 - 1e-4
 # Two-sided 95% quantile of the normal distribution.
 _Z = 1.959964
 # Subsets of answers for maj@k: all of them up to this many, else so many drawn at random.

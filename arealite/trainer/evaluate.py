@@ -15,7 +15,7 @@ from arealite.reward.pool import RewardPool
 from arealite.trainer.eval_report import evaluation_table
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.stats_logger import StatsLogger
-from arealite.trainer.tasks import find_task
+from arealite.trainer.tasks import find_reward, load_rl
 from arealite.utils.config import load_config, run_main
 from arealite.utils.distributed import destroy_process_group, init_process_group, rank
 from arealite.utils.rundir import RunDir
@@ -28,10 +28,10 @@ def main(argv: list[str]) -> None:
     # On CPU: the ranks hold no model, they only wait for the result.
     init_process_group("cpu")
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    tasks = {name: find_task(data) for name, data in config.validation_sets.items()}
-    sets = {name: tasks[name].rl_rows(data, tokenizer) for name, data in config.validation_sets.items()}
+    rewards = {name: find_reward(data, config.reward) for name, data in config.validation_sets.items()}
+    sets = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
     gconfig, pool = config.evaluation_gconfig, RewardPool()
-    workflows = {name: RLVRWorkflow(own.reward, gconfig, tokenizer, reward_pool=pool) for name, own in tasks.items()}
+    workflows = {name: RLVRWorkflow(own, gconfig, tokenizer, reward_pool=pool) for name, own in rewards.items()}
     client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)
     rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=sum(map(len, sets.values())))

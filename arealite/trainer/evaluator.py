@@ -9,7 +9,7 @@ and `maj@K`; `eval/NAME/reward`, `answer_len`, `truncated`, `num_questions`, `fa
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import fmean
 from typing import Any
@@ -34,11 +34,11 @@ _SHARE = 0.25
 _GRACE_S = 60.0
 
 
-def validation_sets(rows: Mapping[str, list[Row]] | list[Row] | None) -> dict[str, list[Row]]:
+def validation_sets(rows: Mapping[str, Sequence[Row]] | Sequence[Row] | None) -> dict[str, Sequence[Row]]:
     """Return validation sets by name. A single list is the set `valid`."""
     if rows is None:
         return {}
-    return dict(rows) if isinstance(rows, Mapping) else {"valid": list(rows)}
+    return dict(rows) if isinstance(rows, Mapping) else {"valid": rows}
 
 
 class BlockingEvaluator:
@@ -67,7 +67,7 @@ class Evaluator:
         self,
         config: GRPOConfig,
         rollout: CollectingEngine,
-        sets: Mapping[str, list[Row]] | list[Row],
+        sets: Mapping[str, Sequence[Row]] | Sequence[Row],
         workflows: RolloutWorkflow | Mapping[str, RolloutWorkflow],
         run_dir: RunDir | None = None,
         version: int = 0,

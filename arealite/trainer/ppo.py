@@ -4,14 +4,15 @@ Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test check
 change both or none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
-from arealite.api.cli_args import FrozenEngineConfig, GRPOConfig
+from arealite.api.cli_args import FrozenEngineConfig, GenerationHyperparameters, GRPOConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.api.reward_api import RewardFn
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, load_tokenizer
@@ -19,9 +20,10 @@ from arealite.engine.backends import remote_engine_class
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
+from arealite.reward.pool import RewardPool
 from arealite.trainer.evaluator import Evaluator, validation_sets
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import find_task
+from arealite.trainer.tasks import find_reward, load_rl, load_training_rows, make_training_workflow
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
@@ -36,9 +38,9 @@ class PPOTrainer:
     def __init__(
         self,
         config: GRPOConfig,
-        rows: list[dict[str, Any]],
+        rows: Sequence[dict[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-        valid_rows: Mapping[str, list[dict[str, Any]]] | list[dict[str, Any]] | None = None,
+        valid_rows: Mapping[str, Sequence[dict[str, Any]]] | Sequence[dict[str, Any]] | None = None,
     ):
         self.config, self.tokenizer, self.valid_sets = config, tokenizer, validation_sets(valid_rows)
         parallel = AllocationMode.from_str(config.allocation_mode).train
@@ -119,13 +121,16 @@ def main(argv: list[str]) -> None:
     """Train on every rank; `arealite.cli.main` starts it."""
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    task = find_task(config.train_dataset)
-    workflow = RLVRWorkflow(task.reward, config.gconfig, tokenizer)
-    rows = task.rl_rows(config.train_dataset, tokenizer)
-    tasks = {name: find_task(data) for name, data in config.validation_sets.items()}
-    valid_rows = {name: tasks[name].rl_rows(data, tokenizer) for name, data in config.validation_sets.items()}
-    gconfig, pool = config.evaluation_gconfig, workflow.reward_pool
-    judges = {name: RLVRWorkflow(own.reward, gconfig, tokenizer, reward_pool=pool) for name, own in tasks.items()}
+    pool = RewardPool()
+
+    def make(reward: RewardFn, gconfig: GenerationHyperparameters = config.gconfig) -> RolloutWorkflow:
+        return RLVRWorkflow(reward, gconfig, tokenizer, reward_pool=pool)
+
+    workflow = make_training_workflow(config, make)
+    rows = load_training_rows(config, tokenizer, load_rl)
+    rewards = {name: find_reward(data, config.reward) for name, data in config.validation_sets.items()}
+    valid_rows = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
+    judges = {name: make(reward, config.evaluation_gconfig) for name, reward in rewards.items()}
     PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow, judges)
 
 

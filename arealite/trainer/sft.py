@@ -3,13 +3,14 @@
 Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop with another engine, collation and update.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
+from arealite.api.cli_args import DataSourceConfig, DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, FinetuneSpec
 from arealite.controller.factory import make_engine
@@ -18,7 +19,7 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import Loader, find_task
+from arealite.trainer.tasks import load_sft, load_training_rows
 from arealite.utils.config import load_config, run_main
 
 Row = dict[str, Any]
@@ -32,9 +33,9 @@ class SFTTrainer:
     def __init__(
         self,
         config: SFTConfig | RWConfig | DPOConfig,
-        rows: list[Row],
+        rows: Sequence[Row],
         tokenizer: PreTrainedTokenizerBase,
-        valid_rows: Mapping[str, list[Row]] | list[Row] | None = None,
+        valid_rows: Mapping[str, Sequence[Row]] | Sequence[Row] | None = None,
     ):
         self.config, self.tokenizer, self.valid_sets = config, tokenizer, validation_sets(valid_rows)
         for name, own in self.valid_sets.items():
@@ -85,18 +86,18 @@ def train_from_config(
     argv: list[str],
     config_class: type[SFTConfig | RWConfig | DPOConfig],
     trainer_class: type[SFTTrainer],
-    load_rows: Loader,
+    load_rows: Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]],
 ) -> None:
     """Train on every rank, as the command line says; `arealite.cli.main` starts it."""
     config = load_config(argv, config_class)
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows = load_rows(config.train_dataset, tokenizer)
-    sets = {name: load_rows(data, tokenizer) for name, data in config.validation_sets.items()}
+    rows = load_training_rows(config, tokenizer, load_rows)
+    sets = {name: load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
     trainer_class(config, rows, tokenizer, sets).train()
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(argv, SFTConfig, SFTTrainer, lambda data, tokenizer: find_task(data).sft_rows(data, tokenizer))
+    train_from_config(argv, SFTConfig, SFTTrainer, load_sft)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,185 @@
-"""Rows and reward of the built-in datasets, for runs that are described by a configuration alone.
+"""Rows and rewards of runs that are described by a configuration alone.
 
-Scripts with a dataset and reward of their own do not need it. To add a task, add one line to `TASKS`.
+A dataset belongs to a built-in task if `task` or its path names one; otherwise `columns` and `reward` say what it is.
+`check_data` finds what is wrong with either before anything starts. Scripts with rows and rewards of their own do not
+need this module. To add a task, add one entry to `TASKS`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from arealite.api.cli_args import DatasetConfig
+from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError
 from arealite.api.reward_api import RewardFn
-from arealite.dataset import get_gsm8k_rl, get_gsm8k_sft
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.dataset.columns import Row, make_row
+from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
+from arealite.dataset.order import Mixture
+from arealite.dataset.preference import read_pair
+from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, load_prompts
+from arealite.dataset.rows import find_files, load_dataset
+from arealite.dataset.sft import get_sft, read_sft
+from arealite.dataset.streamed import open_streamed
+from arealite.reward.countdown import countdown_reward
 from arealite.reward.gsm8k import gsm8k_reward
+from arealite.reward.math import math_reward
+from arealite.reward.qa import qa_reward
+from arealite.reward.reasoning_gym import reasoning_gym_reward
+from arealite.trainer import task_formats as formats
+from arealite.utils.rundir import RunDir
+from arealite.utils.user_code import import_named
+from arealite.workflow.by_source import BySource
 
-Loader = Callable[[DatasetConfig, PreTrainedTokenizerBase], list[dict[str, Any]]]
+# Rewards by name.
+REWARDS: dict[str, RewardFn] = {
+    "gsm8k": gsm8k_reward,
+    "math": math_reward,
+    "countdown": countdown_reward,
+    "reasoning_gym": reasoning_gym_reward,
+    "qa": qa_reward,
+}
+# Rows that are checked of a dataset that is streamed.
+_NUM_CHECKED = 1000
 
 
-class Task(NamedTuple):
-    rl_rows: Loader
-    sft_rows: Loader
-    reward: RewardFn
+@dataclass(frozen=True)
+class Task:
+    """What the columns of a dataset mean: as prompts with a reward, and for supervised training.
+
+    A path that matches `pattern` belongs to it.
+    """
+
+    prompts: PromptFormat = AS_THEY_ARE
+    reward: str | None = None
+    sft: PromptFormat = AS_THEY_ARE
+    pattern: str = ""
 
 
-_WORD_PROBLEMS = Task(get_gsm8k_rl, get_gsm8k_sft, gsm8k_reward)
-TASKS = {"gsm8k": _WORD_PROBLEMS, "mawps": _WORD_PROBLEMS}
+TASKS = {
+    "gsm8k": Task(WORD_PROBLEMS, "gsm8k", WORKED_ANSWERS),
+    "mawps": Task(WORD_PROBLEMS, "gsm8k", WORKED_ANSWERS),
+    "math": Task(formats.MATH, "math", formats.MATH_SFT, pattern=r"(?<![a-z])math(?![a-z])"),
+    "countdown": Task(formats.COUNTDOWN, "countdown", formats.COUNTDOWN_SFT),
+    "reasoning_gym": Task(formats.REASONING_GYM, "reasoning_gym", formats.REASONING_GYM_SFT),
+    "tldr": Task(formats.TLDR, None, formats.TLDR_SFT, pattern=r"tldr|tl-dr"),
+    "hh_rlhf": Task(formats.HH_RLHF, None, formats.HH_RLHF_SFT, pattern="hh-?_?rlhf"),
+    "humaneval": Task(formats.HUMANEVAL, "code", formats.HUMANEVAL_SFT, pattern="human-?_?eval"),
+    "mbpp": Task(formats.MBPP, "code", formats.MBPP_SFT),
+    "search_qa": Task(
+        formats.SEARCH_QA, "qa", formats.SEARCH_QA_SFT,
+        pattern=r"squad|hotpot|trivia_?qa|(?<![a-z])nq(?![a-z])|natural_questions",
+    ),
+    "sciq": Task(formats.SCIQ, "choice", formats.SCIQ_SFT),
+    "clevr_count": Task(formats.CLEVR_COUNT, "math", pattern="clevr"),
+    "geometry3k": Task(formats.GEOMETRY3K, "math"),
+}  # fmt: skip
 
 
-def find_task(dataset: DatasetConfig) -> Task:
-    """Return the task whose name is part of the dataset's path."""
+def find_task(data: DataSourceConfig) -> Task:
+    """Return the task of a dataset; an empty one if neither `task` nor the path names one."""
+    if data.task is not None:
+        if data.task not in TASKS:
+            raise ConfigError(f"there is no task {data.task!r}: use one of {', '.join(TASKS)}, or columns and reward")
+        return TASKS[data.task]
+    if data.columns:
+        return Task()
+    # The last name in the path is the most specific one.
+    found = [(match.start(), name) for name, match in _matches(data.path.lower())]
+    return TASKS[max(found)[1]] if found else Task()
+
+
+def _matches(path: str) -> Iterator[tuple[str, re.Match[str]]]:
     for name, task in TASKS.items():
-        if name in dataset.path.lower():
-            return task
-    raise ConfigError(
-        f"no built-in task for dataset {dataset.path!r}: its path must contain the name of one ({', '.join(TASKS)}). "
-        "For other data write a short script with your own rows and reward (see examples/arealite/gsm8k_grpo.py)"
-    )
+        yield from ((name, match) for match in re.finditer(task.pattern or name, path))
+
+
+def find_reward(data: DataSourceConfig, default: str | None = None) -> RewardFn:
+    """Return the reward of a dataset: the one that it names, that of the run, or that of its task."""
+    name = data.reward or default or find_task(data).reward
+    if name is None:
+        raise ConfigError(
+            f"no reward is known for the dataset {data.path!r}: set reward to a built-in one "
+            f"({', '.join(REWARDS)}) or to a function of yours (package.module:function); or set its `task` "
+            f"({', '.join(name for name, task in TASKS.items() if task.reward)})"
+        )
+    if ":" not in name:
+        if name not in REWARDS:
+            raise ConfigError(f"there is no reward {name!r}: use {', '.join(REWARDS)}, or package.module:function")
+        return REWARDS[name]
+    found = import_named(name, "reward")
+    if not callable(found):
+        raise ConfigError(f"reward={name} is no function, but {type(found).__name__}")
+    return cast(RewardFn, found)
+
+
+def load_rl(
+    data: DataSourceConfig, tokenizer: PreTrainedTokenizerBase | None = None, cache: Path | None = None
+) -> Sequence[Row]:
+    """Load prompts, and what their reward needs."""
+    return load_prompts(data, find_task(data).prompts, tokenizer, cache=cache)
+
+
+def load_sft(data: DataSourceConfig, tokenizer: PreTrainedTokenizerBase, cache: Path | None = None) -> Sequence[Row]:
+    """Load prompts and answers as tokens."""
+    return get_sft(data, tokenizer, find_task(data).sft, cache)
+
+
+def load_training_rows(
+    config: BaseExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    load: Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path], Sequence[Row]],
+) -> Sequence[Row]:
+    """Load the rows of `train_dataset`, or of all `train_datasets`."""
+    folder = RunDir(config).path / "data"
+    if not config.train_datasets:
+        return load(config.train_dataset, tokenizer, folder)
+    sets = {name: load(data, tokenizer, folder) for name, data in config.train_datasets.items()}
+    weights = {name: data.weight for name, data in config.train_datasets.items() if data.weight is not None}
+    return Mixture(sets, weights or None)
+
+
+def make_training_workflow(config: GRPOConfig, make: Callable[[RewardFn], RolloutWorkflow]) -> RolloutWorkflow:
+    """Return the workflow of the training data; with several sets, one that plays each with its own."""
+    if not config.train_datasets:
+        return make(find_reward(config.train_dataset, config.reward))
+    own = {name: find_reward(data, config.reward) for name, data in config.train_datasets.items()}
+    return BySource({name: make(reward) for name, reward in own.items()})
+
+
+def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
+    """Raise for the first row that cannot be used, and for a reward that does not exist.
+
+    `kind` is that of the trainer: grpo, sft, rw, dpo, or None for evaluation. Data of the hub is not downloaded.
+    """
+    training: Mapping[str, DataSourceConfig] = config.train_datasets or {"": config.train_dataset}
+    for data in (*(training.values() if kind else ()), *config.validation_sets.values()):
+        if kind in (None, "grpo"):
+            find_reward(data, config.reward)
+        _check_rows(data, kind)
+
+
+def _check_rows(data: DataSourceConfig, kind: str | None) -> None:
+    task = find_task(data)
+    rows: Sequence[Any]
+    if data.streaming and find_files(data):
+        rows = open_streamed(data)
+        rows = [rows[i] for i in range(min(len(rows), _NUM_CHECKED))]
+    elif find_files(data) is None:
+        return
+    else:
+        rows = load_dataset(data)
+    read: Callable[[Row], Row | None]
+    if kind in ("rw", "dpo"):
+        read = lambda raw: read_pair(raw, data)  # noqa: E731
+    elif kind == "sft":
+        read = lambda raw: read_sft(raw, data, task.sft)  # noqa: E731
+    else:
+        read = PromptMaker(data, task.prompts, None, rows[: data.few_shot])
+    for number, raw in enumerate(rows, 1):
+        make_row(raw, number, read, data.path)

@@ -141,7 +141,9 @@ def named_sections(kind: Any) -> type | None:
 def kind_inside(kind: Any, name: str) -> Any:
     """Return the type of the value `name` of a section; None if it is not known."""
     section = dataclass_of(kind)
-    return typing.get_type_hints(section).get(name) if section else named_sections(kind)
+    if section is not None:
+        return typing.get_type_hints(section).get(name)
+    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
 
 
 def without_null(kind: Any) -> Any:

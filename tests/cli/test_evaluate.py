@@ -59,7 +59,7 @@ def test_a_supervised_run_is_evaluated_too(tmp_path):
 def test_what_cannot_be_evaluated_is_refused(run_dir, tmp_path):
     with pytest.raises(ConfigError, match="is no run directory"):
         main([str(tmp_path / "none")])
-    with pytest.raises(ConfigError, match="no built-in task for dataset 'own'"):
+    with pytest.raises(ConfigError, match="no reward is known for the dataset 'own'"):
         main([str(run_dir.path), "valid_dataset.path=own"])
     with pytest.raises(ConfigError, match=r"set valid_dataset\.path"):
         main([str(run_dir.path), "valid_dataset=null"])

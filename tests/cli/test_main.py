@@ -37,8 +37,8 @@ def test_a_folder_that_cannot_be_written_is_named(argv, tmp_path):
 def test_data_of_no_known_task_is_refused_before_anything_starts(argv, tmp_path, more):
     (tmp_path / "mine.jsonl").write_text("{}\n")
     for key in ("train_dataset", "valid_dataset"):
-        with pytest.raises(ConfigError, match=r"no built-in task for dataset '.*mine\.jsonl'"):
-            main([*argv, f"{key}.path={tmp_path / 'mine.jsonl'}", *more])
+        with pytest.raises(ConfigError, match=r"no reward is known for the dataset '.*mine\.jsonl'"):
+            main([*argv, "trainer.type=grpo", f"{key}.path={tmp_path / 'mine.jsonl'}", *more])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
 
 

@@ -74,7 +74,7 @@ def test_the_end_token_of_a_template_is_not_doubled(load, tokenizer, monkeypatch
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": "a"}, "row 2 lacks rejected"),
+        ({"chosen": "a"}, "row 2: .* it lacks rejected and has"),
         ({"chosen": "a", "rejected": "b"}, "row 2: there is no `prompt`.*add the column `prompt`"),
         (
             {"prompt": "a", "chosen": "b", "rejected": 3},

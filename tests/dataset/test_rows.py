@@ -6,6 +6,7 @@ import os
 import sys
 import types
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -186,11 +187,23 @@ def test_a_pipe_is_not_read(tmp_path):
         load(tmp_path / "b.jsonl")
 
 
-def test_a_folder_of_save_to_disk_is_an_error_with_advice(tmp_path):
-    for name in ("dataset_info.json", "state.json", "data-00000-of-00001.arrow"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(DatasetError, match="write it with `to_parquet`"):
-        load(tmp_path)
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_arrow_files_and_folders_of_save_to_disk(tmp_path, form):
+    folder = tmp_path / "data" / "train"
+    folder.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist(ROWS)
+    new = pyarrow.ipc.new_stream if form == "stream" else pyarrow.ipc.new_file
+    for name in ("data-00000-of-00001.arrow", "cache-0123.arrow"):
+        with new(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    # What `save_to_disk` writes beside the rows.
+    (folder / "state.json").write_text('{"_split": "train"}')
+    (folder / "dataset_info.json").write_text("{}")
+    (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert load(tmp_path / "data") == load(folder) == load(folder / "data-00000-of-00001.arrow") == ROWS
+    (folder / "data-00000-of-00001.arrow").write_text("{}")
+    with pytest.raises(DatasetError, match=r"cannot read .*arrow"):
+        load(folder)
 
 
 def test_missing_paths(tmp_path):

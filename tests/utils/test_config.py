@@ -208,8 +208,11 @@ def test_unreadable_files_and_too_many_overrides(tmp_path):
 def test_missing_values_are_listed_with_their_help():
     with pytest.raises(ConfigError) as caught:
         load_config(["seed=1"], SFTConfig)
-    for key in ("experiment_name", "trial_name", "train_dataset.path", "model.path"):
+    for key in ("experiment_name", "trial_name", "model.path"):
         assert f"{key}=…" in str(caught.value)
+    # Either it or `train_datasets` is needed.
+    with pytest.raises(ConfigError, match=r"set it in a file or as train_dataset\.path=…"):
+        load_config(["experiment_name=e", "trial_name=t", "model.path=m"], SFTConfig)
 
 
 def test_yaml_round_trip(tmp_path):

@@ -1,0 +1,112 @@
+"""The column map: from the columns of a dataset to the names that workflows and rewards expect.
+
+`columns` maps a name (`prompt`, `messages`, `answer`, …) to a column, to a value inside one (`answers.text.0`), or to a
+text with `{column}` fields. What is wrong with a row is a `ValueError`; `map_rows` adds where it is.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from arealite.api.errors import DatasetError
+
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+# Braces around anything else, as in \boxed{}, are text.
+_FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
+_MISSING = object()
+
+
+def apply_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return a row with the columns of the map; the row itself if the map is empty."""
+    return {name: _value(row, spec, f"columns.{name}") for name, spec in columns.items()} if columns else row
+
+
+def fill_template(template: str, row: Row, key: str) -> str:
+    """Return a text with its `{column}` fields filled in. `key` is the template's name in errors."""
+    return _FIELD.sub(lambda match: _text(row, match[1], key), template)
+
+
+def require_text(row: Row, *columns: str) -> Row:
+    """Return the row if it has these columns, all of them text; raises `ValueError`."""
+    missing = [column for column in columns if column not in row]
+    if missing:
+        raise ValueError(
+            f"it needs the columns {', '.join(columns)}; it lacks {', '.join(missing)} and has "
+            f"{', '.join(map(str, row)) or 'none'}. Set `columns` to what they are called here"
+        )
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise ValueError(f"`{column}` must be text, not {type(row[column]).__name__}")
+    return row
+
+
+def check_messages(name: str, messages: Any) -> Messages:
+    """Return a list of messages; raises `ValueError` for anything else."""
+    if not isinstance(messages, list) or not messages:
+        kinds = "a list of messages" if name == "messages" else "text or a list of messages"
+        raise ValueError(f"`{name}` must be {kinds}, not {str(messages)[:40] or type(messages)!r}")
+    for message in messages:
+        if not _is_message(message):
+            raise ValueError(
+                f"`{name}` has a message that is not {{'role': text, 'content': text}}: {str(message)[:80]}"
+            )
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role, and text, parts (of images) or tool calls."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
+
+
+def map_rows(rows: Sequence[Row], make: Callable[[Row], Row | None], source: str) -> list[Row]:
+    """Return what `make` returns for each row, without None. Its `ValueError` names the row."""
+    made = (make_row(row, number, make, source) for number, row in enumerate(rows, 1))
+    return [row for row in made if row is not None]
+
+
+def make_row(row: Row, number: int, make: Callable[[Row], Row | None], source: str) -> Row | None:
+    """Return `make(row)`; its `ValueError` becomes a `DatasetError` with the row's number, from 1."""
+    try:
+        return make(row)
+    except ValueError as error:
+        raise DatasetError(f"{source}, row {number}: {error}") from error
+
+
+def _value(row: Row, spec: str, key: str) -> Any:
+    found = _look_up(row, spec)
+    if found is not _MISSING:
+        return found
+    if not _FIELD.search(spec):
+        raise ValueError(f"{key}={spec} names no column; {_describe(row)}. Set {key} to one of them")
+    return fill_template(spec, row, key)
+
+
+def _text(row: Row, name: str, key: str) -> str:
+    value = _look_up(row, name)
+    if value is _MISSING:
+        raise ValueError(f"{key} has the field {{{name}}}, which is no column; {_describe(row)}. Change {key}")
+    if isinstance(value, dict | list) or value is None:
+        raise ValueError(f"{key} has the field {{{name}}}, whose value is {type(value).__name__}, not text or a number")
+    return str(value)
+
+
+def _look_up(row: Row, name: str) -> Any:
+    """Return a column, or a value inside one (`a.b.0`)."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _MISSING
+    return value
+
+
+def _describe(row: Row) -> str:
+    return f"its columns are {', '.join(map(str, row)) or 'none'}"

@@ -1,0 +1,73 @@
+"""Reward for countdown: an expression of given numbers, each used once, that equals a target.
+
+The expression is parsed and evaluated with exact fractions; it is never run as code.
+"""
+
+import ast
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+from arealite.reward.extraction import last_boxed
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
+_ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
+_REPLACED = (("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"))
+
+
+def countdown_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    numbers: list[int] | None = None,
+    target: int = 0,
+    **data: Any,
+) -> float:
+    """Return 1.0 if the last `<answer>` (else the last box, else the last line) solves the row, else 0.0."""
+    return float(solves(find_expression(completion), numbers or [], target))
+
+
+def find_expression(completion: str) -> str:
+    """Return the expression that a completion gives as its answer; what follows `=` is left out."""
+    tagged = _TAGGED.findall(completion)
+    lines = completion.strip().splitlines() or [""]
+    answer = tagged[-1] if tagged else last_boxed(completion) or lines[-1]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    return answer.split("=")[0].strip(" .$\n\t")
+
+
+def solves(expression: str, numbers: list[int], target: int) -> bool:
+    """Whether an expression uses each of the numbers exactly once and equals the target."""
+    if not _ALLOWED.fullmatch(expression) or "**" in expression or "//" in expression:
+        return False
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+        used: Counter[int] = Counter()
+        return _evaluate(tree, used) == target and used == Counter(numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return False
+
+
+def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used[node.value] += 1
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand, used)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("only numbers, + - * / and parentheses are allowed")
+    left, right = _evaluate(node.left, used), _evaluate(node.right, used)
+    match node.op:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div():
+            return left / right
+        case _:
+            raise ValueError("only + - * / are allowed")

@@ -1,0 +1,23 @@
+"""`BySource`: plays the rows of a mixture, each with the workflow and reward of its dataset."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from arealite.api.dataset_args import SOURCE_COLUMN
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+
+
+class BySource(RolloutWorkflow):
+    """Plays each row with the workflow of its dataset, and reports the reward of each as `reward/NAME`."""
+
+    def __init__(self, workflows: Mapping[str, RolloutWorkflow]):
+        self.workflows = dict(workflows)
+        first = next(iter(self.workflows.values()))
+        # The ledger writes answers as text with it.
+        self.tokenizer = getattr(first, "tokenizer", None)
+        self.reward_pool = getattr(first, "reward_pool", None)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        return await self.workflows[data[SOURCE_COLUMN]].arun_episode(engine, data)

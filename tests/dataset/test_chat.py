@@ -1,0 +1,105 @@
+"""Conversations for supervised training: the mask is exact with every chat template."""
+
+import json
+
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import DatasetError
+from arealite.dataset.chat import tokenize_chat
+from arealite.dataset.sft import get_sft
+from tests.tiny_model import make_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "two"},
+]
+# Ends turns with the end token and a line break, as ChatML does.
+CHATML = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+# Writes reasoning before the last answer only, as Qwen3 does.
+REASONING = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' and loop.last %}(hm){% endif %}"
+    "{{ m['content'] }}<eos>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+# Ends only the assistant's turns, and begins with nothing for it.
+BARE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% else %}|{% endif %}{% endfor %}"
+)
+
+
+def trained(row, tokenizer):
+    """The trained pieces of a row as text, and all of its text."""
+    pieces, last = [], 0
+    for token, mask in zip(row["input_ids"], row["loss_mask"], strict=True):
+        if mask:
+            pieces = [*pieces, ""] if not last else pieces
+            pieces[-1] += tokenizer.decode([token])
+        last = mask
+    return pieces, tokenizer.decode(row["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("template", "pieces"),
+    [
+        # The tiny tokenizer's own: turns end with a line break only.
+        (None, [["one\n", "two\n<eos>"]]),
+        (CHATML, [["one<eos>", "two<eos>"]]),
+        (BARE, [["one<eos>", "two<eos>"]]),
+        (REASONING, [["(hm)one<eos>"], ["(hm)two<eos>"]]),
+    ],
+)
+def test_only_turns_of_the_assistant_are_trained(template, pieces):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    rows = tokenize_chat(CHAT, tokenizer)
+    assert [trained(row, tokenizer)[0] for row in rows] == pieces
+    # What is trained follows exactly the prompt that a server would get.
+    for row, number in zip(rows, (2, 4), strict=False) if len(rows) > 1 else [(rows[0], 2)]:
+        prompt = tokenizer.apply_chat_template(CHAT[:number], add_generation_prompt=True, return_dict=False)
+        assert row["input_ids"][: row["loss_mask"].index(1)] == prompt
+    assert trained(rows[-1], tokenizer)[1].endswith("two<eos>" if template else "two\n<eos>")
+    # Earlier turns can be left out, and what follows the last one is.
+    (row,) = tokenize_chat([*CHAT, CHAT[1]], tokenizer, start=3)
+    assert trained(row, tokenizer)[0] == pieces[-1][-1:]
+
+
+def test_conversations_and_prompts_with_a_response_load(tmp_path, tokenizer):
+    path = tmp_path / "chats.jsonl"
+    rows = [{"talk": CHAT, "in": "hi", "out": "yes"}] * 3
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(**options):
+        return get_sft(DatasetConfig(path=str(path), **options), tokenizer)
+
+    assert load(columns={"messages": "talk"})[0] == tokenize_chat(CHAT, tokenizer)[0]
+    as_chat = load(columns={"prompt": "in", "response": "out"}, system_prompt="be kind")
+    assert trained(as_chat[0], tokenizer) == (["yes\n<eos>"], "<system>be kind\n<user>hi\n<assistant>yes\n<eos>")
+    as_text = load(columns={"prompt": "in", "response": "out"}, prompt_template="{prompt}! ")
+    assert trained(as_text[0], tokenizer) == (["yes<eos>"], "hi! yes<eos>")
+    streamed = load(columns={"messages": "talk"}, streaming=True)
+    assert list(streamed) == load(columns={"messages": "talk"})
+    with pytest.raises(DatasetError, match=r"row 1: supervised training needs `messages`, or .* columns are talk, in"):
+        load()
+    with pytest.raises(DatasetError, match="row 1: `response` must be text, not list"):
+        load(columns={"prompt": "in", "response": "talk"})
+
+
+def test_turns_that_become_rows_of_their_own_cannot_be_streamed(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = REASONING
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    assert len(get_sft(DatasetConfig(path=str(path)), tokenizer)) == 2
+    with pytest.raises(DatasetError, match="leave out `streaming`"):
+        get_sft(DatasetConfig(path=str(path), streaming=True), tokenizer)
+
+
+def test_a_conversation_needs_a_turn_to_learn(tokenizer):
+    with pytest.raises(ValueError, match="no turn of the assistant"):
+        tokenize_chat(CHAT[:2], tokenizer)

@@ -1,0 +1,198 @@
+"""Rows and rewards by name, by column map, and what is refused before a run starts."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import DatasetConfig
+from arealite.api.errors import AReaLiteError, ConfigError, DatasetError
+from arealite.cli.main import MainConfig, flatten
+from arealite.reward.gsm8k import gsm8k_reward
+from arealite.reward.math import math_reward
+from arealite.trainer import task_formats
+from arealite.trainer.tasks import TASKS, check_data, find_reward, find_task, load_rl, load_sft
+from arealite.utils.config import load_config
+
+DATA = os.environ.get("AREALITE_TEST_DATA", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("/data/math/gsm8k/train.jsonl", "gsm8k"),
+        ("EleutherAI/hendrycks_math", "math"),
+        ("/data/mathematics/x.jsonl", None),
+        ("/data/mathword/mawps_addsub.jsonl", "mawps"),
+        ("Anthropic/hh-rlhf", "hh_rlhf"),
+        ("trl-lib/tldr", "tldr"),
+        ("openai_humaneval", "humaneval"),
+        ("rajpurkar/squad", "search_qa"),
+        ("/data/qa/nq_open_val.jsonl", "search_qa"),
+        ("allenai/sciq", "sciq"),
+        ("BUAADreamer/clevr_count_70k", "clevr_count"),
+        ("hiyouga/geometry3k", "geometry3k"),
+        ("reasoning_gym:gcd", "reasoning_gym"),
+        ("generate:countdown", "countdown"),
+        ("mine.jsonl", None),
+    ],
+)
+def test_a_path_names_its_task(path, task):
+    found = find_task(DatasetConfig(path=path))
+    assert found == (TASKS[task] if task else type(found)())
+    # A column map means that it is other data.
+    assert find_task(DatasetConfig(path=path, columns={"prompt": "q"})).reward is None
+
+
+def test_rewards_are_named_by_the_dataset_then_the_run_then_the_task():
+    data = DatasetConfig(path="gsm8k.jsonl")
+    assert find_reward(data) is gsm8k_reward and find_reward(data, "math") is math_reward
+    own = DatasetConfig(path="gsm8k.jsonl", reward="arealite.reward.math:math_reward")
+    assert find_reward(own, "gsm8k") is math_reward
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (None, "no reward is known for the dataset 'mine.jsonl': set reward to a built-in one .gsm8k, math"),
+        ("maths", "there is no reward 'maths': use gsm8k, math"),
+        ("no_such_module:f", "cannot import the module of reward=no_such_module:f"),
+        ("arealite.reward.math:nothing", "the module arealite.reward.math has no 'nothing'"),
+        ("arealite.reward.math:_MAX_FORMULA", "is no function, but int"),
+    ],
+)
+def test_unknown_rewards_are_refused(reward, message):
+    with pytest.raises(ConfigError, match=message):
+        find_reward(DatasetConfig(path="mine.jsonl", reward=reward))
+
+
+ROWS = {
+    "math": ({"problem": "1+1?", "solution": "so $\\boxed{2}$"}, {"answer": "2"}),
+    "countdown": ({"nums": [1, 2, 3], "target": 6}, {"numbers": [1, 2, 3], "target": 6, "answer": None}),
+    "tldr": ({"content": "Long.", "summary": " Short. "}, {"answer": "Short."}),
+    "hh_rlhf": (
+        {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+         "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e"},
+        {"answer": "d"},
+    ),
+    "search_qa": ({"question": "who", "answers": {"text": ["I", "me"]}}, {"answer": ["I", "me"]}),
+    "clevr_count": (
+        {"images": ["i"], "problem": "<image>How many?", "answer": "<answer> 3 </answer>"},
+        {"answer": "3", "images": ["i"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_rows_of_tasks_have_what_their_rewards_need(tmp_path, tokenizer, task):
+    raw, expected = ROWS[task]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(raw) + "\n")
+    (row,) = load_rl(DatasetConfig(path=str(tmp_path / "rows.jsonl"), task=task), tokenizer)
+    messages = row.pop("messages")
+    assert row == expected
+    if task == "hh_rlhf":
+        assert [(m["role"], m["content"]) for m in messages] == [("user", "a"), ("assistant", "b"), ("user", "c")]
+    if task == "clevr_count":
+        assert "<image>" not in messages[-1]["content"]
+
+
+def test_choices_are_shuffled_by_the_question(tmp_path, tokenizer):
+    rows = [
+        {"question": f"q{i}", "correct_answer": "yes", "distractor1": "a", "distractor2": "b", "distractor3": "c"}
+        for i in range(40)
+    ]
+    (tmp_path / "sciq.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = load_rl(DatasetConfig(path=str(tmp_path / "sciq.jsonl")), tokenizer)
+    assert {row["answer"] for row in made} == set("ABCD")
+    assert all(row["choices"]["ABCD".index(row["answer"])] == "yes" for row in made)
+    assert all(f"{row['answer']}. yes" in row["messages"][-1]["content"] for row in made)
+
+
+def check(tmp_path, kind, *argv):
+    common = [f"trainer.type={kind}", f"cluster.fileroot={tmp_path}", "total_train_steps=1"]
+    config = load_config([*common, *argv], MainConfig)
+    check_data(flatten(config), config.trainer.type)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "message"),
+    [
+        ("grpo", ["reward=math"], r"rows\.jsonl, row 1: it has no `prompt`.* its columns are q, a, n. Set columns"),
+        ("grpo", ["reward=math", "train_dataset.columns={prompt: n}"], "row 1: `prompt` must be text, not int"),
+        ("grpo", ["reward=math", "train_dataset.columns.prompt={q} or {b}"], "the field {b}, which is no column"),
+        ("grpo", ["train_dataset.columns.prompt=q"], "no reward is known"),
+        ("grpo", ["train_dataset.columns.prompt=q", "reward=maths"], "there is no reward 'maths'"),
+        ("grpo", ["train_dataset.task=maths"], "there is no task 'maths': use one of gsm8k"),
+        ("sft", [], "row 1: supervised training needs `messages`"),
+        ("sft", ["train_dataset.columns={prompt: q, response: n}"], "row 1: `response` must be text, not int"),
+        ("rw", [], "row 1: a pair needs the columns chosen and rejected; it lacks chosen and rejected and has q, a"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_anything_starts(tmp_path, kind, argv, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1+1?", "a": "2", "n": 3}\n')
+    with pytest.raises(AReaLiteError, match=message):
+        check(tmp_path, kind, f"train_dataset.path={path}", *argv)
+
+
+def test_data_with_a_column_map_passes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1+1?", "a": "2", "n": 3}\n')
+    columns = "columns={prompt: 'What is {q}', answer: a}"
+    sets = [f"train_datasets.x.path={path}", f"train_datasets.x.{columns}", "train_datasets.y.path=reasoning_gym:gcd"]
+    check(tmp_path, "grpo", f"train_dataset.path={path}", f"train_dataset.{columns}", "reward=math")
+    check(tmp_path, "null", f"valid_dataset.path={path}", f"valid_dataset.{columns}", "valid_dataset.reward=math")
+    check(tmp_path, "sft", f"train_dataset.path={path}", "train_dataset.columns={prompt: q, response: a}")
+    pytest.importorskip("reasoning_gym")
+    check(tmp_path, "grpo", *sets, "train_datasets.x.reward=math")
+    with pytest.raises(DatasetError, match="row 1: columns.prompt=b names no column"):
+        check(tmp_path, "grpo", *sets, "train_datasets.x.columns.prompt=b", "train_datasets.x.reward=math")
+
+
+REFERENCES = {
+    "gsm8k/train.jsonl": (7473, lambda raw, row: raw["answer"]),
+    "gsm8k/test.jsonl": (1319, lambda raw, row: raw["answer"]),
+    "mathword/mawps_addsub.jsonl": (395, lambda raw, row: f"It is {raw['target']}."),
+    "mathword/mawps_multiarith.jsonl": (600, lambda raw, row: f"It is {raw['target']}."),
+    "mathword/mawps_singleeq.jsonl": (508, lambda raw, row: f"It is {raw['target']}."),
+    "mathword/mawps_singleop.jsonl": (562, lambda raw, row: f"It is {raw['target']}."),
+    "math/math_test_5000.jsonl": (5000, lambda raw, row: raw["solution"]),
+    "qa/squad_1000.jsonl": (1000, lambda raw, row: row["answer"][-1]),
+    "qa/nq_open_val.jsonl": (3610, lambda raw, row: f"<answer>{row['answer'][0]}</answer>"),
+    "qa/hotpot_dev_simplified.json": (7405, lambda raw, row: f"<answer>{row['answer'][0]}</answer>"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA names no folder")
+@pytest.mark.parametrize("name", REFERENCES)
+def test_reference_answers_of_real_data_are_right(name, tokenizer):
+    count, answer = REFERENCES[name]
+    data = DatasetConfig(path=str(Path(DATA) / name))
+    rows, reward = load_rl(data, tokenizer), find_reward(data)
+    lines = (Path(DATA) / name).read_text()
+    raw = json.loads(lines) if name.endswith(".json") else [json.loads(line) for line in lines.splitlines()]
+    assert len(rows) == len(raw) == len(load_sft(data, tokenizer)) == count
+    wrong = []
+    for old, row in zip(raw, rows, strict=True):
+        columns = {key: value for key, value in row.items() if key != "messages"}
+        if reward(prompt="", completion=answer(old, row), prompt_ids=[], completion_ids=[], **columns) != 1.0:
+            wrong.append(columns)
+    assert not wrong, wrong[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA names no folder")
+def test_dialogues_of_hh_rlhf_are_split(tokenizer):
+    path = Path(DATA) / "hh-rlhf" / "harmless-base_test.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        raw = [json.loads(line) for line in file]
+    rows = load_rl(DatasetConfig(path=str(path)), tokenizer)
+    assert len(rows) == len(raw) == 2312
+    for old, row in zip(raw, rows, strict=True):
+        assert row["messages"][0]["role"] == row["messages"][-1]["role"] == "user"
+        assert old["chosen"].rstrip().endswith(row["answer"])
+    assert task_formats.to_messages("\n\nHuman: a\n\nAssistant:") == [{"role": "user", "content": "a"}]
