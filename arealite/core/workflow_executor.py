@@ -319,8 +319,7 @@ class WorkflowExecutor:
             self._start(episode)
 
     def _start(self, episode: Episode) -> None:
-        episode.start_version = self.staleness.version
-        episode.started_at = time.monotonic()
+        episode.start_version, episode.started_at = self.staleness.version, time.monotonic()
         if episode.call is None:
             self.accounts.record(episode, "running")
         self.runner.spawn(episode)

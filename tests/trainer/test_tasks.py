@@ -148,7 +148,7 @@ def test_data_with_a_column_map_passes(tmp_path):
     check(tmp_path, "sft", f"train_dataset.path={path}", "train_dataset.columns={prompt: q, response: a}")
     pytest.importorskip("reasoning_gym")
     check(tmp_path, "grpo", *sets, "train_datasets.x.reward=math")
-    with pytest.raises(DatasetError, match="row 1: columns.prompt=b names no column"):
+    with pytest.raises(DatasetError, match=r"row 1: columns\.prompt=b names no column"):
         check(tmp_path, "grpo", *sets, "train_datasets.x.columns.prompt=b", "train_datasets.x.reward=math")
 
 
