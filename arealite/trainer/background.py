@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -110,9 +111,12 @@ class BackgroundWriter:
 def available_bytes() -> int:
     """Return how much host memory this process can still take, within the limit of its container."""
     available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return min(available, int(limit.read()) - int(used.read()))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Files that were read count as used, and are dropped when memory is needed.
+        return min(available, limit - used + int(counters["inactive_file"]))
     # There is no such limit ("max").
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         return available
