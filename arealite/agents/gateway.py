@@ -1,0 +1,366 @@
+"""`Gateway`: OpenAI's and Anthropic's HTTP APIs in front of any `InferenceEngine`, one address for each session.
+
+Agents reach the model by `base_url` and `api_key` alone. The gateway keeps what was sampled (`Session`) and answers
+`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/v1/models` and `/v1/rl/reward` below the
+address of a session. It runs on the event loop of its engine. Every session has a token of its own, a deadline, and
+limits on calls and tokens; sessions do not see each other. `agents.online` adds sessions that others start.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from arealite.agents.answers import Style, chat_style, echo_of, make_answers, message_style, response_style
+from arealite.agents.session import Prompt, Session
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import AReaLiteError, ConfigError, RequestError, ServerError
+from arealite.api.generation_args import LOOPBACK_HOSTS
+from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.protocol import chat, completions
+from arealite.protocol.answer import Head, Usage, error_body, event_bytes, to_json
+from arealite.protocol.tool_calls import forced_prefix, style_of
+from arealite.utils.connections import Connections
+from arealite.utils.http_server import (
+    LoopbackHosts,
+    bearer_token,
+    bind,
+    check_sender,
+    is_same_token,
+    json_response,
+    listen,
+    read_object,
+    run_beside,
+)
+
+logger = logging.getLogger("arealite.agents")
+_MAX_BODY_BYTES = 32 << 20
+_MAX_MESSAGE = 2000
+# Servers take a signed 32-bit seed.
+_MAX_SEED = 2**31 - 2**16
+# Longer bodies are encoded beside the event loop.
+_SHORT_BODY = 1 << 16
+# Fields of a request that do not change the distribution that is sampled from; others are those of the trainer.
+_KEPT_SAMPLING = ("n", "max_new_tokens", "stop")
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """Limits of each session, and the number of sessions at once."""
+
+    max_calls: int = 256
+    max_tokens: int = 1_000_000
+    max_choices: int = 64
+    max_sessions: int = 65_536
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """A session that accepts calls, and how to reach it."""
+
+    id: str
+    token: str
+    base_url: str
+    session: Session
+    gconfig: GenerationHyperparameters
+    seed: int | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+
+
+class Gateway:
+    """Serves the sessions of one engine. `start` binds the port; `close` ends everything."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: SessionLimits | None = None,
+        admin_token: str | None = None,
+    ):
+        if host not in LOOPBACK_HOSTS and not admin_token:
+            raise ConfigError(f"a gateway on {host} can be reached from other machines: give it an admin token")
+        self.engine, self.tokenizer = engine, tokenizer
+        self.host, self.port, self.limits = host, port, limits or SessionLimits()
+        self.admin_token = admin_token
+        self.sessions: dict[str, OpenSession] = {}
+        self.connections = Connections()
+        self._hosts = LoopbackHosts() if host in LOOPBACK_HOSTS else None
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        # Routes of online mode: path and handler.
+        self.admin_routes: dict[str, Callable[[web.Request], Any]] = {}
+
+    async def start(self) -> None:
+        """Listen. With port 0, `port` becomes the one that was free."""
+        app = web.Application(middlewares=[self._answer_all], client_max_size=_MAX_BODY_BYTES)
+        prefix = "/s/{session}/v1"
+        routes = [web.get("/health", self._health), web.get(f"{prefix}/models", self._models)]
+        routes += [web.post(prefix + path, handler) for path, handler in self._calls().items()]
+        routes += [web.post(path, handler) for path, handler in self.admin_routes.items()]
+        app.add_routes(routes)
+        sock = bind(self.host, self.port)
+        self.port = sock.getsockname()[1]
+        self._runner, self._server = await listen(app, sock, self.connections)
+
+    async def close(self) -> None:
+        """End all sessions and stop listening; idempotent."""
+        for session_id in list(self.sessions):
+            self.close_session(session_id)
+        if self._server is not None and self._runner is not None:
+            self._server.close()
+            await self._runner.cleanup()
+            self._server = self._runner = None
+
+    def open_session(
+        self,
+        gconfig: GenerationHyperparameters,
+        seed: int | None = None,
+        turn_discount: float = 1.0,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> OpenSession:
+        """Start a session; end it with `close_session`.
+
+        Sampling follows `gconfig`, because the trainer computes log-probs for that distribution. Of a request count
+        only `n`, `stop`, and a smaller number of tokens; what else it sets is counted in `ignored_sampling`.
+        """
+        if len(self.sessions) >= self.limits.max_sessions:
+            raise ServerError(f"{len(self.sessions)} sessions are open, as many as are allowed: end some first")
+        session = Session(self.tokenizer, template_kwargs or {}, turn_discount)
+        name, host = secrets.token_hex(8), f"[{self.host}]" if ":" in self.host else self.host
+        url = f"http://{host}:{self.port}/s/{name}/v1"
+        self.sessions[name] = OpenSession(name, secrets.token_urlsafe(32), url, session, gconfig, seed)
+        return self.sessions[name]
+
+    def close_session(self, session_id: str) -> Session | None:
+        """End a session and return it: calls in flight are cancelled, later ones are refused."""
+        found = self.sessions.pop(session_id, None)
+        if found is None:
+            return None
+        for task in found.running:
+            task.cancel()
+        return found.session
+
+    def is_admin(self, request: web.Request) -> bool:
+        return is_same_token(bearer_token(request), (self.admin_token or "").encode())
+
+    def _calls(self) -> dict[str, Callable[[web.Request], Any]]:
+        return {
+            "/chat/completions": partial(self._converse, chat_style),
+            "/responses": partial(self._converse, response_style),
+            "/messages": partial(self._converse, message_style),
+            "/completions": self._complete,
+            "/rl/reward": self._reward,
+        }
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    @web.middleware
+    async def _answer_all(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Check who asks, and answer every exception, also a bug, with a status and a JSON body."""
+        connection, may_stay, found = self.connections.of(request), False, None
+        try:
+            found, may_stay = self._authenticate(request)
+            if may_stay and connection is not None:
+                connection.begin_request()
+            if found is not None:
+                task = asyncio.current_task()
+                assert task is not None
+                found.running.add(task)
+                task.add_done_callback(found.running.discard)
+            response = await handler(request)
+        except ConnectionResetError:
+            raise
+        except asyncio.CancelledError:
+            if found is None or found.id in self.sessions:
+                # The client has gone.
+                raise
+            response = _error_response(request, web.HTTPGone(reason="the session has ended"))
+        except Exception as error:
+            response = _error_response(request, error)
+        finally:
+            if may_stay and connection is not None:
+                connection.end_request()
+        if not may_stay:
+            response.force_close()
+        return response
+
+    def _authenticate(self, request: web.Request) -> tuple[OpenSession | None, bool]:
+        """Return the session of a request, and whether it has a token; raises an HTTP error without one."""
+        if self._hosts is not None:
+            self._hosts.check(request.headers.get("Host", ""))
+        if request.method == "POST":
+            check_sender(request)
+        name = request.match_info.get("session")
+        if name is None:
+            is_admin = self.is_admin(request)
+            if not is_admin and request.path != "/health":
+                raise web.HTTPUnauthorized(reason="missing or wrong admin token")
+            return None, is_admin
+        given = bearer_token(request) or request.headers.get("x-api-key", "").encode(errors="surrogateescape")
+        found = self.sessions.get(name)
+        # Compared also without a session, so that the time does not tell which sessions there are.
+        is_own = is_same_token(given, (found.token if found else secrets.token_urlsafe(32)).encode())
+        if found is None or not is_own:
+            raise web.HTTPUnauthorized(reason="the session has ended, or this is not its token")
+        return found, True
+
+    def _session_of(self, request: web.Request) -> OpenSession:
+        """Return the session of a request that was authenticated just now."""
+        return self.sessions[request.match_info["session"]]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return json_response({"status": "ok", "sessions": len(self.sessions)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        entry = {"id": "policy", "object": "model", "created": 0, "owned_by": "arealite"}
+        return json_response({"object": "list", "data": [entry]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """Take a reward for the session, or for the call that `id` names."""
+        found, body = self._session_of(request), await read_object(request)
+        set_reward(found.session, body)
+        return json_response({"success": True})
+
+    async def _converse(
+        self, make_style: Callable[[dict[str, Any]], Style], request: web.Request
+    ) -> web.StreamResponse:
+        """Answer a conversation, in the form of any of the three APIs."""
+        found, body = self._session_of(request), await read_object(request)
+        style = make_style(body)
+        wanted = style.request
+        _check_supported(wanted)
+        prefix = ""
+        if wanted.tool_choice in ("required", "named"):
+            prefix = forced_prefix(style_of(self.tokenizer), wanted.tool_name)
+
+        def open_prompt() -> Prompt:
+            return found.session.open_chat(wanted.messages, wanted.tools, wanted.template_variables, prefix)
+
+        async with found.lock:
+            self._check_limits(found)
+            is_short = (request.content_length or _MAX_BODY_BYTES) <= _SHORT_BODY
+            prompt = open_prompt() if is_short else await run_beside(open_prompt)
+        samples = await self._generate(found, prompt, wanted.sampling)
+        answers = make_answers(self.tokenizer, samples, wanted, prefix, wanted.sampling.get("stop") or [])
+        head = self._head(body)
+        usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
+        result = style.write(head, answers, usage)
+        for i, (sample, echo) in enumerate(zip(samples, echo_of(style, result), strict=True)):
+            found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", echo)
+        if not wanted.stream:
+            return web.Response(body=to_json(result), content_type="application/json")
+        return await _send_stream(request, style.stream(head, len(prompt.ids)), answers, usage)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a text completion."""
+        found, body = self._session_of(request), await read_object(request)
+        wanted = completions.parse(body)
+        if wanted.logprobs or wanted.json_schema is not None or wanted.echo:
+            raise RequestError("alternatives in logprobs, response_format and echo are not supported in a session")
+        text = wanted.prompt
+        if not isinstance(text, str) and not (isinstance(text, list) and text and all(type(t) is int for t in text)):
+            raise RequestError("prompt must be one text or one list of token ids")
+        async with found.lock:
+            self._check_limits(found)
+            prompt = found.session.open_text(text)
+        samples = await self._generate(found, prompt, wanted.sampling)
+        answers = make_answers(self.tokenizer, samples, wanted, "", wanted.sampling.get("stop") or [])
+        head = self._head(body)
+        for i, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
+            found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", text=answer.text)
+        usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
+        if not wanted.stream:
+            return web.Response(body=to_json(completions.result(head, answers, usage)), content_type="application/json")
+        return await _send_stream(request, completions.CompletionStream(head, wanted), answers, usage)
+
+    # ------------------------------------------------------------------------------------------- generation
+
+    def _check_limits(self, found: OpenSession) -> None:
+        counts, limits = found.session.counts, self.limits
+        tokens = counts["sampled_tokens"] + counts["observed_tokens"]
+        if counts["calls"] >= limits.max_calls or tokens >= limits.max_tokens:
+            raise RequestError(
+                f"the session has made {counts['calls']} calls with {tokens} new tokens; allowed are "
+                f"{limits.max_calls} and {limits.max_tokens}"
+            )
+
+    async def _generate(self, found: OpenSession, prompt: Prompt, sampling: dict[str, Any]) -> list[ModelResponse]:
+        own, count, stop = found.gconfig, sampling.get("n", 1), sampling.get("stop") or []
+        if not 1 <= count <= self.limits.max_choices:
+            raise RequestError(f"n must be between 1 and {self.limits.max_choices}, got {count}")
+        most = min(own.max_new_tokens, sampling.get("max_new_tokens", own.max_new_tokens))
+        if most < 1:
+            raise RequestError(f"the largest number of tokens must be at least 1, got {most}")
+        gconfig = replace(own, n_samples=count, max_new_tokens=most, stop=[*own.stop, *stop])
+        ignored = [name for name in sampling if name not in _KEPT_SAMPLING]
+        found.session.counts["ignored_sampling"] += any(getattr(own, name, None) != sampling[name] for name in ignored)
+        seed = found.seed
+        if seed is not None:
+            # The engine counts the choices from the seed on.
+            seed = (seed + found.session.counts["calls"] * self.limits.max_choices) % _MAX_SEED
+        request = ModelRequest(prompt.ids, gconfig, seed=seed, metadata={"session": found.id})
+        if count == 1:
+            return [await self.engine.agenerate(request)]
+        return await self.engine.agenerate_group(request)
+
+    def _head(self, body: dict[str, Any]) -> Head:
+        model = body.get("model")
+        return Head(secrets.token_hex(12), model if isinstance(model, str) else "policy", int(time.time()))
+
+
+def set_reward(session: Session, body: dict[str, Any]) -> None:
+    """Read `{"reward": number, "id": call}` and set it. The id is that of a response, with or without its prefix."""
+    value, call = body.get("reward"), body.get("id")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RequestError(f"reward must be a number, got {value!r:.100}")
+    if not isinstance(call, str | None):
+        raise RequestError(f"id must name a call, got {call!r:.100}")
+    try:
+        session.reward(float(value), call and call.removeprefix("resp_").removeprefix("msg_"))
+    except OverflowError:
+        raise RequestError("reward is too large a number") from None
+
+
+def _check_supported(request: chat.ChatRequest) -> None:
+    if request.has_images:
+        raise RequestError("images are not supported in a session: every part of content must be a text")
+    if request.json_schema is not None:
+        raise RequestError("response_format is not supported in a session: ask for JSON in the prompt")
+    if request.top_logprobs:
+        raise RequestError("top_logprobs are not supported in a session; logprobs of the sampled tokens are")
+
+
+async def _send_stream(request: web.Request, stream: Any, answers: list[Any], usage: Usage) -> web.StreamResponse:
+    """Send complete answers in the form of a stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    events = stream.begin(len(answers))
+    for index, answer in enumerate(answers):
+        events += stream.finish(index, answer)
+    events += stream.close(usage)
+    done = b"" if any(name for name, _ in events) else b"data: [DONE]\n\n"
+    await response.write(b"".join(map(event_bytes, events)) + done)
+    await response.write_eof()
+    return response
+
+
+def _error_response(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, web.HTTPException):
+        status, message = error.status, error.reason or ""
+    elif isinstance(error, AReaLiteError):
+        status, message = (503 if isinstance(error, ServerError) else 400), str(error)
+    else:
+        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        status, message = 500, f"bug in the gateway, the trainer's log has the traceback: {type(error).__name__}"
+    message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
+    return json_response(error_body(status, message, getattr(error, "param", None)), status)

@@ -1,0 +1,246 @@
+"""`Session`: the calls of one agent as a tree of exact tokens.
+
+The gateway adds every answer with the tokens, log-probs and versions that were sampled. The prompt of the next call is
+built on these tokens, never by encoding their text again: its messages are compared, as data, with those that earlier
+calls saw and were answered with. The longest match keeps its tokens, and only the rest is encoded. A changed history
+(edited, summarised, other tools) begins a new branch. `agents.export` makes training rows of the tree.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any
+
+import orjson
+
+from arealite.api.errors import RequestError
+from arealite.api.io_struct import ModelResponse
+from arealite.utils.chat import encode_chat, encode_next
+
+Message = dict[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class Reply:
+    """One sampled answer. Its sequence is that of its parent, then `observed`, then `tokens`."""
+
+    id: str
+    parent: "Reply | None"
+    observed: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    truncated: bool
+    # 1 for calls that began before the first answer; one more than the latest answer before the call.
+    turn: int
+    reward: float = 0.0
+
+    def path(self) -> "list[Reply]":
+        """Return the replies from the root to this one."""
+        found, reply = [], self
+        while reply is not None:
+            found.append(reply)
+            reply = reply.parent
+        return found[::-1]
+
+    def ids(self) -> list[int]:
+        """Return all tokens from the root to the end of this reply."""
+        return [token for reply in self.path() for part in (reply.observed, reply.tokens) for token in part]
+
+
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """A call that waits for its answer: `ids` are the tokens of `parent` and then `observed`."""
+
+    ids: list[int]
+    parent: Reply | None
+    observed: list[int]
+    turn: int
+    # The digest of the messages, or the text of a completion's prompt.
+    digest: bytes = b""
+    text: str | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """The calls of one agent. Used on one event loop.
+
+    `turn_discount` weighs a reward by the turns between a call and the reward.
+    """
+
+    tokenizer: Any
+    template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    turn_discount: float = 1.0
+    replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
+    # The reward of the whole session; None until one is given.
+    final_reward: float | None = None
+    # Calls, tokens and drift: see `stats`.
+    counts: Counter[str] = field(default_factory=Counter[str])
+    # The reply that answered messages with this digest, and the text up to the end of each answered completion.
+    _by_digest: dict[bytes, Reply] = field(default_factory=dict[bytes, Reply])
+    _by_text: dict[str, Reply] = field(default_factory=dict[str, Reply])
+
+    def open_chat(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        prefix: str = "",
+    ) -> Prompt:
+        """Return the prompt of a chat call: the tokens of the longest matching history, and the rest encoded.
+
+        `prefix` is text with which the answer has to begin; it belongs to the prompt.
+        """
+        kwargs = {**self.template_kwargs, **(template_kwargs or {})}
+        digests = self._digests(messages, [tools or None, kwargs])
+        num_known = next((i for i in range(len(messages), 0, -1) if digests[i] in self._by_digest), 0)
+        parent, rest = self._by_digest.get(digests[num_known]), list(messages[num_known:])
+        with _refusing_bad_text():
+            if parent is None:
+                observed = encode_chat(self.tokenizer, rest, tools or None, **kwargs)
+            else:
+                observed = encode_next(self.tokenizer, rest, tools or None, sampled=parent.tokens, **kwargs)
+        if prefix:
+            observed += self.tokenizer.encode(prefix, add_special_tokens=False)
+        prompt = self._prompt(parent, observed)
+        prompt.digest = digests[-1]
+        if self.replies and any(message.get("role") == "assistant" for message in rest):
+            prompt = self._match_tokens(prompt)
+        return prompt
+
+    def open_text(self, prompt: str | list[int]) -> Prompt:
+        """Return the prompt of a text completion: the longest answered text, or tokens, that it begins with."""
+        if isinstance(prompt, str):
+            known = max((text for text in self._by_text if prompt.startswith(text)), key=len, default="")
+            parent = self._by_text.get(known)
+            rest = prompt[len(known) :]
+            with _refusing_bad_text():
+                observed = self.tokenizer.encode(rest, add_special_tokens=parent is None)
+            made = self._prompt(parent, observed)
+            made.text = prompt
+            return made
+        return self._adopt(self._prompt(None, list(prompt)))
+
+    def add(
+        self, prompt: Prompt, response: ModelResponse, reply_id: str, echo: Sequence[Message] = (), text: str = ""
+    ) -> Reply:
+        """Add an answer to `prompt`. `echo` is how the client will send it back, `text` that of a completion."""
+        tokens, lengths = response.output_tokens, {len(response.output_logprobs), len(response.output_versions)}
+        if lengths != {len(tokens)} or response.input_tokens != prompt.ids:
+            raise RequestError(f"a response of {len(tokens)} tokens does not answer this prompt token for token")
+        reply = Reply(
+            reply_id, prompt.parent, prompt.observed, tokens, response.output_logprobs, response.output_versions,
+            response.truncated, prompt.turn,
+        )  # fmt: skip
+        self.replies[reply_id] = reply
+        self.counts["sampled_tokens"] += len(tokens)
+        if echo:
+            self._by_digest[self._digests(echo, prompt.digest)[-1]] = reply
+        if prompt.text is not None:
+            self._by_text[prompt.text + text] = reply
+        return reply
+
+    def reward(self, value: float, reply_id: str | None = None) -> None:
+        """Set the reward of one reply, or of the whole session. The last one given counts."""
+        if not math.isfinite(value):
+            raise RequestError(f"a reward must be a finite number, got {value}")
+        if reply_id is None:
+            self.final_reward = value
+        elif reply_id in self.replies:
+            self.replies[reply_id].reward = value
+            self.counts["call_rewards"] += 1
+        else:
+            raise RequestError(f"there is no call with the id {reply_id!r:.100} in this session")
+
+    @property
+    def has_reward(self) -> bool:
+        return self.final_reward is not None or self.counts["call_rewards"] > 0
+
+    @property
+    def num_turns(self) -> int:
+        return max((reply.turn for reply in self.replies.values()), default=0)
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics of this session, by their names."""
+        parents = {reply.parent for reply in self.replies.values()}
+        branches = sum(reply not in parents for reply in self.replies.values())
+        return {
+            "calls": float(self.counts["calls"]),
+            "turns": float(self.num_turns),
+            "branches": float(branches),
+            "drift_calls": float(self.counts["drift_calls"]),
+            "drift_tokens": float(self.counts["drift_tokens"]),
+            "ignored_sampling": float(self.counts["ignored_sampling"]),
+        }
+
+    def _prompt(self, parent: Reply | None, observed: list[int]) -> Prompt:
+        self.counts["calls"] += 1
+        self.counts["observed_tokens"] += len(observed)
+        return Prompt([*(parent.ids() if parent else ()), *observed], parent, observed, 1 + self.num_turns)
+
+    def _match_tokens(self, prompt: Prompt) -> Prompt:
+        """Look for an unknown assistant message among the tokens of earlier calls; count drift if it is not there."""
+        before = prompt.parent
+        prompt = self._adopt(prompt)
+        if prompt.parent is before:
+            shared = max(_num_common(prompt.ids, reply.ids()) for reply in self.replies.values())
+            self.counts["drift_calls"] += 1
+            self.counts["drift_tokens"] += len(prompt.ids) - shared
+        return prompt
+
+    def _adopt(self, prompt: Prompt) -> Prompt:
+        """Make the longest earlier sequence that the prompt begins with, token for token, its parent."""
+        depth = len(prompt.ids) - len(prompt.observed)
+        for reply in self.replies.values():
+            ids = reply.ids()
+            if len(ids) > depth and prompt.ids[: len(ids)] == ids:
+                depth, prompt.parent = len(ids), reply
+        prompt.observed = prompt.ids[depth:]
+        return prompt
+
+    def _digests(self, messages: Sequence[Message], start: Any) -> list[bytes]:
+        """Return a digest of the first 0, 1, … messages. `start` is the digest, or the data, that comes before."""
+        found = [start if isinstance(start, bytes) else _digest(b"", start)]
+        for message in messages:
+            found.append(_digest(found[-1], _content_of(message)))
+        return found
+
+
+@contextmanager
+def _refusing_bad_text() -> Iterator[None]:
+    """Around encoding: lone surrogates, which JSON can express and UTF-8 cannot, become a `RequestError`."""
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError) as error:
+        raise RequestError(f"the text cannot be encoded, it may hold half a surrogate pair: {error}") from error
+
+
+def _content_of(message: Message) -> list[Any]:
+    """Return what makes two messages the same. Ids of calls differ between frameworks, and say nothing."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    content = message.get("content")
+    return [
+        message.get("role"),
+        "" if content is None else content,
+        message.get("name") if message.get("role") != "tool" else None,
+        [[call.get("name"), call.get("arguments")] for call in calls],
+    ]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    try:
+        data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        # Numbers of more than 64 bits, lone surrogates.
+        data = json.dumps(value, sort_keys=True).encode()
+    return blake2b(data, key=before, digest_size=16).digest()
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -1,0 +1,173 @@
+"""`AgentWorkflow`: any agent that talks to an OpenAI or Anthropic endpoint becomes a workflow by its `base_url`.
+
+Each attempt gets an endpoint and a token of its own. The gateway records what the agent's calls sampled, token for
+token (`arealite.agents`). The agent returns a reward, or posts rewards to `{base_url}/rl/reward`. An agent that hangs
+or raises costs its own attempt.
+"""
+
+import asyncio
+import copy
+import inspect
+import json
+import logging
+import math
+import os
+import subprocess
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from arealite.agents.export import to_batch
+from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
+from arealite.agents.host import GatewayHost
+from arealite.agents.session import Session
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import RewardError
+from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.http_server import run_beside
+from arealite.utils.process import end_families
+from arealite.utils.text import clean
+
+logger = logging.getLogger("arealite.agents")
+Agent = (
+    Callable[[dict[str, Any], str, str], Awaitable[float | None]]
+    | Callable[[dict[str, Any], str, str], float | None]
+    | Sequence[str]
+)
+# Attempts of one row must not share seeds: an attempt uses as many as it has calls and choices.
+_SEEDS_PER_ATTEMPT = 4096
+_SHOWN_OUTPUT = 4096
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs `gconfig.n_samples` attempts of an agent at each row.
+
+    `agent` is `async def agent(row, base_url, api_key) -> float | None`, or the same without `async`, which runs on a
+    thread, or a command as a list of words. A command finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY and the row as JSON in AREALITE_ROW; its reward is the last line of its output.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        timeout_s: float = 600.0,
+        turn_discount: float = 1.0,
+        limits: SessionLimits | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.agent, self.gconfig, self.tokenizer = agent, gconfig, tokenizer
+        self.timeout_s, self.turn_discount = timeout_s, turn_discount
+        self.template_kwargs = template_kwargs or {}
+        self.host = GatewayHost(tokenizer=tokenizer, limits=limits)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        gateway = await self.host.get(engine)
+        attempts = range(self.gconfig.n_samples)
+        results = await asyncio.gather(*(self._attempt(gateway, data, attempt) for attempt in attempts))
+        errors = [result for result in results if isinstance(result, Exception)]
+        sessions = {i: result for i, result in enumerate(results) if isinstance(result, Session)}
+        for error in errors[:1]:
+            text = clean(f"{type(error).__name__}: {error}")[:1000]
+            if not sessions:
+                raise RewardError(f"all {len(errors)} attempts of the agent failed; the first one: {text}") from error
+            logger.warning("%d of %d attempts of an agent failed; the first one: %s", len(errors), len(attempts), text)
+        batch = to_batch(sessions)
+        failed = torch.full((len(batch["rewards"]),), float(len(errors)))
+        return batch | {STATS_PREFIX + "failed_attempts": failed}
+
+    async def _attempt(self, gateway: Gateway, data: dict[str, Any], number: int) -> Session | Exception:
+        """Run the agent once; returns its session, or why it has failed."""
+        seed = data.get("seed")
+        seed = None if seed is None else seed + number * _SEEDS_PER_ATTEMPT
+        found = gateway.open_session(replace(self.gconfig, n_samples=1), seed, self.turn_discount, self.template_kwargs)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                reward = await self._run(copy.deepcopy(data), found)
+            return _finish(found.session, reward)
+        except TimeoutError:
+            return TimeoutError(f"the agent did not end within {self.timeout_s:g} s")
+        # An agent may raise anything; it costs its own attempt.
+        except Exception as error:
+            return error
+        finally:
+            gateway.close_session(found.id)
+
+    async def _run(self, row: dict[str, Any], found: OpenSession) -> float | None:
+        agent = self.agent
+        if not callable(agent):
+            return await _run_command(list(agent), row, found)
+        if inspect.iscoroutinefunction(agent):
+            return await agent(row, found.base_url, found.token)
+        result = await run_beside(lambda: agent(row, found.base_url, found.token))
+        return await result if inspect.isawaitable(result) else result
+
+
+def _finish(session: Session, reward: Any) -> Session:
+    """Set the reward that an agent returned; raises if the session cannot be trained on."""
+    if reward is not None:
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RewardError(f"the agent returned {reward!r:.100}; expected a finite number, or None")
+        session.reward(float(reward))
+    if not session.has_reward:
+        raise RewardError("the agent returned None, and posted no reward to {base_url}/rl/reward")
+    if not any(reply.tokens for reply in session.replies.values()):
+        raise RewardError("the agent has not called the model")
+    return session
+
+
+async def _run_command(command: list[str], row: dict[str, Any], found: OpenSession) -> float | None:
+    """Run a command and read the reward in the last line of its output. It ends with the attempt."""
+    own = {
+        "OPENAI_BASE_URL": found.base_url,
+        "OPENAI_API_KEY": found.token,
+        "ANTHROPIC_BASE_URL": found.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": found.token,
+        "AREALITE_ROW": json.dumps(row, default=str),
+    }
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = await run_beside(lambda: _last_output(process))
+        code = await run_beside(process.wait)
+    finally:
+        if process.poll() is None or _has_group(process.pid):
+            await asyncio.shield(run_beside(lambda: end_families([process.pid], 0.0)))
+            await asyncio.shield(run_beside(process.wait))
+    text = clean(output.decode(errors="replace"))
+    if code != 0:
+        raise RewardError(f"the agent's command ended with code {code}; the end of its output: {text[-500:]}")
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    try:
+        return float(last)
+    except ValueError:
+        return None
+
+
+def _last_output(process: subprocess.Popen[bytes]) -> bytes:
+    """Read all output and keep its end: an agent may write without end."""
+    assert process.stdout is not None
+    kept = b""
+    with process.stdout as stream:
+        while piece := os.read(stream.fileno(), 1 << 16):
+            kept = (kept + piece)[-_SHOWN_OUTPUT:]
+    return kept
+
+
+def _has_group(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except OSError:
+        return False
+    return True

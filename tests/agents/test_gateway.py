@@ -1,0 +1,301 @@
+"""The gateway over HTTP, with the official client: all APIs, exact tokens, tokens of sessions, limits, bad input."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import openai
+import pytest
+
+from arealite.agents.export import to_batch
+from arealite.agents.gateway import Gateway, SessionLimits
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.errors import ConfigError, ServerError
+from tests.agents.stub_engine import StubEngine
+from tests.chat_templates import make_chat_tokenizer
+
+TOKENIZER = make_chat_tokenizer("qwen25")
+GCONFIG = GenerationHyperparameters(max_new_tokens=64, temperature=1.0)
+TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+@asynccontextmanager
+async def serving(texts, **settings):
+    """A gateway whose engine gives the texts one after another, and a session."""
+    texts = iter(texts)
+    engine = StubEngine(lambda request: encode(next(texts) + "<|im_end|>"))
+    gateway = Gateway(engine, TOKENIZER, **settings)
+    await gateway.start()
+    try:
+        yield gateway, engine, gateway.open_session(GCONFIG, seed=1)
+    finally:
+        await gateway.close()
+
+
+def client(found, **options):
+    return openai.AsyncOpenAI(base_url=found.base_url, api_key=found.token, max_retries=0, timeout=20, **options)
+
+
+async def post(url, body, token="", **headers):
+    """Return status and JSON of a request with any body."""
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    head = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **headers}
+    async with aiohttp.ClientSession() as http, http.post(url, data=data, headers=head) as answer:
+        return answer.status, await answer.json()
+
+
+def test_turns_with_tools_through_the_official_client():
+    async def scenario():
+        async with serving([CALL, "it is 3"]) as (_, engine, found), client(found) as api:
+            messages = [{"role": "user", "content": "1 + 2?"}]
+            tools = [{"type": "function", "function": TOOL}]
+            first = await api.chat.completions.create(model="any", messages=messages, tools=tools)
+            choice = first.choices[0]
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+            assert first.usage.completion_tokens == len(encode(CALL)) + 1
+            messages += [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            second = await api.chat.completions.create(
+                model="any", messages=messages, tools=tools, logprobs=True, temperature=0.2, max_tokens=9
+            )
+            assert second.choices[0].message.content == "it is 3" and second.choices[0].finish_reason == "stop"
+            assert len(second.choices[0].logprobs.content) == 8
+            one, two = engine.requests
+            assert two.input_ids[: len(one.input_ids)] == one.input_ids
+            assert two.input_ids[len(one.input_ids) :][: len(encode(CALL))] == encode(CALL)
+            assert (two.gconfig.temperature, two.gconfig.max_new_tokens) == (1.0, 9)
+            assert one.metadata["session"] == found.id and one.seed != two.seed
+            stats = found.session.stats()
+            assert (stats["calls"], stats["drift_calls"], stats["branches"], stats["ignored_sampling"]) == (2, 0, 1, 1)
+
+    run(scenario())
+
+
+def test_streams_choices_and_parallel_calls():
+    async def scenario():
+        async with serving(["one", "two", "three", CALL]) as (_, _, found), client(found) as api:
+            messages = [{"role": "user", "content": "hi"}]
+            both = await api.chat.completions.create(model="m", messages=messages, n=2)
+            assert [choice.message.content for choice in both.choices] == ["one", "two"]
+            stream = await api.chat.completions.create(
+                model="m", messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert said == "three" and chunks[-1].usage.completion_tokens == 6
+            tools = [{"type": "function", "function": TOOL}]
+            stream = await api.chat.completions.create(model="m", messages=messages, stream=True, tools=tools)
+            calls = [c for chunk in [x async for x in stream] for c in chunk.choices[0].delta.tool_calls or []]
+            assert calls[0].function.name == "add"
+            assert found.session.stats()["branches"] == 4
+
+    run(scenario())
+
+
+def test_responses_and_messages_and_completions_continue_their_tokens():
+    async def scenario():
+        async with serving(["one", CALL, "two"] * 2 + ["x", "y"]) as (_, engine, found), client(found) as api:
+            tools = [{"type": "function", **TOOL}]
+            items = [{"role": "user", "content": "hi"}]
+            for text in ("and", None):
+                answer = await api.responses.create(model="m", input=items, instructions="be kind", tools=tools)
+                items += [item.model_dump(exclude_none=True) for item in answer.output]
+                items += [{"role": "user", "content": text}] if text else []
+            call = answer.output[-1]
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+            answer = await api.responses.create(model="m", input=items, instructions="be kind", tools=tools)
+            assert answer.output_text == "two"
+
+            url, messages = f"{found.base_url}/messages", [{"role": "user", "content": "hello"}]
+            tools = [{"name": "add", "input_schema": {"type": "object"}}]
+            for reply in ("and", "so", "end"):
+                body = {"model": "m", "max_tokens": 50, "messages": messages, "tools": tools}
+                status, answer = await post(url, body, **{"Authorization": "", "x-api-key": found.token})
+                assert status == 200, answer
+                messages.append({"role": "assistant", "content": answer["content"]})
+                use = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+                content = [{"type": "tool_result", "tool_use_id": use[0], "content": "3"}] if use else reply
+                messages.append({"role": "user", "content": content})
+            for _ in range(2):
+                text = await api.completions.create(model="m", prompt="once", max_tokens=5)
+            assert text.choices[0].text == "y"
+            for first in (0, 3):
+                earlier, later = engine.requests[first], engine.requests[first + 2]
+                assert later.input_ids[: len(earlier.input_ids)] == earlier.input_ids
+            stats = found.session.stats()
+            assert (stats["calls"], stats["drift_calls"], stats["branches"]) == (8, 0, 4)
+
+    run(scenario())
+
+
+def test_a_required_call_begins_with_tokens_that_are_not_trained():
+    async def scenario():
+        rest = ' "add", "arguments": {}}\n</tool_call>'
+        async with serving([rest]) as (_, _, found), client(found) as api:
+            tools = [{"type": "function", "function": TOOL}]
+            answer = await api.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hi"}], tools=tools, tool_choice="required"
+            )
+            assert answer.choices[0].message.tool_calls[0].function.name == "add"
+            found.session.reward(1.0)
+            batch = to_batch({0: found.session})
+            assert TOKENIZER.decode(batch["input_ids"][batch["loss_mask"].bool()]) == rest + "<|im_end|>"
+
+    run(scenario())
+
+
+def test_stop_strings_end_the_text_and_stay_in_the_tokens():
+    async def scenario():
+        async with serving(["one STOP", "two"]) as (_, engine, found), client(found) as api:
+            messages = [{"role": "user", "content": "hi"}]
+            answer = await api.chat.completions.create(model="m", messages=messages, stop=["STOP"])
+            assert answer.choices[0].message.content == "one " and engine.requests[0].gconfig.stop == ["STOP"]
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go"}]
+            await api.chat.completions.create(model="m", messages=messages)
+            assert encode("one STOP") == engine.requests[1].input_ids[len(engine.requests[0].input_ids) :][:8]
+            assert found.session.stats()["drift_calls"] == 0
+
+    run(scenario())
+
+
+def test_rewards_for_calls_and_the_session():
+    async def scenario():
+        async with serving(["one"]) as (_, _, found), client(found) as api:
+            answer = await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            url = f"{found.base_url}/rl/reward"
+            assert (await post(url, {"reward": 0.5}, found.token))[0] == 200
+            assert (await post(url, {"reward": 2, "id": answer.id}, found.token))[0] == 200
+            assert found.session.final_reward == 0.5 and found.session.replies[answer.id].reward == 2.0
+            bad = [{}, {"reward": "1"}, {"reward": True}, {"reward": float("nan")}, {"reward": 10**400}]
+            for body in [*bad, {"reward": 1, "id": "none"}, {"reward": 1, "id": 5}]:
+                assert (await post(url, body, found.token))[0] == 400, body
+
+    run(scenario())
+
+
+def test_sessions_are_isolated_and_end():
+    async def scenario():
+        async with serving(["one"] * 4) as (gateway, engine, first):
+            second = gateway.open_session(GCONFIG)
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            url = f"{first.base_url}/chat/completions"
+            for token in ("", "x", second.token, first.token[:-1]):
+                status, answer = await post(url, body, token)
+                assert status == 401 and answer["error"]["type"] == "authentication_error"
+            assert (await post(f"http://127.0.0.1:{gateway.port}/s/none/v1/chat/completions", body, "x"))[0] == 401
+            assert (await post(f"http://127.0.0.1:{gateway.port}/nothing", body))[0] == 401
+            assert (await post(url, body, first.token, Host="evil.example"))[0] == 403
+            assert (await post(url, body, first.token, Origin="http://evil.example"))[0] == 403
+            assert (await post(url, body, first.token))[0] == 200
+            assert len(first.session.replies) == 1 and not second.session.replies
+            # A call in flight ends with its session.
+            engine.gate = asyncio.Event()
+            call = asyncio.create_task(post(url, body, first.token))
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0.01)
+            assert gateway.close_session(first.id) is first.session
+            assert (await call)[0] == 410
+            assert (await post(url, body, first.token))[0] == 401
+            assert len(first.session.replies) == 1
+
+    run(scenario())
+
+
+def test_limits_of_sessions():
+    async def scenario():
+        limits = SessionLimits(max_calls=2, max_tokens=1000, max_choices=2, max_sessions=2)
+        async with serving(["one"] * 4, limits=limits) as (gateway, _, found):
+            url, body = f"{found.base_url}/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+            assert (await post(url, {**body, "n": 3}, found.token))[0] == 400
+            assert (await post(url, body, found.token))[0] == 200
+            status, answer = await post(url, body, found.token)
+            assert status == 400 and "allowed are 2 and 1000" in answer["error"]["message"]
+            other = gateway.open_session(GCONFIG)
+            long = {"messages": [{"role": "user", "content": "hi" * 1000}]}
+            assert (await post(f"{other.base_url}/chat/completions", long, other.token))[0] == 200
+            assert (await post(f"{other.base_url}/chat/completions", body, other.token))[0] == 400
+            with pytest.raises(ServerError, match="2 sessions are open"):
+                gateway.open_session(GCONFIG)
+        with pytest.raises(ConfigError, match="admin token"):
+            Gateway(StubEngine(lambda _: []), TOKENIZER, host="0.0.0.0")
+
+    run(scenario())
+
+
+BAD = [
+    b"{", b"[]", b"\xff\xfe", b'{"messages": 3}', b'{"messages": []}', b'{"messages": [{"role": 3}]}', b"[" * 5000,
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": {"a": 1}}]}',
+    b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "n": 0}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 0}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tokenize": true}}',
+    b'{"messages": [{"role": "user", "content": "hi"}], "unknown": 1}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "completions", "rl/reward"])
+def test_bad_bodies_are_refused_with_a_message(path):
+    async def scenario():
+        async with serving(["one"] * 100) as (gateway, _, found):
+            for body in BAD:
+                status, answer = await post(f"{found.base_url}/{path}", body, found.token)
+                assert 400 <= status < 500 or (status == 200 and b"ud800" in body), (body, status, answer)
+                assert status == 200 or answer["error"]["message"], body
+            async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{gateway.port}/health") as answer:
+                assert (await answer.json())["status"] == "ok"
+
+    run(scenario())
+
+
+def test_errors_of_the_engine_reach_the_client_in_its_own_classes():
+    async def scenario():
+        def fail(request):
+            raise [ServerError("all servers are gone"), ValueError("a bug")][len(request.input_ids) > 40]
+
+        gateway = Gateway(StubEngine(fail), TOKENIZER)
+        await gateway.start()
+        found = gateway.open_session(GCONFIG)
+        async with client(found) as api:
+            with pytest.raises(openai.InternalServerError, match="all servers are gone"):
+                await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+            with pytest.raises(openai.InternalServerError, match="bug in the gateway"):
+                await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "a" * 99}])
+            with pytest.raises(openai.BadRequestError, match="non-empty"):
+                await api.chat.completions.create(model="m", messages=[])
+        await gateway.close()
+
+    run(scenario())
+
+
+def test_long_and_nested_text_of_the_model_and_a_long_prompt():
+    async def scenario():
+        answer = "<tool_call>" * 5000 + "[" * 1000 + "x" * 50_000
+        async with serving([answer, "ok"]) as (gateway, _, _), aiohttp.ClientSession() as http:
+            long = GenerationHyperparameters(max_new_tokens=4_000_000)
+            found = gateway.open_session(long)
+            gateway.limits = SessionLimits(max_tokens=100_000_000)
+            head = {"Authorization": f"Bearer {found.token}"}
+            tools = [{"type": "function", "function": TOOL}]
+            history = [{"role": "user", "content": "hi"}]
+            for text in ("y" * 100_000, ""):
+                body = {"messages": history, "tools": tools}
+                async with http.post(f"{found.base_url}/chat/completions", json=body, headers=head) as got:
+                    assert got.status == 200
+                    history += [(await got.json())["choices"][0]["message"], {"role": "user", "content": text}]
+            assert found.session.stats()["drift_calls"] == 0
+
+    run(scenario())
