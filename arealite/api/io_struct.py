@@ -47,6 +47,8 @@ class ModelRequest:
 
     `images` are encoded (PNG, JPEG, …). Tokens `start .. end` of `input_ids` stand for an image, as many as the model's
     processor makes of it; `image_spans` has these two numbers of each image (see `utils.vision.VisionProcessor`).
+    Requests with the same `metadata["session"]` go to the same server, which has the tokens they share, while that
+    server is healthy and not much busier than others.
     """
 
     input_ids: list[int]

@@ -14,6 +14,7 @@ from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUp
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.fleet import Fleet
+from arealite.engine.remote.progress import Piece
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.names import elastic_names
 from arealite.utils.network import free_port
@@ -279,3 +280,24 @@ def test_fingerprints_see_type_shape_and_place():
     held = fingerprints({"good": a, "torn": torn}.items())
     assert first_mismatch({"good": a, "torn": a, "unknown": a}, held) == "torn"
     assert first_mismatch({"good": a}, held) is None
+
+
+def test_requests_of_a_session_go_to_the_same_server(monkeypatch):
+    engine = RemoteSGLangEngine(InferenceEngineConfig())
+    used = {"a": set(), "b": set(), None: set()}
+
+    async def generate(server, progress, count):
+        used[progress.request.metadata.get("session")].add(server.address)
+        await asyncio.sleep(0)
+        return [Piece([1], [0.0], [0], "stop")]
+
+    async def scenario():
+        for address in ("one:1", "two:1", "three:1"):
+            engine.router.open(engine.router.add(address))
+        for _ in range(10):
+            sessions = [{"session": "a"}, {}, {"session": "b"}, {}]
+            await asyncio.gather(*(engine.agenerate(ModelRequest([1], metadata=own)) for own in sessions))
+
+    monkeypatch.setattr(engine, "_generate", generate)
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert len(used["a"]) == len(used["b"]) == 1 and len(used[None]) > 1

@@ -116,13 +116,15 @@ class RemoteEngine(CollectingEngine):
 
     async def ask(self, progress: Progress, count: int) -> list[Piece]:
         """Get one answer, from another server when one fails."""
-        rid = progress.request.rid
+        rid, metadata = progress.request.rid, progress.request.metadata
+        # The server that has computed the earlier turns of a session has its prefix.
+        affinity = metadata.get("session", rid)
         wait = NamedWait(f"request {rid}", "a server", self.config.request_timeout_s, "rollout.request_timeout_s")
         wait.began = progress.began
         errors: list[str] = []
         last: Server | None = None
         while len(errors) < self.config.request_retries:
-            server = await self.router.acquire(wait, count, affinity=rid, avoid=last)
+            server = await self.router.acquire(wait, count, affinity=affinity, avoid=last)
             adapter = server.adapter
             try:
                 async with asyncio.timeout(wait.left_s):

@@ -1,0 +1,175 @@
+"""Black-box agents as workflows: rewards, failures, deadlines, commands, branches, and a real engine."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
+from arealite.api.errors import RewardError
+from arealite.engine.embedded import EmbeddedEngine
+from arealite.workflow.openai import AgentWorkflow
+from tests.agents.stub_engine import StubEngine
+from tests.chat_templates import make_chat_tokenizer
+
+TOKENIZER = make_chat_tokenizer("qwen25")
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def make(agent, n=3, **options):
+    gconfig = GenerationHyperparameters(n_samples=n, max_new_tokens=32)
+    return AgentWorkflow(agent, gconfig, TOKENIZER, **options)
+
+
+def play(workflow, engine=None, **row):
+    """Run one episode on an event loop of its own."""
+
+    async def episode():
+        try:
+            return await workflow.arun_episode(engine or StubEngine(lambda _: encode("yes<|im_end|>")), row)
+        finally:
+            await workflow.host.close()
+
+    return asyncio.run(asyncio.wait_for(episode(), 60))
+
+
+def client(base_url, api_key):
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30)
+
+
+async def two_turns(row, base_url, api_key):
+    """The agent of a user: the official client, a history of its own, a reward."""
+    async with client(base_url, api_key) as api:
+        messages = [{"role": "user", "content": row["question"]}]
+        for _ in range(2):
+            answer = await api.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "sure?"}]
+        return float(answer.choices[0].message.content == "yes")
+
+
+def test_attempts_run_at_once_and_become_samples_of_one_group():
+    engine = StubEngine(lambda _: encode("yes<|im_end|>"))
+    batch = play(make(two_turns), engine, question="1 + 1 = 2?", seed=5)
+    assert batch["sample_ids"].tolist() == [0, 1, 2] and batch["rewards"].tolist() == [1.0] * 3
+    assert batch["loss_mask"].sum(1).tolist() == [8] * 3
+    trained = batch["input_ids"][0][batch["loss_mask"][0].bool()]
+    assert TOKENIZER.decode(trained) == "yes<|im_end|>yes<|im_end|>"
+    assert len({request.seed for request in engine.requests}) == 6
+    assert batch["stats/turns"].tolist() == [2.0] * 3 and batch["stats/drift_calls"].tolist() == [0.0] * 3
+
+
+def test_agents_that_raise_or_hang_cost_their_own_attempt():
+    count = iter(range(10))
+
+    async def agent(row, base_url, api_key):
+        number = next(count)
+        reward = await two_turns(row, base_url, api_key)
+        if number == 0:
+            raise KeyError("lost")
+        if number == 1:
+            await asyncio.Event().wait()
+        return reward
+
+    batch = play(make(agent, n=4, timeout_s=1.0), question="x")
+    assert len(set(batch["sample_ids"].tolist())) == 2 and batch["stats/failed_attempts"].tolist() == [2.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "posted no reward"),
+        (float("nan"), "finite number"),
+        ("1", "finite number"),
+        (1.0, "not called the model"),
+    ],
+)
+def test_attempts_without_a_reward_or_a_call_are_errors(result, words):
+    async def agent(row, base_url, api_key):
+        if result != 1.0:
+            await two_turns(row, base_url, api_key)
+        return result
+
+    with pytest.raises(RewardError, match=words):
+        play(make(agent), question="x")
+
+
+def test_a_blocking_agent_runs_on_a_thread_and_ends_with_its_session():
+    ended = threading.Event()
+
+    def agent(row, base_url, api_key):
+        api = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30)
+        assert threading.current_thread() is not threading.main_thread()
+        try:
+            while True:
+                api.chat.completions.create(model="m", messages=[{"role": "user", "content": "on"}])
+        except openai.APIError:
+            ended.set()
+            raise
+        finally:
+            api.close()
+
+    with pytest.raises(RewardError, match=r"within 0.5 s"):
+        play(make(agent, n=1, timeout_s=0.5))
+    assert ended.wait(30)
+
+
+CURL = """
+answer=$(curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \
+  -H "Content-Type: application/json" -d '{"messages": [{"role": "user", "content": "hi"}]}')
+echo "$AREALITE_ROW" | grep -q '"question": "why"' && echo "$answer" | grep -q '"yes"' && echo 0.75
+"""
+
+
+def test_a_shell_script_with_curl_is_an_agent():
+    batch = play(make(["bash", "-c", CURL], n=2), question="why")
+    assert batch["rewards"].tolist() == [0.75, 0.75]
+
+
+def test_commands_that_fail_hang_or_write_without_end_are_contained(tmp_path):
+    with pytest.raises(RewardError, match="code 3; the end of its output: oops"):
+        play(make(["bash", "-c", "echo oops; exit 3"], n=1))
+    pids = tmp_path / "pids"
+    script = f"echo $$ >> {pids}; sleep 600 & echo $! >> {pids}; yes; sleep 600"
+    with pytest.raises(RewardError, match="within 1 s"):
+        play(make(["bash", "-c", script], n=1, timeout_s=1.0))
+    for pid in map(int, pids.read_text().split()):
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or " Z " in stat.read_text()
+
+
+def test_rewards_of_calls_become_returns_of_tokens():
+    async def agent(row, base_url, api_key):
+        async with client(base_url, api_key) as api:
+            for reward in (1.0, 0.0):
+                answer = await api.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": str(reward)}]
+                )
+                body = {"reward": reward, "id": answer.id}
+                await api.post("/rl/reward", body=body, cast_to=object)
+
+    batch = play(make(agent, n=1, turn_discount=0.5))
+    assert batch["rewards"].tolist() == [1.0, 1.0] and batch["sample_ids"].tolist() == [0, 0]
+    assert batch["token_rewards"][batch["loss_mask"].bool()].unique().tolist() == [0.0, 1.0]
+
+
+def test_a_real_engine_and_executor(model_path, tokenizer):
+    """Token for token: the log-probs of what the sessions sampled are those of the engine."""
+    config = InferenceEngineConfig(max_head_offpolicyness=1)
+    engine = EmbeddedEngine(config, ServerConfig(model_path=str(model_path), max_total_tokens=4096))
+    engine.initialize(train_batch_size=2)
+    gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=6)
+    try:
+        rows = [{"question": word} for word in ("one", "two")]
+        batch = engine.rollout_batch(rows, AgentWorkflow(two_turns, gconfig, tokenizer))
+    finally:
+        engine.destroy()
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1] and batch["sample_ids"].tolist() == [0, 1, 0, 1]
+    assert batch["stats/drift_calls"].sum() == 0 and torch.isfinite(batch["logprobs"]).all()
+    assert (batch["versions"][batch["loss_mask"].bool()] == 0).all()
+    assert not [t for t in threading.enumerate() if t.name.startswith("agent")]
