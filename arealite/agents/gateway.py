@@ -1,4 +1,4 @@
-"""`Gateway`: OpenAI's and Anthropic's HTTP APIs in front of any `InferenceEngine`, one address for each session.
+"""`Gateway`: OpenAI's and Anthropic's HTTP APIs in front of any engine, one address a session.
 
 Agents reach the model by `base_url` and `api_key` alone. The gateway keeps what was sampled (`Session`) and answers
 `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/v1/models` and `/v1/rl/reward` below the
@@ -319,7 +319,7 @@ class Gateway:
 
 
 def set_reward(session: Session, body: dict[str, Any]) -> None:
-    """Read `{"reward": number, "id": call}` and set it. The id is that of a response, with or without its prefix."""
+    """Read `{"reward": number, "id": call}` and set it; the id is that of a response."""
     value, call = body.get("reward"), body.get("id")
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestError(f"reward must be a number, got {value!r:.100}")

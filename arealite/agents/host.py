@@ -1,4 +1,4 @@
-"""`GatewayHost`: one gateway for each event loop, started with the first episode and closed with the loop.
+"""`GatewayHost`: one gateway for each event loop, started with the first episode.
 
 Workflows own a host. It travels to rollout workers without its gateways: each process starts one of its own.
 """

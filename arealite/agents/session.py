@@ -92,7 +92,7 @@ class Session:
         template_kwargs: dict[str, Any] | None = None,
         prefix: str = "",
     ) -> Prompt:
-        """Return the prompt of a chat call: the tokens of the longest matching history, and the rest encoded.
+        """Return the prompt of a call: the tokens of the longest matching history, and the rest encoded.
 
         `prefix` is text with which the answer has to begin; it belongs to the prompt.
         """
@@ -114,7 +114,7 @@ class Session:
         return prompt
 
     def open_text(self, prompt: str | list[int]) -> Prompt:
-        """Return the prompt of a text completion: the longest answered text, or tokens, that it begins with."""
+        """Return the prompt of a text completion, built on the longest answer that it begins with."""
         if isinstance(prompt, str):
             known = max((text for text in self._by_text if prompt.startswith(text)), key=len, default="")
             parent = self._by_text.get(known)
@@ -129,7 +129,7 @@ class Session:
     def add(
         self, prompt: Prompt, response: ModelResponse, reply_id: str, echo: Sequence[Message] = (), text: str = ""
     ) -> Reply:
-        """Add an answer to `prompt`. `echo` is how the client will send it back, `text` that of a completion."""
+        """Add an answer. `echo` is how the client will send it back; `text` that of a completion."""
         tokens, lengths = response.output_tokens, {len(response.output_logprobs), len(response.output_versions)}
         if lengths != {len(tokens)} or response.input_tokens != prompt.ids:
             raise RequestError(f"a response of {len(tokens)} tokens does not answer this prompt token for token")
@@ -184,7 +184,7 @@ class Session:
         return Prompt([*(parent.ids() if parent else ()), *observed], parent, observed, 1 + self.num_turns)
 
     def _match_tokens(self, prompt: Prompt) -> Prompt:
-        """Look for an unknown assistant message among the tokens of earlier calls; count drift if it is not there."""
+        """Look for an unknown assistant message among earlier tokens; count drift if it is not there."""
         before = prompt.parent
         prompt = self._adopt(prompt)
         if prompt.parent is before:
@@ -204,7 +204,7 @@ class Session:
         return prompt
 
     def _digests(self, messages: Sequence[Message], start: Any) -> list[bytes]:
-        """Return a digest of the first 0, 1, … messages. `start` is the digest, or the data, that comes before."""
+        """Return a digest of the first 0, 1, … messages; `start` is the digest, or the data, before."""
         found = [start if isinstance(start, bytes) else _digest(b"", start)]
         for message in messages:
             found.append(_digest(found[-1], _content_of(message)))
@@ -213,7 +213,7 @@ class Session:
 
 @contextmanager
 def _refusing_bad_text() -> Iterator[None]:
-    """Around encoding: lone surrogates, which JSON can express and UTF-8 cannot, become a `RequestError`."""
+    """Around encoding: text with lone surrogates, which JSON can express, becomes a `RequestError`."""
     try:
         yield
     except (TypeError, UnicodeEncodeError) as error:

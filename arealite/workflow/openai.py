@@ -1,4 +1,4 @@
-"""`AgentWorkflow`: any agent that talks to an OpenAI or Anthropic endpoint becomes a workflow by its `base_url`.
+"""`AgentWorkflow`: trains any agent that talks to an endpoint of OpenAI's or Anthropic's API.
 
 Each attempt gets an endpoint and a token of its own. The gateway records what the agent's calls sampled, token for
 token (`arealite.agents`). The agent returns a reward, or posts rewards to `{base_url}/rl/reward`. An agent that hangs
