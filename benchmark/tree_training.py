@@ -98,6 +98,7 @@ def make_engine(shape: str, vocab_size: int, args: argparse.Namespace) -> FSDPEn
         engine = FSDPEngine(config)
         with torch.device(args.device):
             engine.initialize(FinetuneSpec(1, 1000, 1))
+    engine.warm_up()
     return engine
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
@@ -272,7 +273,7 @@ def _decision(rank, path, num_rows):
     if rank == 0:
         ids[1, :35] = ids[0, :35]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
-    return micro_batches._split_rows(batch, 4096, engine.dp_group, True)[1]
+    return micro_batches._split_rows(batch, 4096, engine.dp_group, 0.0)[1]
 
 
 def test_rows_of_a_pair_stay_together():
@@ -281,8 +282,21 @@ def test_rows_of_a_pair_stay_together():
     batch = {
         "input_ids": ids, "attention_mask": torch.ones_like(ids), "pair_ids": torch.tensor([1, 2, 3, 1, 2, 3]),
     }  # fmt: skip
-    parts, shares = micro_batches._split_rows(batch, 200, None, True)
+    parts, shares = micro_batches._split_rows(batch, 200, None, 0.0)
     assert shares and sorted(parts) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_keys_that_are_copied_count_towards_the_budget():
+    ids = torch.arange(100).repeat(4, 1)
+    ids[1:, 80] = torch.tensor([1, 2, 3])
+    # The row that another one continues copies no keys.
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][3, 80:] = 0
+    assert len(micro_batches._split_rows(batch, 140, None, 0.0)[0]) == 1
+    assert len(micro_batches._split_rows(batch, 155, None, 0.1)[0]) == 2
+    assert len(micro_batches._split_rows(batch, 156, None, 0.1)[0]) == 1
+    # Eight times fewer key heads than query heads.
+    assert 0.01 < micro_batches._key_cost(Qwen2Config(num_key_value_heads=4, intermediate_size=11008)) < 0.03
 
 
 def test_dropout_computes_every_row(noisy_model_dirs, caplog):

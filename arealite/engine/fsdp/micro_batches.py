@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp.model import PackedModel, random_settings
+from arealite.engine.fsdp.parallel import num_heads
 from arealite.engine.fsdp.shared_prefix import (
     PrefixPlan,
     Segment,
@@ -87,7 +88,7 @@ def make_micro_batches(
     _check_rows(batch, model.config.get_text_config().vocab_size)
     with_images = has_vision(model.config)
     micro_batches = []
-    parts, share_prefix = _split_rows(batch, max_tokens, dp_group, share_prefix)
+    parts, share_prefix = _split_rows(batch, max_tokens, dp_group, _key_cost(model.config) if share_prefix else None)
     for rows in parts:
         part = select_rows(batch, rows) if rows else _filler_row(batch)
         data = pack(part)
@@ -114,21 +115,30 @@ def _check_rows(batch: Batch, vocab_size: int) -> None:
         )
 
 
+def _key_cost(config: PreTrainedConfig) -> float:
+    """Return the share of keys and values in what a computed token keeps for the backward pass."""
+    text, (heads, kv_heads) = config.get_text_config(), num_heads(config)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    keys = 2 * kv_heads * head_size
+    return keys / (keys + 2 * heads * head_size + 2 * text.hidden_size + 3 * inner)
+
+
 def _split_rows(
-    batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None, share_prefix: bool
+    batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None, key_cost: float | None
 ) -> tuple[list[list[int]], bool]:
-    """Return the rows of each micro-batch and whether they share prefixes.
+    """Return the rows of each micro-batch and whether they share prefixes; never if `key_cost` is None.
 
     Both are decided for all ranks together: prefixes are shared if that saves enough, and all ranks get as many
     micro-batches as the rank that needs most.
     """
     tokens, blocks = seq_lengths(batch).tolist(), _inseparable_rows(batch)
     sizes = [sum(tokens[row] for row in block) for block in blocks]
-    tree = _PrefixOrder(batch, tokens, blocks) if share_prefix else None
+    tree = None if key_cost is None else _PrefixOrder(batch, tokens, blocks, key_cost)
     # Tokens saved, tokens, micro-batches with and without sharing.
     needs = [0, sum(tokens), 0, len(split_micro_batches(sizes, max_tokens))]
     if tree is not None:
-        needs[0], needs[2] = sum(tree.shared), len(tree.split(max_tokens, 1))
+        needs[0], needs[2] = sum(tree.saved), len(tree.split(max_tokens, 1))
     ranks = [needs]
     if dp_group is not None:
         table = torch.zeros(dist.get_world_size(dp_group), 4, dtype=torch.long)
@@ -157,19 +167,21 @@ def _inseparable_rows(batch: Batch) -> list[list[int]]:
 class _PrefixOrder:
     """The rows of a batch in an order in which neighbours share prefixes; rows of a block are neighbours."""
 
-    def __init__(self, batch: Batch, tokens: list[int], blocks: list[list[int]]):
+    def __init__(self, batch: Batch, tokens: list[int], blocks: list[list[int]], key_cost: float):
         ids = batch["input_ids"].numpy()
         rows = [ids[row, :length] for row, length in enumerate(tokens)]
         block_of = {row: number for number, block in enumerate(blocks) for row in block}
         # A block stands where its first row does.
         self.rows = [r for b in dict.fromkeys(block_of[row] for row in sort_rows(rows)) for r in blocks[b]]
         self.lengths = [tokens[row] for row in self.rows]
-        self.shared = shared_lengths([rows[row] for row in self.rows])
+        shared = shared_lengths([rows[row] for row in self.rows])
+        # Each row that computes tokens holds a copy of the keys of its prefix.
+        self.saved = [s if s == n else int(s * (1 - key_cost)) for s, n in zip(shared, self.lengths, strict=True)]
         self.blocks = [block_of[row] for row in self.rows]
 
     def split(self, max_tokens: int, count: int) -> list[list[int]]:
         """Return the rows of at most `count` micro-batches, of more only if `max_tokens` demands it."""
-        cuts = cut_sorted(self.lengths, self.shared, self.blocks, max_tokens, count)
+        cuts = cut_sorted(self.lengths, self.saved, self.blocks, max_tokens, count)
         return [sorted(self.rows[a:b]) for a, b in pairwise([*cuts, len(self.rows)])]
 
 

@@ -100,8 +100,11 @@ class PackedLayout:
         elif plan is not None:
             kernel = Varlen.of_segments(plan, cu_seqlens.device)
         else:
-            every_key = torch.arange(sum(lengths), device=cu_seqlens.device) if one_graph else None
-            kernel = Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths), every_key)
+            ends_k, every_key = cu_seqlens, None
+            if one_graph:
+                # torch.compile makes another graph for a tensor that is passed twice.
+                ends_k, every_key = cu_seqlens.clone(), torch.arange(sum(lengths), device=cu_seqlens.device)
+            kernel = Varlen(cu_seqlens, ends_k, max(lengths), max(lengths), every_key)
         return cls(kernel, context_group, hops)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -143,33 +143,33 @@ def shared_lengths(rows: list[np.ndarray]) -> list[int]:
     return shared[: len(rows)]
 
 
-def cut_sorted(lengths: list[int], shared: list[int], blocks: list[int], max_tokens: int, count: int) -> list[int]:
+def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int, count: int) -> list[int]:
     """Cut sorted rows into parts of nearly equal computed tokens; return the first row of each.
 
-    There are at most `count` parts, or more if `max_tokens` demands it. Rows of a block (`blocks` has the number of
-    each row's block) stay together; a block with more than `max_tokens` is a part of its own. The first row of a part
-    shares nothing with the part before.
+    A row in the same part as the row before it saves `saved` of its tokens. There are at most `count` parts, or more if
+    `max_tokens` demands it. Rows of a block (`blocks` has the number of each row's block) stay together; a block with
+    more than `max_tokens` is a part of its own.
     """
-    cuts = _cut(lengths, shared, blocks, max_tokens)
+    cuts = _cut(lengths, saved, blocks, max_tokens)
     low, high = 1, max_tokens
     count = max(count, len(cuts))
     while low < high:
         middle = (low + high) // 2
-        found = _cut(lengths, shared, blocks, middle)
+        found = _cut(lengths, saved, blocks, middle)
         low, high, cuts = (low, middle, found) if len(found) <= count else (middle + 1, high, cuts)
     return cuts
 
 
-def _cut(lengths: list[int], shared: list[int], blocks: list[int], max_tokens: int) -> list[int]:
+def _cut(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int) -> list[int]:
     """Fill one part after the other with as many blocks as fit; return the first row of each part."""
     starts = [row for row in range(len(lengths)) if row == 0 or blocks[row] != blocks[row - 1]]
     cuts, filled = [], 0
     for start, end in pairwise([*starts, len(lengths)]):
-        added = sum(lengths[start:end]) - sum(shared[start:end])
+        added = sum(lengths[start:end]) - sum(saved[start:end])
         # A block that computes nothing fits always, also into a part that is too large.
         if not cuts or (added and filled + added > max_tokens):
             cuts.append(start)
             # The prefix of its first row is computed again.
-            filled, added = 0, added + shared[start]
+            filled, added = 0, added + saved[start]
         filled += added
     return cuts
