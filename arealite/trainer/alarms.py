@@ -79,7 +79,6 @@ LIMITS = (
     ),
     Limits(
         "ratio/max", "largest probability ratio of a token within one update", factor=20, floor=100, limit=200,
-        patience=1,
         cause="the optimizer steps are too large", advice=_SMALLER_STEPS,
     ),
     Limits(

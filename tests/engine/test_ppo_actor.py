@@ -301,6 +301,20 @@ def test_the_distance_of_old_samples_is_no_movement_of_the_update(model_dirs):
     assert min(s["prox_kl"] for s in stats) > 0.1 and {s["skipped_minibatches"] for s in stats} == {0.0}
 
 
+def test_one_token_alone_does_not_end_an_update(model_dirs):
+    """A token whose probability was tiny can have a ratio of thousands, which would be the mean of all others."""
+    actor = make_actor(model_dirs["qwen2"], lr=1e-6)
+    batch = random_batch(LENGTHS)
+    batch["prox_logp"] = actor.compute_logp(batch)
+    row, token = batch["loss_mask"].nonzero()[-1].tolist()
+    batch["prox_logp"][row, token] -= 8.0
+    batch["logprobs"] = batch["prox_logp"]
+    actor.compute_advantages(batch)
+    (stats,) = actor.ppo_update(batch)
+    assert stats["ratio/max"] > 2000
+    assert stats["prox_kl"] == pytest.approx(10.0 / int(batch["loss_mask"][:, 1:].sum()), rel=0.05)
+
+
 @pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
 def test_all_ranks_end_an_update_alike(model_dirs, two_ranks, layout):
     first, second = two_ranks.run(_limited_update, model_dirs["qwen2"], layout, {"max_update_kl": 1e-4})

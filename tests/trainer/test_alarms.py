@@ -95,7 +95,11 @@ def test_an_alarm_is_raised_again_only_after_recovery():
 
 def test_absolute_limits_hold_from_the_first_step_on():
     bad = {"behav_kl__k3": lambda _: 0.09, "ratio__max": lambda _: 900.0, "behav_kl__fresh": lambda _: 0.05}
-    assert raised(noisy(3, **bad)) == [(0, "ratio/max"), (1, "behav_kl/k3"), (1, "behav_kl/fresh")]
+    assert raised(noisy(3, **bad)) == [(1, "behav_kl/k3"), (1, "behav_kl/fresh"), (1, "ratio/max")]
+
+
+def test_one_token_of_tiny_probability_is_no_alarm():
+    assert raised(noisy(60, ratio__max=lambda step: 2300.0 if step == 40 else 2.0)) == []
 
 
 def test_missing_and_null_values_are_ignored():

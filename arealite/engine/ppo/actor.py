@@ -38,6 +38,9 @@ from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.data import num_rows, sample_ids, select_rows, seq_lengths, sequence_of_token, split_minibatches
 from arealite.utils.distributed import broadcast_json
 
+# What one token counts at most in the mean KL of an update.
+_MOST_TOKEN_KL = 10.0
+
 
 class _TrustRegion:
     """Ends an update once the policy has moved by more than `max_update_kl` since its start.
@@ -329,8 +332,8 @@ def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Ob
     stats |= behaviour_stats(prox, mb["logprobs"], behaviour, kept, mask)
     if "versions" in mb and config.use_decoupled_loss and config.prox_logp != "interpolate":
         stats["behav_kl/fresh"] = fresh_kl(prox, mb["logprobs"], version - mb["versions"], mask)
-    # KL between the policy at the start of the update and now.
-    moved = kl_estimate(prox, logp.detach(), "k3")
+    # KL between the policy at the start of the update and now. One token of tiny probability must not end the update.
+    moved = kl_estimate(prox, logp.detach(), "k3").clamp(max=_MOST_TOKEN_KL)
     stats["prox_kl"] = Stat(torch.where(mask, moved, 0.0).sum(), mask.sum())
     entropy = torch.where(mask, outputs["entropy"], 0.0)
     stats["entropy"] = Stat(entropy.detach().sum(), mask.sum())
