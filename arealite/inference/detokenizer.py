@@ -23,10 +23,13 @@ class IncrementalText:
     unreadable. Such a run is searched for stop strings at once, but returned only when it has ended.
     """
 
-    def __init__(self, tokenizer: Any, stop: list[str], skip_special_tokens: bool):
+    def __init__(
+        self, tokenizer: Any, stop: list[str], skip_special_tokens: bool, hidden: frozenset[int] | None = None
+    ):
         self.tokenizer = tokenizer
         self.stop = stop
         self.skip_special_tokens = skip_special_tokens
+        self.hidden = hidden
         self.text = ""
         self.matched: str | None = None
         self._ids: list[int] = []
@@ -84,7 +87,14 @@ class IncrementalText:
         return most
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        return decode(self.tokenizer, ids, self.skip_special_tokens, self.hidden)
+
+
+def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool, hidden: frozenset[int] | None) -> str:
+    """Decode tokens; `hidden` are the tokens to leave out where not all or no special tokens are."""
+    if hidden is None:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
 
 
 @lru_cache(8)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arealite.inference.detokenizer import IncrementalText
+from arealite.inference.detokenizer import IncrementalText, decode
 from arealite.inference.loading import ModelShape
 from arealite.inference.runner import StepResult
 from arealite.inference.sequence import SampleOutput, Sequence
@@ -37,6 +37,8 @@ class Postprocessor:
         if result.raw_logprobs is not None:
             slots.raw_logprobs[rows, at] = result.raw_logprobs[alive]
         self.generated_tokens += len(rows)
+        if result.top is not None:
+            self._add_top(rows, result.top[alive])
 
         stopped = self._is_eos[tokens] & ~slots.ignore_eos[rows]
         most = slots.num_stop_ids[rows].max(initial=0)
@@ -67,17 +69,28 @@ class Postprocessor:
             ended.append(seq)
         return ended
 
+    def _add_top(self, rows: np.ndarray, top: np.ndarray) -> None:
+        """Keep the likeliest tokens [B, 2, K] of the sequences that ask for them."""
+        counts = self.slots.num_top[rows]
+        for i in np.flatnonzero(counts):
+            ids, logprobs = top[i, :, : counts[i]]
+            # No JSON can hold -inf, which forbidden tokens have; OpenAI writes -9999.
+            values = np.maximum(logprobs.view(np.float32), -9999.0).tolist()
+            self.slots.sequence[rows[i]].top_logprobs.append(list(zip(ids.tolist(), values, strict=True)))
+
     def _watch(self, seq: Sequence, token: int, logprob: float, count: int, is_stop: bool) -> None:
         """Add the token number `count` to the text of a sequence, search stop strings, stream the token."""
         request = seq.request
         if seq.detokenizer is None and self.tokenizer is not None:
             params = request.params
-            seq.detokenizer = IncrementalText(self.tokenizer, params.stop, params.skip_special_tokens)
+            settings = params.skip_special_tokens, request.hidden_tokens
+            seq.detokenizer = IncrementalText(self.tokenizer, params.stop, *settings)
         text = ""
         if seq.detokenizer is not None and not is_stop:
             text = seq.detokenizer.add(token, may_stop=count >= request.params.min_new_tokens)
         if request.on_progress is not None:
-            request.on_progress(seq.index, token, logprob, text)
+            top = seq.top_logprobs[-1] if request.num_top_logprobs else []
+            request.on_progress(seq.index, token, logprob, text, top)
 
     def num_sampled(self, seq: Sequence) -> int:
         """Number of tokens sampled so far. No step may be in flight."""
@@ -106,6 +119,7 @@ class Postprocessor:
             finish_reason=seq.finish_reason,
             cached_tokens=seq.cached_tokens,
             text=self._text(seq, tokens) if request.want_text else None,
+            top_logprobs=seq.top_logprobs if request.num_top_logprobs else None,
         )
 
     def _text(self, seq: Sequence, tokens: list[int]) -> str:
@@ -114,5 +128,5 @@ class Postprocessor:
             return seq.detokenizer.text
         if matched is not None:  # the stop token is not part of the text
             tokens = tokens[:-1]
-        skip = seq.request.params.skip_special_tokens
-        return self.tokenizer.decode(tokens, skip_special_tokens=skip)
+        request = seq.request
+        return decode(self.tokenizer, tokens, request.params.skip_special_tokens, request.hidden_tokens)

@@ -28,6 +28,8 @@ class StepResult:
     tokens: np.ndarray
     logprobs: np.ndarray
     raw_logprobs: np.ndarray | None
+    # [B, 2, K] likeliest tokens and the bits of their log-probs, for the largest K asked for; None: nobody asks
+    top: np.ndarray | None = None
 
 
 # A launched step: call it to wait for its tokens; None if it samples none.

@@ -168,6 +168,8 @@ class SampleOutput:
     finish_reason: Any  # a dict; None in the partial outputs of a stream
     cached_tokens: int
     text: str | None = None
+    # The likeliest tokens in place of each token, with their log-probs; on request only.
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 def resolve(future: Future, value: Any) -> None:
@@ -190,7 +192,8 @@ class Request:
         *,
         want_text: bool = False,
         want_raw_logprobs: bool = False,
-        on_progress: Callable[[int, int, float, str], None] | None = None,
+        num_top_logprobs: int = 0,
+        on_progress: Callable[[int, int, float, str, list[tuple[int, float]]], None] | None = None,
         images: PromptImages | None = None,
     ):
         self.rid = rid or f"{_PREFIX}-{next(_COUNTER)}"
@@ -198,6 +201,9 @@ class Request:
         self.params = params
         self.want_text = want_text or bool(params.stop)
         self.want_raw_logprobs = want_raw_logprobs
+        self.num_top_logprobs = num_top_logprobs
+        # Special tokens that are left out of the text; None: all or none, as the parameters say.
+        self.hidden_tokens: frozenset[int] | None = None
         self.on_progress = on_progress
         self.images = images
         self.salt = None if images is None else images.salt
@@ -216,6 +222,7 @@ class Request:
             "params": asdict(self.params),
             "rid": self.rid,
             "want_raw_logprobs": self.want_raw_logprobs,
+            "num_top_logprobs": self.num_top_logprobs,
         }
 
     @classmethod
@@ -246,6 +253,7 @@ class Sequence:
     saved_tokens: np.ndarray | None = None  # of a preempted sequence
     saved_logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
     saved_raw: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (first sampled token, version)
     finish_reason: dict[str, Any] = field(default_factory=dict)
     output: SampleOutput | None = None

@@ -41,7 +41,7 @@ class SlotTable:
         self.top_k, self.prompt_len = np.zeros((2, num_slots), np.int64)
         self.seed = np.zeros((num_slots, 2), np.int64)  # two 32-bit halves
         self.stop_ids = np.full((num_slots, MAX_STOP_IDS), -1, np.int32)  # [S, K]
-        self.num_stop_ids = np.zeros(num_slots, np.int64)
+        self.num_stop_ids, self.num_top = np.zeros((2, num_slots), np.int64)
         # What the position of a token in time, height and width is above its index, after the images of the prompt.
         self.rope_delta = np.zeros(num_slots, np.int64)
         self.decoding, self.ignore_eos, self.truncates, self.penalizes = np.zeros((4, num_slots), bool)
@@ -84,6 +84,7 @@ class SlotTable:
         self.penalizes[slot] = params.penalizes
         self.biased[slot] = bool(params.logit_bias)
         self.wants_raw[slot] = seq.request.want_raw_logprobs
+        self.num_top[slot] = seq.request.num_top_logprobs
         self.watched[slot] = seq.request.watched
         self.top_p[slot] = params.top_p
         self.top_k[slot] = max(params.top_k, 0)

@@ -6,7 +6,7 @@ their API. All functions are pure.
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -73,6 +73,31 @@ class Head:
     model: str
     created: int
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Stream(Protocol):
+    """Writes the events of answers while they are generated. Call `begin`, `add`, `finish` for each choice, `close`."""
+
+    # Events have names, there is no [DONE] at the end, and token ids come with `finish` only.
+    has_named_events: bool
+
+    def begin(self, num_choices: int) -> list[Event]:
+        """Start the stream."""
+        ...
+
+    def add(
+        self, index: int, text: str, logprobs: list[TokenLogprob] | None = None, extra: dict[str, Any] | None = None
+    ) -> list[Event]:
+        """Add text or tokens to a choice."""
+        ...
+
+    def finish(self, index: int, answer: Answer) -> list[Event]:
+        """End a choice with the rest of its answer."""
+        ...
+
+    def close(self, usage: Usage) -> list[Event]:
+        """End the stream."""
+        ...
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

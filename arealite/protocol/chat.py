@@ -254,6 +254,8 @@ def token_json(text: str, logprob: float) -> dict[str, Any]:
 class ChatStream:
     """Writes the chunks of a stream with any number of choices."""
 
+    has_named_events = False
+
     def __init__(self, head: Head, request: ChatRequest):
         self._envelope = _envelope(head, "chat.completion.chunk")
         self._with_usage = request.include_usage

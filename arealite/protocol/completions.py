@@ -83,6 +83,8 @@ def _logprobs(logprobs: list[TokenLogprob] | None, offset: int) -> dict[str, Any
 class CompletionStream:
     """Writes the chunks of a stream with any number of choices."""
 
+    has_named_events = False
+
     def __init__(self, head: Head, request: CompletionRequest):
         self._envelope = _envelope(head)
         self._with_usage = request.include_usage

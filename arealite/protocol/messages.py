@@ -166,6 +166,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class MessageStream:
     """Writes the events of a stream. The numbers of tokens of the prompt come with its last events."""
 
+    has_named_events = True
+
     def __init__(self, head: Head, prompt_tokens: int):
         self._head, self._prompt_tokens = head, prompt_tokens
         self._num_blocks = 0

@@ -176,6 +176,8 @@ def _call_item(call: ToolCall, status: str = "completed") -> dict[str, Any]:
 class ResponseStream:
     """Writes the events of a stream."""
 
+    has_named_events = True
+
     def __init__(self, head: Head, body: dict[str, Any]):
         self._head, self._body = head, body
         self._count = 0

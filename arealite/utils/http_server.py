@@ -37,9 +37,10 @@ R = TypeVar("R")
 
 
 def bearer_token(request: web.Request) -> bytes:
-    """Return the token that a request carries in `Authorization`; empty without one."""
+    """Return the token in `Authorization`, or in Anthropic's `x-api-key`; empty without one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    return given.strip().encode(errors="surrogateescape") if scheme.lower() == "bearer" else b""
+    given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.strip().encode(errors="surrogateescape")
 
 
 def is_same_token(given: bytes, expected: bytes) -> bool:

@@ -45,13 +45,16 @@ FIELDS = [
     "model_path", "path", "weight_version", "reset_version", "flush_cache", "abort_all_requests", "lora_name", "model",
     "lora_path", "group_name", "backend", "names", "dtypes", "shapes", "prompt", "messages", "tools", "max_tokens", "n",
     "chat_template_kwargs", "temperature", "top_p", "top_k", "stop", "logit_bias", "logprobs", "return_token_ids",
-    "stream_options", "response_format", "seed",
+    "stream_options", "response_format", "seed", "tool_choice", "parallel_tool_calls", "top_logprobs", "echo", "input",
+    "instructions", "system", "stop_sequences", "include", "metadata", "thinking", "max_output_tokens", "truncation",
 ]  # fmt: skip
 # For each endpoint, fields that a valid request has; the random ones replace or join them.
 BASES: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": [1, 2]},
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    "/v1/responses": {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     "/update_weights_from_disk": {"model_path": "/nowhere"},
     "/update_weights_from_shm": {"path": "/nowhere"},
     "/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
@@ -65,6 +68,13 @@ VALUES: list[Any] = [
     [{"role": "user", "content": [{"text": "a"}]}], {"type": "text"}, {"max_new_tokens": 3}, {"n": 10**9},
     {"stop": ["\ud800"]}, {"logit_bias": {"1": None}}, {"sampling_seed": 2**80}, ["float32"], [[1, 2]], [["a"]],
     [[2**62, 2**62]], "float32", "abort", "retract", {"include_usage": 1}, "{{ 7 * 7 }}", {"\ud800": 1},
+    [{"type": "function", "function": {"name": "f", "parameters": {}}}], "required", {"type": "function", "name": "f"},
+    [{"type": "function", "name": "f", "parameters": {"properties": 3}}], [{"name": "f", "input_schema": {}}],
+    [{"type": "function_call_output", "call_id": "c", "output": "x"}], {"type": "json_object"}, {"type": "any"},
+    [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{" * 900}}]}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]}], "none", 20, 3,
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}],
+    {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "$ref": "#"}}},
 ]  # fmt: skip
 SAMPLING = sorted(f.name for f in fields(SamplingParams))
 NORMAL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
@@ -219,3 +229,32 @@ def test_malformed_requests_without_the_key_learn_nothing(engine):
                 status = target.request(b"POST", path, random_body(rng, path), line)
                 assert status in (400, 401, 413, 417, None), (path, line, status)
         assert not engine.core.paused
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_ten_megabytes_of_text(engine, caplog, path):
+    """Long texts are refused, wherever they are; the server answers others meanwhile and afterwards."""
+    text = "x" * 10_000_000
+    message = {"role": "user", "content": text}
+    tool = {"name": "f", "description": text}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/completions": [{"prompt": text}, {"prompt": [text, "a"]}, {"prompt": "a", "stop": text}],
+        "/v1/chat/completions": [
+            {"messages": [message]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": tool}]},
+            {"messages": [{"role": text, "content": "a"}]},
+        ],
+        "/v1/responses": [{"input": text}, {"input": "a", "instructions": text}, {"input": [message]}],
+        "/v1/messages": [{"messages": [message], "max_tokens": 1}, {"messages": [], "system": text, "max_tokens": 1}],
+    }
+    with served(engine) as address:
+        target = Target(address)
+        expected = target.normal()
+        for body in bodies[path]:
+            status = target.request(b"POST", path, json.dumps({"max_tokens": 2, **body}).encode())
+            # The template of this model leaves out the tools.
+            assert status == (200 if "tools" in body else 400), [*body]
+        assert target.request(b"POST", path, b'{"messages": "\xff\xfe"}') == 400
+        assert target.normal() == expected
+    assert "Traceback" not in caplog.text

@@ -67,7 +67,7 @@ def test_the_device_samples_what_the_cpu_samples():
     for _ in range(5):
         logits = torch.randn(len(CASES), VOCAB, generator=generator) * 3
         batch = make_batch(slots, rows, VOCAB, list(EOS))
-        tokens, logprobs, raw = sample(logits, batch)
+        tokens, logprobs, raw, _ = sample(logits, batch)
 
         given = logits.to(DEVICE)
         position = on_device((slots.length - 1).astype(np.int32))

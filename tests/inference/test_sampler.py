@@ -23,7 +23,7 @@ def test_frequencies_follow_the_tempered_softmax():
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, -3.0])
     count = 40_000
     batch = batch_of(count, temperature=torch.full((count,), 0.8))
-    tokens, logprobs, _ = sample(logits.expand(count, -1), batch)
+    tokens, logprobs, *_ = sample(logits.expand(count, -1), batch)
     expected = (logits / 0.8).softmax(0)
     frequencies = torch.bincount(tokens, minlength=5) / count
     assert (frequencies - expected).abs().max() < 4 * (0.25 / count) ** 0.5
@@ -79,7 +79,7 @@ def test_logprob_is_of_the_distribution_before_truncation():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     one = torch.ones(1)
     batch = batch_of(1, top_k=torch.tensor([1]), top_p=one, min_p=0 * one, want_raw=True)
-    token, logprob, raw = sample(logits, batch)
+    token, logprob, raw, _ = sample(logits, batch)
     assert token.item() == 0
     torch.testing.assert_close(logprob, logits.log_softmax(-1)[:, 0])
     torch.testing.assert_close(raw, logprob)
@@ -169,7 +169,7 @@ def test_samples_follow_the_definition_of_all_parameters_combined(settings):
     rows = np.arange(count + 3)
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
     batch = make_batch(slots, np.flip(rows).copy(), 12, [EOS])
-    tokens, logprobs, _ = sample(logits.expand(len(rows), -1), batch)
+    tokens, logprobs, *_ = sample(logits.expand(len(rows), -1), batch)
     mine = [i for i, row in enumerate(np.flip(rows)) if slots.sequence[row].request.params is params]
     probs, reported = naive_sampler(logits.tolist(), params)
     drawn = torch.bincount(tokens[mine], minlength=12)

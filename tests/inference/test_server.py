@@ -159,8 +159,8 @@ def test_openai_stream_equals_the_whole_answer(server):
     assert last["usage"] == whole["usage"] and last["choices"] == []
     for choice in whole["choices"]:
         pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(p["delta"]["content"] for p in pieces) == choice["message"]["content"]
-        logprobs = [entry for p in pieces if "logprobs" in p for entry in p["logprobs"]["content"]]
+        assert "".join(p["delta"].get("content", "") for p in pieces) == choice["message"]["content"]
+        logprobs = [entry for p in pieces if p["logprobs"] for entry in p["logprobs"]["content"]]
         assert logprobs == choice["logprobs"]["content"]
         assert [id for p in pieces for id in p.get("token_ids", ())] == choice["token_ids"]
         assert pieces[-1]["prompt_token_ids"] == choice["prompt_token_ids"]
@@ -225,18 +225,18 @@ BAD = [
         b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"return_tensors": "pt"}}',
         "chat_template_kwargs",
     ),
-    ("/v1/completions", b'{"prompt": "a", "echo": true}', "echo"),
-    ("/v1/completions", b'{"prompt": "a", "logprobs": 5}', "logprobs=5"),
+    ("/v1/completions", b'{"prompt": "a", "echo": true, "logprobs": 1}', "echo"),
+    ("/v1/completions", b'{"prompt": "a", "logprobs": 21}', "between 0 and 20"),
     ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "logprobs": "yes"}', "'yes'"),
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": 7}]}', "content"),
     (
         "/v1/chat/completions",
-        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
         "reads text",
     ),
     ("/v1/completions", b'{"prompt": 3}', "prompt"),
     ("/v1/chat/completions", b'{"messages": []}', "messages"),
-    ("/v1/chat/completions", b'{"messages": [3]}', "role"),
+    ("/v1/chat/completions", b'{"messages": [3]}', "list of objects"),
 ]
 
 

@@ -7,6 +7,7 @@ own sequence only.
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,15 +148,16 @@ class CpuRunner(Runner):
     def _decode(self, rows: np.ndarray) -> StepResult:
         slots = self.slots
         if self.config.deterministic:
-            alone = [self._decode_group([(rows[i : i + 1], None)]) for i in range(len(rows))]
-            parts = [np.concatenate(part) for part in zip(*alone, strict=True)]
+            num_top = int(slots.num_top[rows].max())
+            alone = [self._decode_group([(rows[i : i + 1], None)], num_top) for i in range(len(rows))]
+            parts: Any = [None if part[0] is None else np.concatenate(part) for part in zip(*alone, strict=True)]
         else:
             parts = self._decode_group(self.dense.arrange(slots, rows))
-        rows, tokens, logprobs, raw = parts
-        return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw)
+        rows, tokens, logprobs, raw, top = parts
+        return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw, top)
 
-    def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]]) -> tuple:
-        """One forward pass; returns slots, tokens, log-probs and raw log-probs."""
+    def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]], num_top: int = 0) -> tuple:
+        """One forward pass; returns slots, and the tokens, log-probs, raw and top log-probs of `sample`."""
         slots, tiles, parts, first = self.slots, [], [], 0
         for members, shelf in groups:
             at = slots.length[members, None] - 1
@@ -171,7 +173,8 @@ class CpuRunner(Runner):
         at = slots.length[rows] - 1
         ids = slots.tokens[rows, at].astype(np.int64)
         batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
-        batch.want_raw |= self.config.deterministic  # so that all rows have the same columns
+        if self.config.deterministic:  # all rows must have the same columns
+            batch.want_raw, batch.num_top = True, num_top
         inputs = None
         if self.vision is not None:
             rope = np.broadcast_to(at + slots.rope_delta[rows], (3, len(rows))).copy()

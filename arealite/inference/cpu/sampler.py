@@ -41,10 +41,14 @@ class SamplingBatch:
     repetition: torch.Tensor | None = None
     banned: torch.Tensor | None = None  # [B, V] bool, tokens that may not be sampled
     want_raw: bool = False
+    num_top: int = 0  # K
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Sample tokens [B]; returns them with their log-probs [B] and, if wanted, their raw log-probs."""
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    """Sample tokens [B]; returns them with log-probs [B], and raw log-probs and `top_logprobs` if wanted."""
     logits = logits.float()
     raw = logits
     if batch.counts is not None:
@@ -67,9 +71,24 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, to
     tokens = scores.argmax(-1)
     picked = tokens[:, None]
     logprobs = logits.gather(1, picked)[:, 0] - logits.logsumexp(-1)
+    top = None
+    if batch.num_top:
+        allowed = logits if batch.banned is None else logits.masked_fill(batch.banned, float("-inf"))
+        top = top_logprobs(allowed, tokens, logprobs, batch.num_top)
     if not batch.want_raw:
-        return tokens, logprobs, None
-    return tokens, logprobs, raw.gather(1, picked)[:, 0] - raw.logsumexp(-1)
+        return tokens, logprobs, None, top
+    return tokens, logprobs, raw.gather(1, picked)[:, 0] - raw.logsumexp(-1), top
+
+
+def top_logprobs(scaled: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the likeliest tokens and the bits of their log-probs, int32 [B, 2, K].
+
+    `scaled` are logits over temperature without banned tokens. The normalizer, in which those count, follows from the
+    log-probs of the sampled tokens. On every device.
+    """
+    values, ids = scaled.topk(min(count, scaled.shape[1]), dim=-1)
+    normalizer = scaled.gather(1, tokens.long()[:, None]) - logprobs[:, None]
+    return torch.stack([ids.int(), (values - normalizer).float().view(torch.int32)], 1)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -159,6 +178,7 @@ def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Seq
         for i in np.flatnonzero(early):
             batch.banned[i, [*eos_ids, *slots.sequence[rows[i]].request.params.stop_token_ids]] = True
     batch.want_raw = bool(slots.wants_raw[rows].any())
+    batch.num_top = int(slots.num_top[rows].max(initial=0))
     return batch
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
+from arealite.inference.cpu.sampler import top_logprobs
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
@@ -162,13 +163,21 @@ class CudaRunner(Runner):
         self.graphs.run(("sample", b))
         if extras is not None:
             extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
+        num_top = int(self.slots.num_top[slots].max())
+        top = self._top_logprobs(b, num_top) if num_top else None
         if not self.on_gpu:
-            return partial(_read_result, places, self.out.clone(), None)
-        out = torch.empty(self.out.shape, dtype=torch.int32, pin_memory=True)
-        out.copy_(self.out, non_blocking=True)
+            return partial(_read_result, places, self.out.clone(), top, None)
+        out = _to_host(self.out)
+        top = None if top is None else _to_host(top)
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
-        return partial(_read_result, places, out, event)
+        return partial(_read_result, places, out, top, event)
+
+    def _top_logprobs(self, b: int, count: int) -> torch.Tensor:
+        """Likeliest tokens of the rows just sampled. Not part of a graph: most steps have no such row."""
+        temperature = self.temperature.index_select(0, self.rows[:b])[:, None]
+        scaled = self.logits[:b] / torch.where(temperature == 0, 1.0, temperature)
+        return top_logprobs(scaled, self.out[0, :b], self.out_logprobs[:b], count)
 
     def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
         """The extras, if one of these sequences needs them in this step."""
@@ -329,14 +338,25 @@ class CudaRunner(Runner):
         return cache_bytes(*torch.cuda.mem_get_info(self.device), own, share)
 
 
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start a copy to the host."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
 def _read_result(
-    places: tuple[np.ndarray, np.ndarray, np.ndarray], out: torch.Tensor, event: torch.cuda.Event | None
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    out: torch.Tensor,
+    top: torch.Tensor | None,
+    event: torch.cuda.Event | None,
 ) -> StepResult:
     """Wait for a step; copies its tokens and log-probs `out` [3, S] at (slots, tickets, positions)."""
     if event is not None:
         event.synchronize()
-    tokens, logprobs, raw = out.numpy()[:, : len(places[0])]
-    return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy())
+    count = len(places[0])
+    tokens, logprobs, raw = out.numpy()[:, :count]
+    tops = None if top is None else top.numpy()[:count].copy()
+    return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy(), tops)
 
 
 def _decode_sizes(most: int) -> list[int]:

@@ -12,12 +12,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
-from orjson import dumps
 
 from arealite.api.errors import RequestError, ServerError, WeightUpdateError
 from arealite.inference.engine import Engine
 from arealite.inference.http.access import Access
 from arealite.inference.sequence import Request, SampleOutput
+from arealite.protocol.answer import error_body as protocol_error
+from arealite.protocol.answer import event_bytes
+from arealite.protocol.fields import FieldError
 from arealite.utils.connections import Connections
 
 # Handlers call these as `common.NAME`.
@@ -72,7 +74,8 @@ def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
         status, message = 500, f"bug in the server, its log has the traceback: {type(error).__name__}"
     # A message may quote the request, also what UTF-8 cannot express.
     message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
-    return {"error": {"message": message, "code": status}, "success": False, "message": message}
+    param = error.param if isinstance(error, FieldError) else None
+    return {**protocol_error(status, message, param), "success": False, "message": message}
 
 
 def check_token_ids(value: Any, name: str) -> list[int]:
@@ -132,8 +135,12 @@ async def finish(app: web.Application, request: Request) -> list[SampleOutput]:
         raise
 
 
-async def progress(engine: Engine, request: Request) -> AsyncIterator[tuple[int, int, float, str] | list[SampleOutput]]:
-    """Submit a request; yields (sample, token, log-prob, text) for each token, then the outputs."""
+# Sample, token, log-prob, text, and the likeliest tokens with their log-probs.
+Progress = tuple[int, int, float, str, list[tuple[int, float]]]
+
+
+async def progress(engine: Engine, request: Request) -> AsyncIterator[Progress | list[SampleOutput]]:
+    """Submit a request; yields the progress of each token, then the outputs."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -162,25 +169,32 @@ def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:
     return outputs
 
 
-async def event_stream(request: web.Request, chunks: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Send JSON chunks as events, then `[DONE]`. An error before the first chunk sets the status."""
+async def event_stream(
+    request: web.Request, chunks: AsyncGenerator[bytes, None], has_named_events: bool = False
+) -> web.StreamResponse:
+    """Send encoded events, and `[DONE]` if events have no names. An error before the first one sets the status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        await response.write(b"data: %b\n\n" % first)
-        async for chunk in _append_error(request, chunks):
-            await response.write(b"data: %b\n\n" % chunk)
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(first)
+        async for chunk in _append_error(request, chunks, has_named_events):
+            # aiohttp ends the response at an empty chunk.
+            if chunk:
+                await response.write(chunk)
+        if not has_named_events:
+            await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         await chunks.aclose()
     return response
 
 
-async def _append_error(request: web.Request, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _append_error(
+    request: web.Request, chunks: AsyncIterator[bytes], has_named_events: bool
+) -> AsyncIterator[bytes]:
     """Yield the chunks, and an error as the last one: the status has been sent already."""
     try:
         async for chunk in chunks:
             yield chunk
     except Exception as error:
-        yield dumps(error_body(request, error))
+        yield event_bytes(("error" if has_named_events else "", error_body(request, error)))

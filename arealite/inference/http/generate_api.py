@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
-from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.images import read_images
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.protocol.answer import event_bytes
 
 _KNOWN = {
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
@@ -144,11 +144,11 @@ async def _stream(engine: Engine, request: Request) -> AsyncGenerator[bytes, Non
     async for event in common.progress(engine, request):
         if isinstance(event, list):
             for i, output in enumerate(event):
-                yield dumps(describe(engine, request, i, output))
+                yield event_bytes(("", describe(engine, request, i, output)))
             return
-        index, token, logprob, text = event
+        index, token, logprob, text, _ = event
         texts[index] += text
         tokens[index].append(token)
         logprobs[index].append(logprob)
         partial = SampleOutput(tokens[index], logprobs[index], None, [], None, 0, text=texts[index])
-        yield dumps(describe(engine, request, index, partial))
+        yield event_bytes(("", describe(engine, request, index, partial)))

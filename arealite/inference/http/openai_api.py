@@ -1,54 +1,29 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models`, for agents and tools.
+"""OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`, `/v1/models`, and Anthropic's `/v1/messages`.
 
-Only the sampled token's log-prob is known, so `top_logprobs` is rejected. Fields beyond OpenAI's: `top_k`, `min_p`,
-`repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds the token ids of
-prompt and output, so that a trainer need not tokenize the text again.
+The room `protocol` reads the requests and writes the answers; here they are generated. Fields beyond the APIs: `top_k`,
+`min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs`, and
+`return_token_ids`, which adds the token ids of prompt and output, so that a trainer need not tokenize the text again.
 """
 
 import asyncio
-import inspect
 import time
-from collections.abc import AsyncGenerator
-from functools import lru_cache
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from aiohttp import web
-from jinja2 import TemplateError
-from orjson import dumps
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
-from arealite.inference.http.generate_api import SHORT_TEXT, encode, tokenize
-from arealite.inference.sequence import MAX_SAMPLES, Request, SampleOutput, SamplingParams
-
-_SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty",
-    "presence_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens",
-)  # fmt: skip
-# OpenAI's names of sampling parameters, and ours.
-_SAMPLING = {name: name for name in _SAME_NAME} | {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-}
-_OTHER = {
-    "model", "prompt", "messages", "tools", "chat_template_kwargs", "stream", "user", "metadata", "stream_options",
-}  # fmt: skip
-# Fields that are accepted with these values only; most of them change nothing.
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "logprobs": (True, False, 0, 1),  # /v1/completions counts alternatives here
-    "return_token_ids": (True, False),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "echo": (False,),
-    "best_of": (1,),
-    "top_logprobs": (0,),
-}
+from arealite.inference.http.generate_api import SHORT_TEXT
+from arealite.inference.http.prompts import chat_prompt, read_prompts
+from arealite.inference.sequence import Request, SampleOutput, SamplingParams
+from arealite.protocol import chat, messages, responses
+from arealite.protocol import completions as text_completions
+from arealite.protocol.answer import Answer, Head, Stream, TokenLogprob, Usage, event_bytes, to_json
+from arealite.protocol.tool_calls import CallSplitter, ToolCall, hidden_tokens, style_of
 
 
 async def models(http_request: web.Request) -> web.Response:
@@ -64,178 +39,165 @@ async def models(http_request: web.Request) -> web.Response:
     return common.json_response(entry)
 
 
+@dataclass
+class Wanted:
+    """What a client wants to see of the outputs."""
+
+    logprobs: bool
+    token_ids: bool
+    conversation: chat.ChatRequest | None = None  # None: a text completion
+    prefix: str = ""  # text before every answer that was not sampled
+    echo: bool = False  # the prefix is the prompt
+
+
+async def chat_completions(http_request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/chat/completions`."""
+    body = await common.read_object(http_request)
+    request = chat.parse(body)
+    return await _converse(http_request, request, chat.result, lambda head, _: chat.ChatStream(head, request))
+
+
+async def create_response(http_request: web.Request) -> web.StreamResponse:
+    """Handle `/v1/responses`."""
+    body = await common.read_object(http_request)
+
+    def write(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
+        return responses.result(head, body, answers[0], usage)
+
+    stream = partial(responses.ResponseStream, body=body)
+    return await _converse(http_request, responses.parse(body), write, lambda head, _: stream(head))
+
+
+async def create_message(http_request: web.Request) -> web.StreamResponse:
+    """Handle Anthropic's `/v1/messages`."""
+    body = await common.read_object(http_request)
+
+    def write(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
+        return messages.result(head, answers[0], usage)
+
+    return await _converse(http_request, messages.parse(body), write, messages.MessageStream)
+
+
+async def _converse(
+    http_request: web.Request,
+    request: chat.ChatRequest,
+    write: Callable[[Head, list[Answer], Usage], dict[str, Any]],
+    make_stream: Callable[[Head, int], Stream],
+) -> web.StreamResponse:
+    """Continue a conversation. `make_stream` gets the number of tokens of the prompt."""
+    engine = http_request.app[common.ENGINE]
+    _check_format(request.json_schema)
+    if http_request.content_length is not None and http_request.content_length <= SHORT_TEXT:
+        ids, prefix = chat_prompt(engine, request)
+    else:
+        ids, prefix = await common.run_beside(lambda: chat_prompt(engine, request))
+    params = SamplingParams.from_json({"max_new_tokens": max(1, engine.max_len - len(ids)), **request.sampling})
+    generation = Request(ids, params, want_text=True, num_top_logprobs=request.top_logprobs)
+    if request.reads_calls and params.skip_special_tokens:
+        generation.hidden_tokens = hidden_tokens(engine.tokenizer)
+    engine.check(generation)
+    wanted = Wanted(request.logprobs, request.return_token_ids, request, prefix)
+    head = _head(engine, generation)
+    if request.stream:
+        stream = make_stream(head, len(ids))
+        return await common.event_stream(
+            http_request, _stream(engine, generation, wanted, stream), stream.has_named_events
+        )
+    outputs = await common.finish(http_request.app, generation)
+    answers = _answers(engine, generation, outputs, wanted)
+    return _respond(write(head, answers, _usage([generation], [outputs])))
+
+
 async def completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
-    params = _sampling(body, default_max_tokens=16)
-    prompts = await _prompts(engine, body.get("prompt"), params.n)
-    requests = [Request(ids, params, want_text=engine.tokenizer is not None) for ids in prompts]
-    if common.flag(body, "stream"):
-        if len(requests) > 1:
+    request = text_completions.parse(body)
+    _check_format(request.json_schema)
+    params = SamplingParams.from_json(request.sampling)
+    prompts = await read_prompts(engine, request.prompt, params.n)
+    want = {"want_text": engine.tokenizer is not None, "num_top_logprobs": request.logprobs or 0}
+    generations = [Request(ids, params, **want) for ids in prompts]
+    for generation in generations:
+        engine.check(generation)  # before any of them is submitted
+    wanted = Wanted(request.logprobs is not None, request.return_token_ids, echo=request.echo)
+    head = _head(engine, generations[0])
+    if request.stream:
+        if len(generations) > 1:
             raise RequestError("stream takes one prompt")
-        return await common.event_stream(http_request, _stream(engine, requests[0], body, chat=False))
-    for request in requests:
-        engine.check(request)  # before any of them is submitted
-    tasks = [asyncio.create_task(common.finish(http_request.app, request)) for request in requests]
+        stream = text_completions.CompletionStream(head, request)
+        return await common.event_stream(http_request, _stream(engine, generations[0], wanted, stream))
+    tasks = [asyncio.create_task(common.finish(http_request.app, generation)) for generation in generations]
     try:
         groups = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()  # if one has failed, abort the others
-    return common.json_response(_result(engine, requests, groups, body, chat=False))
+    answers = [a for g, outputs in zip(generations, groups, strict=True) for a in _answers(engine, g, outputs, wanted)]
+    return _respond(text_completions.result(head, answers, _usage(generations, groups)))
 
 
-async def chat_completions(http_request: web.Request) -> web.StreamResponse:
-    """Handle `/v1/chat/completions`."""
-    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
-    if http_request.content_length is not None and http_request.content_length <= SHORT_TEXT:
-        ids = _chat_prompt(engine, body)
-    else:
-        ids = await common.run_beside(lambda: _chat_prompt(engine, body))
-    params = _sampling(body, default_max_tokens=max(1, engine.max_len - len(ids)))
-    request = Request(ids, params, want_text=True)
-    if common.flag(body, "stream"):
-        return await common.event_stream(http_request, _stream(engine, request, body, chat=True))
-    outputs = await common.finish(http_request.app, request)
-    return common.json_response(_result(engine, [request], [outputs], body, chat=True))
+def _check_format(json_schema: dict[str, Any] | None) -> None:
+    if json_schema is not None:
+        raise RequestError("response_format must be text: constrained decoding is not supported")
 
 
-def _sampling(body: dict[str, Any], default_max_tokens: int) -> SamplingParams:
-    for name, value in body.items():
-        if value is None or name in _SAMPLING or name in _OTHER:
-            continue
-        if name not in _CHOICES:
-            raise RequestError(f"unknown or unsupported field {name!r}")
-        if value not in _CHOICES[name]:
-            known = " or ".join(map(str, _CHOICES[name]))
-            raise RequestError(f"{name}={value!r} is not supported; use {known}, or leave it out")
-    values = {"max_new_tokens": default_max_tokens}
-    values |= {_SAMPLING[k]: v for k, v in body.items() if k in _SAMPLING and v is not None}
-    return SamplingParams.from_json(values)
+def _respond(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=to_json(body), content_type="application/json")
 
 
-async def _prompts(engine: Engine, prompt: Any, num_samples: int) -> list[list[int]]:
-    """Token ids of each prompt: a text, a list of token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [await encode(engine, prompt)]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError("prompt must be a text, a list of token ids, or a list of those")
-    if all(type(token) is int for token in prompt):
-        return [common.check_token_ids(prompt, "prompt")]
-    if len(prompt) * num_samples > MAX_SAMPLES:
-        raise RequestError(f"{len(prompt)} prompts with n={num_samples}: a request may have {MAX_SAMPLES} answers")
-    for part in prompt:
-        if not isinstance(part, str):
-            common.check_token_ids(part, "prompt")
-
-    def tokenize_all() -> list[list[int]]:
-        return [tokenize(engine, part) if isinstance(part, str) else part for part in prompt]
-
-    # Many short texts take as long as a long one.
-    is_short = sum(len(part) for part in prompt if isinstance(part, str)) <= SHORT_TEXT
-    return tokenize_all() if is_short else await common.run_beside(tokenize_all)
+def _head(engine: Engine, generation: Request) -> Head:
+    extra = {"weight_version": str(engine.version)}
+    return Head(generation.rid, engine.config.model_path, int(time.time()), extra)
 
 
-def _chat_prompt(engine: Engine, body: dict[str, Any]) -> list[int]:
-    tokenizer = engine.tokenizer
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise RequestError("messages must be a non-empty list")
-    messages = [_message(message) for message in body["messages"]]
-    num_characters = sum(len(message.get("content") or "") for message in messages)
-    if num_characters > SHORT_TEXT and num_characters > engine.max_characters:
-        raise RequestError(f"the messages have more characters than {engine.max_len} tokens can hold: shorten them")
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
-    variables = body.get("chat_template_kwargs") or {}
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if not isinstance(variables, dict) or variables.keys() & own.keys():
-        raise RequestError(f"chat_template_kwargs must map variables of the template to values, got {variables!r}")
-    settings = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
-    try:
-        text = tokenizer.apply_chat_template(messages, **settings, **variables)
-    except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
-        raise RequestError(f"the chat template rejects these messages: {error}") from error
-    return tokenize(engine, text, add_special_tokens=False)
+def _usage(generations: list[Request], groups: list[list[SampleOutput]]) -> Usage:
+    """Count tokens; a prompt counts once, whatever the number of its samples."""
+    return Usage(
+        prompt_tokens=sum(len(generation.prompt) for generation in generations),
+        completion_tokens=sum(len(output.token_ids) for outputs in groups for output in outputs),
+        cached_tokens=sum(outputs[0].cached_tokens for outputs in groups),
+    )
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """Check a message and join text parts: most chat templates take text only."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError("every message must be an object with a role")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
-        if not all(isinstance(text, str) for text in parts):
-            raise RequestError("the embedded engine reads text only: every part of content must be a text")
-        return {**message, "content": "".join(parts)}
-    if not isinstance(content, str | None):
-        raise RequestError(f"content must be a text or a list of parts, got {content!r:.60}")
-    return message
+def _prefix(engine: Engine, generation: Request, wanted: Wanted) -> str:
+    """Text that stands before what was sampled."""
+    if not wanted.echo:
+        return wanted.prefix
+    if engine.tokenizer is None:
+        raise RequestError("echo needs a tokenizer, and the model has none")
+    return engine.tokenizer.decode(generation.prompt.tolist())
 
 
-def _result(
-    engine: Engine, requests: list[Request], groups: list[list[SampleOutput]], body: dict[str, Any], chat: bool
-) -> dict[str, Any]:
-    choices = []
-    for request, outputs in zip(requests, groups, strict=True):
-        for output in outputs:
-            choice = {"index": len(choices), **_content(engine, output, body, chat)}
-            if body.get("return_token_ids"):
-                choice["token_ids"] = output.token_ids
-                choice["prompt_token_ids"] = request.prompt.tolist()
-            choices.append(choice)
-    prompt_tokens = sum(len(request.prompt) for request in requests)
-    usage = _usage(prompt_tokens, [output for outputs in groups for output in outputs])
-    return {**_envelope(engine, requests[0], body, chat), "choices": choices, "usage": usage}
+def _answers(engine: Engine, generation: Request, outputs: list[SampleOutput], wanted: Wanted) -> list[Answer]:
+    prefix, answers = _prefix(engine, generation, wanted), []
+    for output in outputs:
+        answer = _rest(engine, generation, output, wanted)
+        answer.text = prefix + (output.text or "")
+        if wanted.conversation is not None:
+            answer.text, answer.calls = wanted.conversation.split(answer.text, style_of(engine.tokenizer))
+        answer.logprobs = _logprobs(engine, output) if wanted.logprobs else None
+        answers.append(answer)
+    return answers
 
 
-def _usage(prompt_tokens: int, outputs: list[SampleOutput]) -> dict[str, int]:
-    sampled = sum(len(output.token_ids) for output in outputs)
-    total = prompt_tokens + sampled
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+def _rest(engine: Engine, generation: Request, output: SampleOutput, wanted: Wanted) -> Answer:
+    """Make an answer without text and log-probs."""
+    matched = output.finish_reason.get("matched")
+    answer = Answer("", output.finish_reason["type"], stop_sequence=matched if isinstance(matched, str) else None)
+    if wanted.token_ids:
+        answer.extra = {"token_ids": output.token_ids, "prompt_token_ids": generation.prompt.tolist()}
+    return answer
 
 
-def _envelope(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> dict[str, Any]:
-    kind = "chat.completion" if chat else "text_completion"
-    if body.get("stream"):
-        kind = "chat.completion.chunk" if chat else kind
-    return {
-        "id": request.rid,
-        "object": kind,
-        "created": int(time.time()),
-        "model": engine.config.model_path,
-        "weight_version": str(engine.version),
-    }
+def _logprobs(engine: Engine, output: SampleOutput) -> list[TokenLogprob]:
+    tops = output.top_logprobs or [[]] * len(output.token_ids)
+    entries = zip(output.token_ids, output.logprobs, tops, strict=True)
+    return [_logprob(engine, token, logprob, top) for token, logprob, top in entries]
 
 
-def _content(engine: Engine, output: SampleOutput, body: dict[str, Any], chat: bool) -> dict[str, Any]:
-    text = output.text or ""
-    content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    if _wants_logprobs(body):
-        content["logprobs"] = _logprobs(engine, output.token_ids, output.logprobs, chat)
-    return {**content, "finish_reason": output.finish_reason["type"]}
-
-
-def _wants_logprobs(body: dict[str, Any]) -> bool:
-    """Whether log-probs are wanted: in `/v1/completions` 0 means the sampled token's only."""
-    return body.get("logprobs") is not None and body["logprobs"] is not False
-
-
-def _logprobs(engine: Engine, ids: list[int], logprobs: list[float], chat: bool) -> dict[str, Any]:
-    texts = [_token_text(engine.tokenizer, token) for token in ids]
-    if not chat:
-        return {"tokens": texts, "token_logprobs": logprobs}
-    content = [
-        {
-            "token": text,
-            # None for a token that is a part of a character
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "logprob": logprob,
-            "top_logprobs": [],
-        }
-        for text, logprob in zip(texts, logprobs, strict=True)
-    ]
-    return {"content": content}
+def _logprob(engine: Engine, token: int, logprob: float, top: list[tuple[int, float]]) -> TokenLogprob:
+    others = [(_token_text(engine.tokenizer, one), one, value) for one, value in top]
+    return TokenLogprob(_token_text(engine.tokenizer, token), token, logprob, others)
 
 
 @lru_cache(1 << 17)
@@ -248,36 +210,55 @@ def _token_text(tokenizer: Any | None, token: int) -> str:
     return f" {text}" if is_word and not text.startswith(" ") else text
 
 
-async def _stream(engine: Engine, request: Request, body: dict[str, Any], chat: bool) -> AsyncGenerator[bytes, None]:
-    """Yield a chunk per piece of text (per token with log-probs or ids), and a last one per choice."""
-    envelope = _envelope(engine, request, body, chat)
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise RequestError(f"stream_options must be an object, got {options!r}")
-    num_sent = [0] * request.params.n  # characters
-    async for event in common.progress(engine, request):
+async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: Stream) -> AsyncGenerator[bytes, None]:
+    """Yield events while the answers are generated."""
+    prefix = _prefix(engine, generation, wanted)
+    parts = [_Part(engine, wanted) for _ in range(generation.params.n)]
+    has_begun = False
+    async for event in common.progress(engine, generation):
+        if not has_begun:  # an error before the first token sets the status
+            has_begun = True
+            events = stream.begin(len(parts))
+            for index, part in enumerate(parts):
+                events += stream.add(index, part.add(prefix))
+            yield b"".join(map(event_bytes, events))
         if isinstance(event, list):
-            for i, output in enumerate(event):
-                rest = (output.text or "")[num_sent[i] :]
-                piece = _piece(i, rest, output.finish_reason["type"], chat)
-                if body.get("return_token_ids"):
-                    piece["prompt_token_ids"] = request.prompt.tolist()
-                yield dumps({**envelope, "choices": [piece]})
-            if options.get("include_usage"):
-                usage = _usage(len(request.prompt), event)
-                yield dumps({**envelope, "choices": [], "usage": usage})
+            events = []
+            for index, (part, output) in enumerate(zip(parts, event, strict=True)):
+                answer = _rest(engine, generation, output, wanted)
+                answer.text, answer.calls = part.finish((output.text or "")[part.num_added - len(prefix) :])
+                if not stream.has_named_events:
+                    answer.extra.pop("token_ids", None)
+                events += stream.finish(index, answer)
+            events += stream.close(_usage([generation], [event]))
+            yield b"".join(map(event_bytes, events))
             return
-        index, token, logprob, text = event
-        num_sent[index] += len(text)
-        piece = _piece(index, text, None, chat)
-        if _wants_logprobs(body):
-            piece["logprobs"] = _logprobs(engine, [token], [logprob], chat)
-        if body.get("return_token_ids"):
-            piece["token_ids"] = [token]
-        if text or piece.keys() & {"logprobs", "token_ids"}:
-            yield dumps({**envelope, "choices": [piece]})
+        index, token, logprob, text, top = event
+        logprobs = [_logprob(engine, token, logprob, top)] if wanted.logprobs else None
+        extra = {"token_ids": [token]} if wanted.token_ids and not stream.has_named_events else None
+        yield b"".join(map(event_bytes, stream.add(index, parts[index].add(text), logprobs, extra)))
 
 
-def _piece(index: int, text: str, reason: str | None, chat: bool) -> dict[str, Any]:
-    content = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
-    return {"index": index, **content, "finish_reason": reason}
+class _Part:
+    """The text of one choice in a stream: holds back what may be a tool call."""
+
+    def __init__(self, engine: Engine, wanted: Wanted):
+        self.num_added = 0  # characters
+        self._conversation = wanted.conversation
+        self._splitter: CallSplitter | None = None
+        if wanted.conversation is not None and wanted.conversation.reads_calls:
+            self._splitter = CallSplitter(style_of(engine.tokenizer), wanted.conversation.tools)
+
+    def add(self, text: str) -> str:
+        """Append text; returns what may be sent."""
+        self.num_added += len(text)
+        return text if self._splitter is None else self._splitter.add(text)
+
+    def finish(self, rest: str) -> tuple[str, list[ToolCall]]:
+        """Append the last text; returns the rest of the content, and the calls."""
+        rest = self.add(rest)
+        if self._splitter is None:
+            return rest, []
+        assert self._conversation is not None
+        more, calls = self._splitter.finish()
+        return rest + more, self._conversation.limit(calls)

@@ -20,7 +20,7 @@ from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.access import Access, new_version
 from arealite.inference.http.generate_api import generate
-from arealite.inference.http.openai_api import chat_completions, completions, models
+from arealite.inference.http.openai_api import chat_completions, completions, create_message, create_response, models
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
@@ -68,6 +68,8 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/resume_memory_occupation", _command(Engine.resume_memory)),
             web.post("/v1/completions", completions),
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/responses", create_response),
+            web.post("/v1/messages", create_message),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", models),
         ]
