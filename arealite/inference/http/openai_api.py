@@ -87,19 +87,20 @@ async def _converse(
     """Continue a conversation. `make_stream` gets the number of tokens of the prompt."""
     engine = http_request.app[common.ENGINE]
     _check_format(request.json_schema)
-    if http_request.content_length is not None and http_request.content_length <= SHORT_TEXT:
-        ids, prefix = chat_prompt(engine, request)
-    else:
-        ids, prefix = await common.run_beside(lambda: chat_prompt(engine, request))
-    params = SamplingParams.from_json({"max_new_tokens": max(1, engine.max_len - len(ids)), **request.sampling})
-    generation = Request(ids, params, want_text=True, num_top_logprobs=request.top_logprobs)
+    is_short = http_request.content_length is not None and http_request.content_length <= SHORT_TEXT
+    prompt = await chat_prompt(engine, request, is_short)
+    longest = max(1, engine.max_len - len(prompt.ids))
+    params = SamplingParams.from_json({"max_new_tokens": longest, **request.sampling})
+    generation = Request(
+        prompt.ids, params, want_text=True, num_top_logprobs=request.top_logprobs, images=prompt.images
+    )
     if request.reads_calls and params.skip_special_tokens:
         generation.hidden_tokens = hidden_tokens(engine.tokenizer)
     engine.check(generation)
-    wanted = Wanted(request.logprobs, request.return_token_ids, request, prefix)
+    wanted = Wanted(request.logprobs, request.return_token_ids, request, prompt.prefix)
     head = _head(engine, generation)
     if request.stream:
-        stream = make_stream(head, len(ids))
+        stream = make_stream(head, len(prompt.ids))
         return await common.event_stream(
             http_request, _stream(engine, generation, wanted, stream), stream.has_named_events
         )

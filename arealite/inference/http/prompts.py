@@ -1,6 +1,9 @@
 """Token ids of prompts: texts, lists of token ids, and conversations through the model's chat template."""
 
+import asyncio
 import inspect
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -9,8 +12,11 @@ from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.generate_api import SHORT_TEXT, encode, tokenize
+from arealite.inference.http.images import split_images
 from arealite.inference.sequence import MAX_SAMPLES
+from arealite.inference.vision import PromptImages
 from arealite.protocol.chat import ChatRequest
+from arealite.protocol.fields import FieldError
 from arealite.protocol.tool_calls import forced_prefix, style_of
 
 
@@ -36,29 +42,50 @@ async def read_prompts(engine: Engine, prompt: Any, num_samples: int) -> list[li
     return tokenize_all() if is_short else await common.run_beside(tokenize_all)
 
 
-def chat_prompt(engine: Engine, request: ChatRequest) -> tuple[list[int], str]:
-    """Return the token ids of a conversation, and the text with which its answer has to start.
+@dataclass
+class ChatPrompt:
+    """The tokens of a conversation, and the text `prefix` with which its answer starts.
 
-    `tool_choice` required or named: the prompt ends with the beginning of a call. It is part of the answer's text, but
-    the model has not sampled it.
+    A `tool_choice` that demands a call ends the prompt with the beginning of a call. That is part of the answer's text,
+    but the model has not sampled it.
     """
-    tokenizer = engine.tokenizer
-    if request.has_images:
-        raise RequestError("the embedded engine reads text only: every part of content must be a text")
+
+    ids: list[int]
+    prefix: str = ""
+    images: PromptImages | None = None
+
+
+async def chat_prompt(engine: Engine, request: ChatRequest, is_short: bool) -> ChatPrompt:
+    """Render and tokenize a conversation, unless it is short beside the event loop."""
+    variables = request.template_variables
+    has_template = request.has_images or getattr(engine.tokenizer, "chat_template", None)
+    if engine.tokenizer is None or not has_template:
+        raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
+    if variables.keys() & inspect.signature(engine.tokenizer.apply_chat_template).parameters.keys():
+        raise RequestError(f"chat_template_kwargs must map variables of the template to values, got {variables!r}")
+    if not request.has_images:
+        make = partial(_text_prompt, engine, request)
+        return make() if is_short else await common.run_beside(make)
+    if request.tool_choice in ("required", "named"):
+        raise FieldError("tool_choice", "tool_choice cannot demand a call in a conversation with images: use auto")
+    folder = engine.config.image_folder
+    messages, images = await common.run_beside(lambda: split_images(request.messages, folder))
+    if request.tools:
+        variables = {**variables, "tools": request.tools}
+    ids, placed = await asyncio.wrap_future(engine.read_prompt(messages, images, **variables))
+    return ChatPrompt(ids, images=placed)
+
+
+def _text_prompt(engine: Engine, request: ChatRequest) -> ChatPrompt:
+    tokenizer: Any = engine.tokenizer
     num_characters = sum(len(message["content"] or "") for message in request.messages)
     if num_characters > SHORT_TEXT and num_characters > engine.max_characters:
         raise RequestError(f"the messages have more characters than {engine.max_len} tokens can hold: shorten them")
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise RequestError("the model's tokenizer has no chat template: use /v1/completions")
-    variables = request.template_variables
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if variables.keys() & own.keys():
-        raise RequestError(f"chat_template_kwargs must map variables of the template to values, got {variables!r}")
     settings = {"tools": request.tools or None, "add_generation_prompt": True, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(request.messages, **settings, **variables)
+        text = tokenizer.apply_chat_template(request.messages, **settings, **request.template_variables)
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError, TemplateError) as error:
         raise RequestError(f"the chat template rejects these messages: {error}") from error
     is_forced = request.tool_choice in ("required", "named")
     prefix = forced_prefix(style_of(tokenizer), request.tool_name) if is_forced else ""
-    return tokenize(engine, text + prefix, add_special_tokens=False), prefix
+    return ChatPrompt(tokenize(engine, text + prefix, add_special_tokens=False), prefix)
