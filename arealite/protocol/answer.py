@@ -76,7 +76,10 @@ class Head:
 
 
 class Stream(Protocol):
-    """Writes the events of answers while they are generated. Call `begin`, `add`, `finish` for each choice, `close`."""
+    """Writes the events of answers while they are generated.
+
+    Call `begin`, then `add` and at last `finish` for each choice, then `close`.
+    """
 
     # Events have names, there is no [DONE] at the end, and token ids come with `finish` only.
     has_named_events: bool

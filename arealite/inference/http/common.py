@@ -172,7 +172,7 @@ def _check_finite(outputs: list[SampleOutput]) -> list[SampleOutput]:
 async def event_stream(
     request: web.Request, chunks: AsyncGenerator[bytes, None], has_named_events: bool = False
 ) -> web.StreamResponse:
-    """Send encoded events, and `[DONE]` if events have no names. An error before the first one sets the status."""
+    """Send encoded events, and `[DONE]` if they have no names. An error before them sets the status."""
     first = await anext(chunks)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
