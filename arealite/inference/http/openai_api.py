@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`, `/v1/models`, and Anthropic's `/v1/messages`.
+"""OpenAI's completions, chat completions and responses, `/v1/models`, and Anthropic's messages.
 
 The room `protocol` reads the requests and writes the answers; here they are generated. Fields beyond the APIs: `top_k`,
 `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids`, `chat_template_kwargs`, and

@@ -1,4 +1,4 @@
-"""Token ids of prompts: texts, lists of token ids, and conversations through the model's chat template."""
+"""Token ids of prompts: texts, lists of token ids, and conversations in the chat template."""
 
 import asyncio
 import inspect
