@@ -10,6 +10,7 @@ K images of a prompt, P patches of all of them (Qwen-VL), D values of a patch, C
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from jinja2 import TemplateError
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from arealite.api.errors import ConfigError, RequestError
+from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.utils.data import IMAGE_INDEX
-from arealite.utils.images import check_count, decode_image
+from arealite.utils.images import check_count, decode_image, image_bytes
 
 # What the processors of supported families return for images.
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
+TEXT_COLUMNS = ("prompt", "problem", "question")
+_MARK = "<image>"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 
 
@@ -79,6 +83,14 @@ class VisionProcessor:
                 "preprocessor_config.json or processor_config.json, and install Pillow (pip install 'arealite[vision]')"
             ) from error
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write tokenizer and processor, so that the folder of a trained model can be served."""
+        self.tokenizer.save_pretrained(folder)
+        self.processor.image_processor.save_pretrained(folder)
+        for name in _PROCESSOR_FILES:
+            if Path(self.path, name).is_file():
+                shutil.copyfile(Path(self.path, name), Path(folder, name))
+
     @property
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for images or videos. A model must not generate them: end an answer there."""
@@ -113,6 +125,30 @@ class VisionProcessor:
         except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return self.encode(text, images)
+
+    def encode_row(self, data: dict[str, Any], image_folder: str | None = None, **variables: Any) -> VisionPrompt:
+        """Tokenize the prompt of a row with its images; `variables` are those of the chat template.
+
+        A row has `images` and a prompt: `messages`, or text in `prompt`, `problem` or `question`. Datasets mark the
+        place of images as <image>, whatever the model's placeholder is. Without marks, images come first.
+        """
+        given = data.get("images", data.get("image"))
+        listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
+        images = [image_bytes(image, image_folder) for image in listed]
+        if data.get("messages") is not None:
+            return self.encode_messages(_with_image_parts(data["messages"], len(images)), images, **variables)
+        text = next((data[key] for key in TEXT_COLUMNS if isinstance(data.get(key), str)), None)
+        if text is None:
+            raise DatasetError(f"a row has the columns {sorted(data)}; expected `messages` or one of {TEXT_COLUMNS}")
+        pieces = text.split(_MARK)
+        if not self.chat_template:
+            missing = len(images) if len(pieces) == 1 and self.image_token not in text else 0
+            return self.encode(self.image_token * missing + self.image_token.join(pieces), images)
+        parts: list[dict[str, str]] = [{"type": "image"}] * (len(images) if len(pieces) == 1 else 0)
+        for i, piece in enumerate(pieces):
+            parts += [{"type": "image"}] * (i > 0)
+            parts += [{"type": "text", "text": piece}] * bool(piece)
+        return self.encode_messages([{"role": "user", "content": parts}], images, **variables)
 
     def match(self, input_ids: list[int], images: list[bytes]) -> VisionPrompt:
         """Pair token ids whose placeholders are expanded already with their images."""
@@ -151,6 +187,16 @@ class VisionProcessor:
         except (ValueError, ArithmeticError, LookupError, RuntimeError) as error:
             raise RequestError(f"the image processor rejects an image of {picture.size}: {error}") from error
         return {k: v for k, v in outputs.items() if k not in ("attention_mask", "mm_token_type_ids")}
+
+
+def _with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return messages with parts for images, which come first in the user's message if there are none."""
+    has_parts = any(isinstance(m.get("content"), list) for m in messages)
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
+    if has_parts or not count or first is None:
+        return messages
+    parts = [{"type": "image"}] * count + [{"type": "text", "text": messages[first]["content"]}]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
 def _load_processor(path: str) -> Any:

@@ -11,7 +11,7 @@ from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils.images import decode_image
 from arealite.utils.vision import VisionProcessor
-from arealite.workflow.vision_rlvr import VisionRLVRWorkflow, encode_row
+from arealite.workflow.vision_rlvr import VisionRLVRWorkflow
 from tests.engine.engine_testing import SPEC, engine_config
 from tests.tiny_vision import KINDS, make_vision_model, picture, placeholder
 
@@ -132,13 +132,13 @@ def test_rows_of_all_forms_become_the_same_prompt(folders, kind):
         {"images": [decode_image(image)], "messages": [part]},
         {"image": image, "prompt": "how many?"},
     ]
-    prompts = [encode_row(processor, row) for row in forms]
+    prompts = [processor.encode_row(row) for row in forms]
     assert all(prompt.input_ids == prompts[0].input_ids for prompt in prompts)
     assert all(torch.equal(p.inputs["pixel_values"], prompts[0].inputs["pixel_values"]) for p in prompts)
     assert placeholder(kind) in processor.tokenizer.decode(prompts[0].input_ids).replace(
         processor.image_token * (prompts[0].spans[0][1] - prompts[0].spans[0][0]), processor.image_token
     )
     with pytest.raises(DatasetError, match="expected `messages`"):
-        encode_row(processor, {"images": [image]})
+        processor.encode_row({"images": [image]})
     with pytest.raises(RequestError, match="2 image placeholders"):
-        encode_row(processor, {"images": [image], "problem": "<image> and <image>"})
+        processor.encode_row({"images": [image], "problem": "<image> and <image>"})
