@@ -22,10 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
-from arealite.utils.decoders import has_vision, language_model, rope_positions
+from arealite.utils.decoders import IMAGE_FAMILIES, has_vision, language_model, rope_positions
 from arealite.utils.vision import VisionProcessor, VisionPrompt
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "llava")
 # Numbers in the images of one pass through the vision tower; one prompt may have more.
 _MAX_PIXEL_VALUES = 1 << 24
 
@@ -58,15 +57,15 @@ class PromptImages:
 
 def is_served(config: PreTrainedConfig) -> bool:
     """Return whether the engine can run this vision-language model with images."""
-    return has_vision(config) and config.model_type in FAMILIES
+    return has_vision(config) and config.model_type in IMAGE_FAMILIES
 
 
 def check_served(config: PreTrainedConfig, server: ServerConfig, device: torch.device) -> None:
     """Raise `ConfigError` for a vision-language model that cannot be served as configured."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in IMAGE_FAMILIES:
         raise ConfigError(
             f"model type {config.model_type!r} reads images in a way that the embedded engine does not know (it serves "
-            f"{', '.join(FAMILIES)}): serve it with sglang or vllm"
+            f"{', '.join(IMAGE_FAMILIES)}): serve it with sglang or vllm"
         )
     if device.type != "cpu" or server.tensor_parallel > 1:
         raise ConfigError(

@@ -28,6 +28,8 @@ from arealite.api.errors import ConfigError
 from arealite.utils.model_config import check_model
 
 TRIAL_TOKENS = 24
+# Families whose images enter the decoder as embeddings and nowhere else.
+IMAGE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "llava")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # These families put the window into the mask only and do not pass it to the attention function.
 _WINDOW_IN_MASK_ONLY = {"doge", "phimoe", "qwen2_moe"}

@@ -205,3 +205,21 @@ def test_the_vision_tower_is_trained_on_request(vlm_dirs, kind):
     for name, grad in tower.items():
         if grad is not None:
             torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_rows_that_share_images_compute_them_once(vlm_dirs, kind):
+    """Same log-probs as with a copy of the images for each row; the vision tower sees each image once."""
+    engine = vlm_engine(vlm_dirs[kind])
+    rows = [row(kind, 14, 1, 0), row(kind, 14, 1, 0), row(kind, 9, 0, 1), row(kind, 14, 1, 3)]
+    copied = concat_padded(rows)
+    shared = dict(copied)
+    shared["image_index"] = torch.tensor([0, 0, -1, 2])
+    body, sizes = engine.model.base_model, []
+    features = body.get_image_features
+    body.get_image_features = lambda *args, **kwargs: sizes.append(len(kwargs["pixel_values"])) or features(**kwargs)
+    apart = engine.forward(copied)["logp"]
+    copied_size = sum(sizes)
+    sizes.clear()
+    assert torch.allclose(engine.forward(shared)["logp"], apart, atol=1e-6)
+    assert 3 * sum(sizes) == 2 * copied_size

@@ -43,7 +43,7 @@ from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
-from arealite.engine.fsdp.vision import vision_parameters
+from arealite.engine.fsdp.vision import insert_images, vision_parameters
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
     check_interface,
@@ -146,19 +146,23 @@ class PackedModel(nn.Module):
                 segments = None if segments is None else segments.filled(missing)
             first = rank * (len(ids) // size)
             ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
-        images = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
+        inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
+        has_images = bool(inputs)
+        if "image_tokens" in mb:
+            inputs = {"inputs_embeds": insert_images(self.model, ids, mb)[None]}
+        else:
+            inputs["input_ids"] = ids[None]
         positions = mb["rope_positions"][:, None] if "rope_positions" in mb else positions[None]
         outputs = self.model.base_model(
-            input_ids=ids[None],
             position_ids=positions,
             use_cache=False,
             packed_layout=PackedLayout.make(
                 cu_seqlens, lengths, segments, self.context_group, self.ring, one_graph=self.fused
             ),
-            **images,
+            **inputs,
         )
         hidden = outputs.last_hidden_state.squeeze(0)
-        if self.trains_vision and not images:
+        if self.trains_vision and not has_images:
             # Other ranks may have images now, and FSDP needs a gradient from every rank.
             hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
         return hidden, first

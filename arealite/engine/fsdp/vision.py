@@ -7,6 +7,8 @@ order of the placeholders. The language model is trained; the vision tower and i
 `freeze_vision` is set.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS
-from arealite.utils.decoders import language_model, rope_positions
+from arealite.utils.decoders import IMAGE_FAMILIES, language_model, rope_positions
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -24,20 +26,54 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in language]
 
 
-def _vision_inputs(rows: Batch) -> Batch:
-    """Return the model's keyword inputs for the images of padded `rows`; empty if there are none."""
+def _vision_inputs(rows: Batch, placeholders: torch.Tensor, is_shared: bool) -> Batch:
+    """Return the model's inputs for the images of padded `rows`, whose `placeholders [B]` are counted.
+
+    `is_shared`: each set comes once, and `image_tokens [M]` has the feature of each placeholder; else a set comes once
+    for each of its rows. Empty if there are no images.
+    """
     if IMAGE_INDEX not in rows:
         return {}
     grids, pixels = rows.get("image_grid_thw"), rows["pixel_values"]
     # Patches or images of each set [I], without padding.
     counts = rows["num_images"] if grids is None else grids.prod(dim=-1).sum(dim=1)
-    used = [i for i in rows[IMAGE_INDEX].tolist() if i >= 0 and counts[i]]
+    used = [(row, i) for row, i in enumerate(rows[IMAGE_INDEX].tolist()) if i >= 0 and counts[i]]
     if not used:
         return {}
-    inputs = {"pixel_values": torch.cat([pixels[i, : int(counts[i])] for i in used])}
+    spans: dict[int, tuple[int, int]] = {}
+    for row, i in used:
+        size, end = int(placeholders[row]), next(reversed(spans.values()))[1] if spans else 0
+        start, end = spans.setdefault(i, (end, end + size))
+        if end - start != size:
+            raise TrainingError(f"rows with the same images have {end - start} and {size} image placeholder tokens")
+    sets = list(spans) if is_shared else [i for _, i in used]
+    inputs = {"pixel_values": torch.cat([pixels[i, : int(counts[i])] for i in sets])}
     if grids is not None:
-        inputs["image_grid_thw"] = torch.cat([grids[i][grids[i].prod(dim=-1) > 0] for i in used])
+        inputs["image_grid_thw"] = torch.cat([grids[i][grids[i].prod(dim=-1) > 0] for i in sets])
+        inputs["row_grids"] = torch.cat([grids[i][grids[i].prod(dim=-1) > 0] for _, i in used])
+    if is_shared:
+        inputs["image_tokens"] = torch.cat([torch.arange(*spans[i]) for _, i in used])
     return inputs
+
+
+def insert_images(model: PreTrainedModel, ids: torch.Tensor, mb: Batch) -> torch.Tensor:
+    """Return the embeddings `[N, H]` of packed `ids`, with features of images in place of the placeholders.
+
+    The vision tower computes each image once, however many rows share it.
+    """
+    body: Any = model.base_model
+    images = {key: mb[key] for key in ("pixel_values", "image_grid_thw") if key in mb}
+    features = torch.cat(list(body.get_image_features(**images, return_dict=True).pooler_output))
+    embeddings = body.get_input_embeddings()(ids)
+    at = (ids == model.config.image_token_id).nonzero(as_tuple=True)[0]
+    expected = int(mb["image_tokens"].max()) + 1
+    if len(at) != len(mb["image_tokens"]) or len(features) != expected:
+        raise TrainingError(
+            f"the images of a micro-batch have {len(features)} features, but {expected} placeholder tokens: use the "
+            "ids of the model's processor"
+        )
+    chosen = features.to(embeddings.dtype).index_select(0, mb["image_tokens"])
+    return embeddings.index_copy(0, at, chosen)
 
 
 def _without_sampled_placeholders(rows: Batch, image_token_id: int) -> torch.Tensor | None:
@@ -62,18 +98,17 @@ def _without_sampled_placeholders(rows: Batch, image_token_id: int) -> torch.Ten
 def take_vision(model: PreTrainedModel, rows: Batch, packed: Batch) -> Batch:
     """Return `packed` with the image sets replaced by the model's inputs.
 
-    Models that use them also get `rope_positions [3, N]` (time, height, width). `model_ids [N]` replaces `input_ids` as
-    input if an answer ends in a placeholder.
+    Models that use them also get `rope_positions [3, N]` (time, height, width). `image_tokens` is for `insert_images`.
+    `model_ids [N]` replaces `input_ids` as input if an answer ends in a placeholder.
     """
-    images = _vision_inputs(rows)
-    packed = {k: v for k, v in packed.items() if k not in (*VISION_KEYS, IMAGE_INDEX)} | images
-    ids, mask = rows["input_ids"], rows["attention_mask"]
-    cleaned = _without_sampled_placeholders(rows, model.config.image_token_id)
+    ids, mask, image = rows["input_ids"], rows["attention_mask"], model.config.image_token_id
+    packed = {k: v for k, v in packed.items() if k not in (*VISION_KEYS, IMAGE_INDEX)}
+    cleaned = _without_sampled_placeholders(rows, image)
     if cleaned is not None:
         ids = cleaned
         packed["model_ids"] = ids[mask.bool()]
-    if "image_grid_thw" in images:
-        positions = rope_positions(model, ids, mask, images["image_grid_thw"])
-        if positions is not None:
-            packed["rope_positions"] = positions[:, mask.bool()]
-    return packed
+    placeholders = ((ids == image) & mask.bool()).sum(dim=1)
+    packed |= _vision_inputs(rows, placeholders, model.config.model_type in IMAGE_FAMILIES)
+    grids = packed.pop("row_grids", None)
+    positions = None if grids is None else rope_positions(model, ids, mask, grids)
+    return packed if positions is None else packed | {"rope_positions": positions[:, mask.bool()]}
