@@ -210,7 +210,8 @@ def test_the_vision_tower_is_trained_on_request(vlm_dirs, kind):
 @pytest.mark.parametrize("kind", ["qwen", "llava"])
 def test_rows_that_share_images_compute_them_once(vlm_dirs, kind):
     """Same log-probs as with a copy of the images for each row; the vision tower sees each image once."""
-    engine = vlm_engine(vlm_dirs[kind])
+    engine = FSDPLMEngine(engine_config(vlm_dirs[kind], max_tokens_per_mb=128))
+    engine.initialize(SPEC)
     rows = [row(kind, 14, 1, 0), row(kind, 14, 1, 0), row(kind, 9, 0, 1), row(kind, 14, 1, 3)]
     copied = concat_padded(rows)
     shared = dict(copied)
