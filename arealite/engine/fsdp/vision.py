@@ -57,7 +57,7 @@ def _vision_inputs(rows: Batch, placeholders: torch.Tensor, is_shared: bool) -> 
 
 
 def insert_images(model: PreTrainedModel, ids: torch.Tensor, mb: Batch) -> torch.Tensor:
-    """Return the embeddings `[N, H]` of packed `ids`, with features of images in place of the placeholders.
+    """Return embeddings `[N, H]` of packed `ids`, with image features in place of placeholders.
 
     The vision tower computes each image once, however many rows share it.
     """
