@@ -19,7 +19,7 @@ from arealite.trainer.tasks import find_reward, load_rl
 from arealite.utils.config import load_config, run_main
 from arealite.utils.distributed import destroy_process_group, init_process_group, rank
 from arealite.utils.rundir import RunDir
-from arealite.workflow.rlvr import RLVRWorkflow
+from arealite.workflow.vision_rlvr import make_rlvr
 
 
 def main(argv: list[str]) -> None:
@@ -31,7 +31,8 @@ def main(argv: list[str]) -> None:
     rewards = {name: find_reward(data, config.reward) for name, data in config.validation_sets.items()}
     sets = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
     gconfig, pool = config.evaluation_gconfig, RewardPool()
-    workflows = {name: RLVRWorkflow(own, gconfig, tokenizer, reward_pool=pool) for name, own in rewards.items()}
+    path = config.actor.path
+    workflows = {name: make_rlvr(path, own, gconfig, tokenizer, reward_pool=pool) for name, own in rewards.items()}
     client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)
     rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=sum(map(len, sets.values())))

@@ -29,7 +29,7 @@ from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.evaluation import with_gconfig
-from arealite.workflow.rlvr import RLVRWorkflow
+from arealite.workflow.vision_rlvr import make_rlvr
 
 
 class PPOTrainer:
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
     pool = RewardPool()
 
     def make(reward: RewardFn, gconfig: GenerationHyperparameters = config.gconfig) -> RolloutWorkflow:
-        return RLVRWorkflow(reward, gconfig, tokenizer, reward_pool=pool)
+        return make_rlvr(config.actor.path, reward, gconfig, tokenizer, reward_pool=pool)
 
     workflow = make_training_workflow(config, make)
     rows = load_training_rows(config, tokenizer, load_rl)

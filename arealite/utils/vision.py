@@ -122,26 +122,30 @@ class VisionProcessor:
             text = self.tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, tokenize=False, **settings
             )
-        except (TypeError, ValueError, LookupError, AttributeError, TemplateError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError, TemplateError) as error:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         return self.encode(text, images)
 
     def encode_row(self, data: dict[str, Any], image_folder: str | None = None, **variables: Any) -> VisionPrompt:
         """Tokenize the prompt of a row with its images; `variables` are those of the chat template.
 
-        A row has `images` and a prompt: `messages`, or text in `prompt`, `problem` or `question`. Datasets mark the
-        place of images as <image>, whatever the model's placeholder is. Without marks, images come first.
+        A row has `images` and a prompt: `messages`, a `problem` or `question` for the chat template, or a `prompt` that
+        is taken as it is. Datasets mark the place of images as <image>, whatever the model's placeholder is. Without
+        marks, images come first. `input_ids` have expanded placeholders.
         """
         given = data.get("images", data.get("image"))
         listed = [] if given is None else given if isinstance(given, list | tuple) else [given]
         images = [image_bytes(image, image_folder) for image in listed]
         if data.get("messages") is not None:
             return self.encode_messages(_with_image_parts(data["messages"], len(images)), images, **variables)
-        text = next((data[key] for key in TEXT_COLUMNS if isinstance(data.get(key), str)), None)
-        if text is None:
+        if "input_ids" in data:
+            return self.match(list(data["input_ids"]), images)
+        column = next((key for key in TEXT_COLUMNS if isinstance(data.get(key), str)), None)
+        if column is None:
             raise DatasetError(f"a row has the columns {sorted(data)}; expected `messages` or one of {TEXT_COLUMNS}")
+        text: str = data[column]
         pieces = text.split(_MARK)
-        if not self.chat_template:
+        if column == "prompt" or not self.chat_template:
             missing = len(images) if len(pieces) == 1 and self.image_token not in text else 0
             return self.encode(self.image_token * missing + self.image_token.join(pieces), images)
         parts: list[dict[str, str]] = [{"type": "image"}] * (len(images) if len(pieces) == 1 else 0)

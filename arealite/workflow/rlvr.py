@@ -61,6 +61,8 @@ class RLVRWorkflow(RolloutWorkflow):
         return Trajectory.join([answer.reward(value) for answer, value in zip(answers, rewards, strict=True)])
 
     def encode_prompt(self, data: dict[str, Any]) -> list[int]:
+        if data.get("images"):
+            raise DatasetError("a row has images, but RLVRWorkflow reads text only: use VisionRLVRWorkflow")
         if "input_ids" in data:
             return list(data["input_ids"])
         if "messages" in data:

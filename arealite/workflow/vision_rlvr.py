@@ -8,11 +8,14 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from transformers import AutoConfig
+
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Batch, ModelRequest
 from arealite.api.reward_api import RewardFn
 from arealite.api.trajectory import Trajectory
+from arealite.utils.decoders import has_vision
 from arealite.utils.vision import VisionProcessor, VisionPrompt
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -56,3 +59,12 @@ class VisionRLVRWorkflow(RLVRWorkflow):
     def encode(self, data: dict[str, Any]) -> VisionPrompt:
         """Tokenize the prompt of a row with its images."""
         return self.processor.encode_row(data, self.image_folder, enable_thinking=self.enable_thinking)
+
+
+def make_rlvr(
+    path: str, reward_fn: RewardFn, gconfig: GenerationHyperparameters, tokenizer: Any, **settings: Any
+) -> RLVRWorkflow:
+    """Return the workflow for the model at `path`: with images if it reads them."""
+    if has_vision(AutoConfig.from_pretrained(path)):
+        return VisionRLVRWorkflow(reward_fn, gconfig, path, **settings)
+    return RLVRWorkflow(reward_fn, gconfig, tokenizer, **settings)

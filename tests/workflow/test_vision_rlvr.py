@@ -130,7 +130,8 @@ def test_rows_of_all_forms_become_the_same_prompt(folders, kind):
         {"images": [image], "problem": "<image>how many?"},
         {"images": [{"bytes": image, "path": None}], "messages": [{"role": "user", "content": "how many?"}]},
         {"images": [decode_image(image)], "messages": [part]},
-        {"image": image, "prompt": "how many?"},
+        {"image": image, "question": "how many?"},
+        {"image": image, "prompt": f"<user>{placeholder(kind)}how many?<assistant>"},
     ]
     prompts = [processor.encode_row(row) for row in forms]
     assert all(prompt.input_ids == prompts[0].input_ids for prompt in prompts)
