@@ -1,14 +1,14 @@
 """`VisionRLVRWorkflow`: RLVR with images in the prompt, for vision-language models.
 
-A row has `images` (encoded bytes, paths, PIL images or what `datasets` holds) and a prompt: `messages`, `prompt` or
-`problem` (text). Where the text has no placeholder, the images come first. All answers to a row share its images.
+A row has `images` and a prompt (`VisionProcessor.encode_row`). The reward function gets its other columns. All answers to
+a row share its images: they are processed once, sent once and stored once.
 """
 
 import asyncio
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
@@ -64,7 +64,11 @@ class VisionRLVRWorkflow(RLVRWorkflow):
 def make_rlvr(
     path: str, reward_fn: RewardFn, gconfig: GenerationHyperparameters, tokenizer: Any, **settings: Any
 ) -> RLVRWorkflow:
-    """Return the workflow for the model at `path`: with images if it reads them."""
-    if has_vision(AutoConfig.from_pretrained(path)):
+    """Return the workflow for the model at `path`: with images if it is a vision-language model.
+
+    Some families are language models with a vision part; from a config alone these train on text.
+    """
+    config = AutoConfig.from_pretrained(path)
+    if has_vision(config) and type(config) not in AutoModelForCausalLM._model_mapping:
         return VisionRLVRWorkflow(reward_fn, gconfig, path, **settings)
     return RLVRWorkflow(reward_fn, gconfig, tokenizer, **settings)
