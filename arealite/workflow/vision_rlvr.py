@@ -1,7 +1,7 @@
 """`VisionRLVRWorkflow`: RLVR with images in the prompt, for vision-language models.
 
-A row has `images` and a prompt (`VisionProcessor.encode_row`). The reward function gets its other columns. All answers to
-a row share its images: they are processed once, sent once and stored once.
+A row has `images` and a prompt (`VisionProcessor.encode_row`). The reward function gets its other columns. All answers
+to a row share its images: they are processed once, sent once and stored once.
 """
 
 import asyncio
