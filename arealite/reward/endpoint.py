@@ -1,0 +1,127 @@
+"""`Endpoint`: JSON requests to a service outside of the run, with a rate limit, retries and a deadline.
+
+Judges and served reward models use it. The key is read from the environment at each request: it is not in the object,
+not in a pickle of it, and removed from error messages. The key of the run's own servers is never sent.
+"""
+
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+
+from arealite.api.errors import RewardError
+from arealite.utils.text import clean
+
+_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_MAX_ANSWER_BYTES = 16 << 20
+_MAX_TEXT = 500
+
+
+class Endpoint:
+    """Posts JSON to one address. Failures raise `RewardError`, after retries of what may pass.
+
+    At most `max_concurrent` requests at once and `max_per_minute` in a minute (0: any number). `timeout_s` is for one
+    request, `deadline_s` for all tries and waits together.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key_env: str = "",
+        max_concurrent: int = 32,
+        max_per_minute: float = 0.0,
+        timeout_s: float = 60.0,
+        deadline_s: float = 300.0,
+    ):
+        self.url, self.api_key_env = url, api_key_env
+        self.max_concurrent, self.max_per_minute = max_concurrent, max_per_minute
+        self.timeout_s, self.deadline_s = timeout_s, deadline_s
+        self._next_start = 0.0
+        # Belong to one event loop.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(max_concurrent)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        limits = (self.max_concurrent, self.max_per_minute, self.timeout_s, self.deadline_s)
+        return (Endpoint, (self.url, self.api_key_env, *limits))
+
+    async def post(self, body: Any) -> Any:
+        """Return the answer to a request, tried again with growing waits while the service is busy or away."""
+        data = orjson.dumps(body)
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                return await self._post_with_retries(data)
+        except TimeoutError:
+            raise RewardError(f"{self.url} gave no answer within {self.deadline_s:g} s") from None
+
+    async def close(self) -> None:
+        """Close the connections; they are opened again if needed."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _post_with_retries(self, data: bytes) -> Any:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            await self._wait_for_turn()
+            status, answer, retry_after_s = await self._try(data)
+            if status == 200:
+                return answer
+            if status not in _RETRIED and status != 0:
+                raise RewardError(f"{self.url} answered {status}: {answer}")
+            # At random, so that many requests that failed together do not return together.
+            await asyncio.sleep(retry_after_s or random.uniform(0.5, 1.0) * wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _wait_for_turn(self) -> None:
+        if self.max_per_minute:
+            now = time.monotonic()
+            start = max(now, self._next_start)
+            self._next_start = start + 60 / self.max_per_minute
+            await asyncio.sleep(start - now)
+
+    async def _try(self, data: bytes) -> tuple[int, Any, float]:
+        """Return the status (0: no connection), the answer or the text of the error, and how long to wait."""
+        session = self._open()
+        async with self._slots:
+            try:
+                async with session.post(self.url, data=data, headers=self._headers()) as response:
+                    raw = await response.content.read(_MAX_ANSWER_BYTES)
+                    if response.status == 200:
+                        return 200, orjson.loads(raw), 0.0
+                    return response.status, self._error_text(raw), _seconds(response.headers.get("Retry-After"))
+            except orjson.JSONDecodeError:
+                return 502, "an answer that is not JSON", 0.0
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                return 0, type(error).__name__, 0.0
+
+    def _open(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            self._loop, self._slots = loop, asyncio.Semaphore(self.max_concurrent)
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def _error_text(self, raw: bytes) -> str:
+        text = raw[: 10 * _MAX_TEXT].decode(errors="replace")
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        return clean(text.replace(key, "***") if key else text)[:_MAX_TEXT]
+
+
+def _seconds(header: str | None) -> float:
+    """Return the seconds of a `Retry-After`, at most a minute; 0.0 if it says something else."""
+    try:
+        return min(max(float(header or 0), 0.0), 60.0)
+    except ValueError:
+        return 0.0

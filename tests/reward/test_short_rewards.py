@@ -1,0 +1,128 @@
+"""Rewards for choices, words, form and length, and sums of rewards."""
+
+import asyncio
+import math
+import pickle
+
+import pytest
+
+from arealite.api.errors import ConfigError, DatasetError, RewardError
+from arealite.reward.choice import choice_reward, f1_reward
+from arealite.reward.combined import AsyncCombinedReward, CombinedReward
+from arealite.reward.format import PatternReward, TagsReward, think_answer_reward
+from arealite.reward.length import CosineReward, OverlongPenalty
+from arealite.reward.math import math_reward
+from arealite.reward.pool import RewardPool
+from tests.reward import sample_rewards
+
+CITIES = ["Paris", "The Hague", "Berlin", "A village"]
+
+
+@pytest.mark.parametrize(
+    "completion, chosen",
+    [
+        ("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("**B**", "B"), ("B) The Hague", "B"), ("B: it is", "B"),
+        ("I think so.\nThe answer is B.", "B"), ("Answer: (C)", "C"), ("the answer is **C**", "C"),
+        (r"so \boxed{D}", "D"), (r"\boxed{\text{B}}", None), ("<answer> B </answer>", "B"),
+        ("<answer>the hague</answer>", "B"), ("Hague", "B"), ("Option C", "C"), ("A village", "D"), ("A", "A"),
+        ("<answer>A</answer> no, <answer>B</answer>", "B"), ("The answer is A. No: the answer is C", "C"),
+        ("A cat sat there", None), ("E", None), ("", None), ("\n\n", None), ("Both A and B are right", None),
+        ("Because", None), ("B" * 10**7, None), ("\ud800", None), ("The answer isn't A", None),
+    ],
+)  # fmt: skip
+def test_choices(completion, chosen):
+    for letter in "ABCD":
+        assert choice_reward(completion=completion, answer=letter, choices=CITIES) == float(letter == chosen)
+
+
+def test_the_right_choice_may_be_a_text():
+    assert choice_reward(completion="D", answer="a village", choices=CITIES) == 1.0
+    assert choice_reward(completion="Answer: G", answer="G") == 1.0
+    with pytest.raises(DatasetError, match="neither a letter nor one of its choices"):
+        choice_reward(completion="D", answer="Rome", choices=CITIES)
+
+
+def test_words_in_common():
+    assert f1_reward(completion="<answer>The Eiffel tower!</answer>", answer="Eiffel Tower") == 1.0
+    assert f1_reward(completion="so\nblue whale", answer=["whale", "dolphin"]) == pytest.approx(2 / 3)
+    assert f1_reward(completion="", answer="x") == f1_reward(completion="y", answer="x") == 0.0
+    assert f1_reward(completion="y " * 10**6, answer="y") < 0.01
+    with pytest.raises(DatasetError, match="needs the column"):
+        f1_reward(completion="x")
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<think>a</think><answer>b</answer>", 1.0), (" <think>a\n</think>\n <answer>b</answer>\n", 1.0),
+        ("x<think>a</think><answer>b</answer>", 0.0), ("<think>a</think>x<answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>x", 0.0), ("<think>a<answer>b</think></answer>", 0.0),
+        ("<think>a</think><answer> </answer>", 0.0), ("<think>a</think>", 0.0), ("", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0), ("<think>" * 10**6, 0.0),
+    ],
+)  # fmt: skip
+def test_tags(completion, expected):
+    assert think_answer_reward(completion=completion) == expected
+
+
+def test_other_forms():
+    assert TagsReward(partial=True)(completion="<think>a</think><answer>b") == 0.75
+    assert TagsReward(["plan"], is_prefix_free=False)(completion="So: <plan>a</plan>") == 1.0
+    assert PatternReward(r".*\d+")(completion="it\nis 5") == 1.0
+    assert PatternReward(r"\d+")(completion="it is 5") == 0.0
+    assert PatternReward(r"\d+", anywhere=True)(completion="it is 5") == 1.0
+
+
+def test_long_answers_lose():
+    penalty = OverlongPenalty(max_tokens=100, buffer_tokens=20)
+    assert [penalty(completion_ids=[1] * n) for n in (0, 80, 85, 90, 100, 1000)] == [0, 0, -0.25, -0.5, -1, -1]
+    with pytest.raises(ConfigError, match="buffer_tokens must be"):
+        OverlongPenalty(10, 20)
+
+
+def test_the_cosine_schedule():
+    reward = CosineReward(math_reward, max_tokens=100, right=(2.0, 1.0), wrong=(-1.0, 0.0), too_long=-5.0)
+
+    def score(text, length):
+        return reward("", text, [], [1] * length, answer="4")["reward"]
+
+    assert (
+        score("4", 0) == 2.0 and score("4", 50) == pytest.approx(1.5) and score("4", 99) == pytest.approx(1.0, abs=0.01)
+    )
+    assert score("5", 0) == -1.0 and score("5", 50) == pytest.approx(-0.5)
+    assert score("4", 100) == score("5", 200) == -5.0
+    assert reward("", "4", [], [], answer="4")["unscaled"] == 1.0
+
+
+def test_a_weighted_sum_shows_its_parts():
+    reward = CombinedReward(
+        {"right": (1.0, math_reward), "form": (0.5, think_answer_reward), "own": (2.0, sample_rewards.in_parts)}
+    )
+    rows = [
+        dict(prompt="", completion="<think>2+2</think><answer>4</answer>", prompt_ids=[], completion_ids=[], answer="4")
+    ]
+    pool = RewardPool(num_workers=1)
+    try:
+        (score,) = asyncio.run(pool.run(pickle.loads(pickle.dumps(reward)), rows))
+    finally:
+        pool.close()
+    assert score == 1.0 + 0.5 + 2 * 1.5
+    assert score.parts == {"right": 1.0, "form": 1.0, "own": 1.5, "own/length": 36.0, "own/format": 1.0}
+
+
+def test_bad_parts_of_a_sum_are_named():
+    with pytest.raises(RewardError, match="returns_nan returned nan"):
+        CombinedReward({"a": (1.0, sample_rewards.returns_nan)})(completion="x")
+    with pytest.raises(ConfigError, match="use AsyncCombinedReward"):
+        CombinedReward({"a": (1.0, sample_rewards.remote_judge)})
+    with pytest.raises(ConfigError, match="names other than `reward`"):
+        CombinedReward({"reward": (1.0, math_reward)})
+    with pytest.raises(ConfigError, match="names other than `reward`"):
+        CombinedReward({})
+
+
+def test_parts_may_be_awaited():
+    reward = AsyncCombinedReward({"judge": (0.5, sample_rewards.remote_judge), "length": (1.0, sample_rewards.length)})
+    (score,) = asyncio.run(RewardPool().run(reward, [dict(completion="abcd")]))
+    assert (score, score.parts) == (6.0, {"judge": 4.0, "length": 4.0})
+    assert math.isfinite(score)
