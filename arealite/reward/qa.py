@@ -1,12 +1,12 @@
-"""Reward for short answers: exact match with an accepted one, after SQuAD's normalization."""
+"""Rewards for short answers: exact match, or words in common, with an accepted one after SQuAD's normalization."""
 
 import re
 import string
+from collections import Counter
 from typing import Any
 
 from arealite.reward.extraction import last_boxed
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
 _IS = re.compile(r"\banswer(?: is|:)\s*(.+)", re.I)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -26,14 +26,40 @@ def qa_reward(
     return float(bool(found) and any(found == normalize(each) for each in accepted))
 
 
+def f1_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    answer: str | list[str] = "",
+    **data: Any,
+) -> float:
+    """Return the F1 of the words that the final answer shares with the best of the accepted ones."""
+    accepted = [answer] if isinstance(answer, str) else answer
+    found = normalize(find_short_answer(completion)).split()
+    return max((_f1(found, normalize(each).split()) for each in accepted), default=0.0)
+
+
+def _f1(found: list[str], wanted: list[str]) -> float:
+    common = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+
+
 def find_short_answer(completion: str) -> str:
     """Return the last `<answer>`, else the last box, else what follows `answer is`, else the last line."""
-    tagged = _TAGGED.findall(completion)
-    if tagged:
-        return tagged[-1]
+    tagged = last_tagged(completion)
+    if tagged is not None:
+        return tagged
     lines = completion.strip().splitlines() or [""]
     stated = _IS.search(lines[-1])
     return last_boxed(completion) or (stated[1] if stated else lines[-1])
+
+
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last `<answer>…</answer>`, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def normalize(text: str) -> str:

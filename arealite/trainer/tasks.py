@@ -26,10 +26,13 @@ from arealite.dataset.prompts import AS_THEY_ARE, PromptFormat, PromptMaker, loa
 from arealite.dataset.rows import find_files, load_dataset
 from arealite.dataset.sft import get_sft, read_sft
 from arealite.dataset.streamed import open_streamed
+from arealite.reward.choice import choice_reward
+from arealite.reward.code import CodeReward, code_reward
 from arealite.reward.countdown import countdown_reward
+from arealite.reward.format import think_answer_reward
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.math import math_reward
-from arealite.reward.qa import qa_reward
+from arealite.reward.qa import f1_reward, qa_reward
 from arealite.reward.reasoning_gym import reasoning_gym_reward
 from arealite.trainer import task_formats as formats
 from arealite.utils.rundir import RunDir
@@ -43,6 +46,11 @@ REWARDS: dict[str, RewardFn] = {
     "countdown": countdown_reward,
     "reasoning_gym": reasoning_gym_reward,
     "qa": qa_reward,
+    "f1": f1_reward,
+    "choice": choice_reward,
+    "code": code_reward,
+    "code_partial": CodeReward(partial=True),
+    "think_answer": think_answer_reward,
 }
 # Rows that are checked of a dataset that is streamed.
 _NUM_CHECKED = 1000

@@ -7,12 +7,13 @@ import pickle
 import pytest
 
 from arealite.api.errors import ConfigError, DatasetError, RewardError
-from arealite.reward.choice import choice_reward, f1_reward
+from arealite.reward.choice import choice_reward
 from arealite.reward.combined import AsyncCombinedReward, CombinedReward
 from arealite.reward.format import PatternReward, TagsReward, think_answer_reward
 from arealite.reward.length import CosineReward, OverlongPenalty
 from arealite.reward.math import math_reward
 from arealite.reward.pool import RewardPool
+from arealite.reward.qa import f1_reward, qa_reward
 from tests.reward import sample_rewards
 
 CITIES = ["Paris", "The Hague", "Berlin", "A village"]
@@ -43,12 +44,15 @@ def test_the_right_choice_may_be_a_text():
 
 
 def test_words_in_common():
-    assert f1_reward(completion="<answer>The Eiffel tower!</answer>", answer="Eiffel Tower") == 1.0
-    assert f1_reward(completion="so\nblue whale", answer=["whale", "dolphin"]) == pytest.approx(2 / 3)
-    assert f1_reward(completion="", answer="x") == f1_reward(completion="y", answer="x") == 0.0
-    assert f1_reward(completion="y " * 10**6, answer="y") < 0.01
-    with pytest.raises(DatasetError, match="needs the column"):
-        f1_reward(completion="x")
+    def f1(completion, answer):
+        return f1_reward("", completion, [], [], answer=answer)
+
+    assert f1("<answer>The Eiffel tower!</answer>", "Eiffel Tower") == 1.0
+    assert f1("so\nblue whale", ["whale", "dolphin"]) == pytest.approx(2 / 3)
+    assert f1("", "x") == f1("y", "x") == f1("y", []) == 0.0
+    assert f1("y " * 10**6, "y") < 0.01
+    assert f1("<answer>" * 10**6 + "y", "y") == f1("<answer>z</answer>" * 10**5, "y") == 0.0
+    assert qa_reward("", "<answer>y</answer> or <answer>z</answer>", [], [], answer="z") == 1.0
 
 
 @pytest.mark.parametrize(
