@@ -1,4 +1,4 @@
-"""`Endpoint`: JSON requests to a service outside of the run, with a rate limit, retries and a deadline.
+"""`Endpoint`: JSON requests to a service outside of the run, with limits and retries.
 
 Judges and served reward models use it. The key is read from the environment at each request: it is not in the object,
 not in a pickle of it, and removed from error messages. The key of the run's own servers is never sent.

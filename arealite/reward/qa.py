@@ -1,4 +1,4 @@
-"""Rewards for short answers: exact match, or words in common, with an accepted one after SQuAD's normalization."""
+"""Rewards for short answers: exact match, or words in common, after SQuAD's normalization."""
 
 import re
 import string
