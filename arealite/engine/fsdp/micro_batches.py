@@ -7,7 +7,7 @@ tokens that are computed count, and rows with a common prefix are neighbours.
 
 import logging
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat
 from arealite.engine.fsdp.model import PackedModel, random_settings
-from arealite.engine.fsdp.parallel import num_heads
 from arealite.engine.fsdp.shared_prefix import (
     PrefixPlan,
     Segment,
@@ -117,10 +116,13 @@ def _check_rows(batch: Batch, vocab_size: int) -> None:
 
 def _key_cost(config: PreTrainedConfig) -> float:
     """Return the share of keys and values in what a computed token keeps for the backward pass."""
-    text, (heads, kv_heads) = config.get_text_config(), num_heads(config)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    keys = 2 * kv_heads * head_size
+    text = config.get_text_config()
+    # Some families have layers of several widths: the first one is near enough.
+    layer: Any = (getattr(text, "per_layer_config", None) or [text])[0]
+    heads = layer.num_attention_heads
+    head_size = getattr(layer, "head_dim", None) or text.hidden_size // heads
+    inner = getattr(layer, "intermediate_size", None) or 4 * text.hidden_size
+    keys = 2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_size
     return keys / (keys + 2 * heads * head_size + 2 * text.hidden_size + 3 * inner)
 
 

@@ -47,7 +47,7 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
     tensor, text = strategy.tensor, config.get_text_config()
     if tensor == 1:
         return
-    heads, kv_heads = num_heads(config)
+    heads, kv_heads = _num_heads(config)
     sizes = {"attention heads": heads, "key-value heads": kv_heads, "intermediate size": text.intermediate_size,
              "experts": num_experts(config)}  # fmt: skip
     for what, size in sizes.items():
@@ -64,7 +64,7 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
         )
 
 
-def num_heads(config: PreTrainedConfig) -> tuple[int, int]:
+def _num_heads(config: PreTrainedConfig) -> tuple[int, int]:
     text = config.get_text_config()
     heads = text.num_attention_heads
     return heads, getattr(text, "num_key_value_heads", None) or heads
@@ -77,7 +77,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
     """Return whether context ranks can divide the heads of a tensor rank; otherwise they form a ring."""
-    heads, kv_heads = (n // strategy.tensor for n in num_heads(config))
+    heads, kv_heads = (n // strategy.tensor for n in _num_heads(config))
     size = strategy.context
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
