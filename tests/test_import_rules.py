@@ -42,7 +42,7 @@ MAX_WHOLE_FUNCTION = 100
 
 # Optional dependencies are imported in the function of the one adapter that needs them.
 OPTIONAL = {"datasets", "pyarrow", "tensorboard", "torch.utils.tensorboard", "peft", "ray", "triton", "sympy"}
-OPTIONAL |= {"vllm", "mpmath", "uvloop", "matplotlib", "PIL", "gymnasium", "reasoning_gym"}
+OPTIONAL |= {"vllm", "llguidance", "mpmath", "uvloop", "matplotlib", "PIL", "gymnasium", "reasoning_gym"}
 # This module needs Triton, which CPU builds of torch do not have.
 OPTIONAL |= {"arealite.inference.cuda.runner"}
 

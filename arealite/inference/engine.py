@@ -166,8 +166,17 @@ class Engine:
             if (prompt == token).any():
                 raise RequestError(f"the prompt has image placeholders (token {token}), but no images: send them too")
         request.params.check(vocab, self.shape.eos_ids)
+        if request.grammar is not None:
+            self.check_grammar(request.params)
         if request.want_text and self.tokenizer is None:
             raise RequestError("text or stop strings need a tokenizer, and the model has none")
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raise `RequestError` if answers cannot be constrained on this device, or with these parameters."""
+        if self.ranks is not None or next(self.model.parameters()).device.type != "cpu":
+            raise RequestError("response_format must be text on this server: only device=cpu has constrained decoding")
+        if params.ignore_eos or params.min_new_tokens or params.logit_bias:
+            raise RequestError("response_format cannot be combined with ignore_eos, min_tokens or logit_bias")
 
     def submit(self, request: Request) -> Future[list[SampleOutput]]:
         """Queue a request. Raises `RequestError` at once if it is invalid."""

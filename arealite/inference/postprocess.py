@@ -37,6 +37,8 @@ class Postprocessor:
         if result.raw_logprobs is not None:
             slots.raw_logprobs[rows, at] = result.raw_logprobs[alive]
         self.generated_tokens += len(rows)
+        for i in np.flatnonzero(slots.constrained[rows]):
+            slots.sequence[rows[i]].constraint.accept(int(tokens[i]))
         if result.top is not None:
             self._add_top(rows, result.top[alive])
 

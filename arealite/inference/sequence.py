@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from arealite.api.errors import RequestError
+from arealite.inference.grammar import Constraint, Grammar
 from arealite.inference.vision import PromptImages
 
 MIN_TEMPERATURE = 1e-5  # logits divided by less would overflow
@@ -195,6 +196,7 @@ class Request:
         num_top_logprobs: int = 0,
         on_progress: Callable[[int, int, float, str, list[tuple[int, float]]], None] | None = None,
         images: PromptImages | None = None,
+        grammar: Grammar | None = None,
     ):
         self.rid = rid or f"{_PREFIX}-{next(_COUNTER)}"
         self.prompt = np.asarray(prompt_ids, dtype=np.int32)
@@ -206,6 +208,7 @@ class Request:
         self.hidden_tokens: frozenset[int] | None = None
         self.on_progress = on_progress
         self.images = images
+        self.grammar = grammar
         self.salt = None if images is None else images.salt
         self.future: Future[list[SampleOutput]] = Future()
         self.arrived_s = time.monotonic()
@@ -258,6 +261,7 @@ class Sequence:
     finish_reason: dict[str, Any] = field(default_factory=dict)
     output: SampleOutput | None = None
     detokenizer: Any = None
+    constraint: Constraint | None = None  # of the request's grammar
 
     def mark_version(self, version: int, num_sampled: int) -> None:
         """Tokens from `num_sampled` on are sampled under `version`."""

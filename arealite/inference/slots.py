@@ -45,7 +45,7 @@ class SlotTable:
         # What the position of a token in time, height and width is above its index, after the images of the prompt.
         self.rope_delta = np.zeros(num_slots, np.int64)
         self.decoding, self.ignore_eos, self.truncates, self.penalizes = np.zeros((4, num_slots), bool)
-        self.biased, self.wants_raw, self.watched = np.zeros((3, num_slots), bool)
+        self.biased, self.wants_raw, self.watched, self.constrained = np.zeros((4, num_slots), bool)
         self.sequence: list[Any] = [None] * num_slots  # a Sequence, or None
         self.journal: Journal | None = None  # set by runners with tables of their own
         self._free = list(range(num_slots - 1, -1, -1))
@@ -85,6 +85,9 @@ class SlotTable:
         self.biased[slot] = bool(params.logit_bias)
         self.wants_raw[slot] = seq.request.want_raw_logprobs
         self.num_top[slot] = seq.request.num_top_logprobs
+        self.constrained[slot] = seq.request.grammar is not None
+        if seq.request.grammar is not None and seq.constraint is None:
+            seq.constraint = seq.request.grammar.begin()
         self.watched[slot] = seq.request.watched
         self.top_p[slot] = params.top_p
         self.top_k[slot] = max(params.top_k, 0)

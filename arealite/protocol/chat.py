@@ -92,8 +92,9 @@ def check(request: ChatRequest) -> ChatRequest:
     """Raise for combinations that cannot work."""
     if not request.messages:
         raise FieldError("messages", "messages must be a non-empty list")
-    if request.json_schema is not None and request.tools and request.tool_choice in ("required", "named"):
-        raise FieldError("response_format", "an answer cannot be both a tool call and JSON: drop one of the two")
+    if request.json_schema is not None and request.reads_calls:
+        message = "a JSON response_format leaves no room for tool calls: drop the tools, or set tool_choice to none"
+        raise FieldError("response_format", message)
     return request
 
 

@@ -155,3 +155,32 @@ def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[lis
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(low, high, (count,), generator=generator).tolist()
     return [torch.randint(0, 96, (n,), generator=generator).tolist() for n in sizes]
+
+
+def check_top_logprobs(engine: Engine, model: PreTrainedModel) -> None:
+    """Compare top log-probs with a forward pass; forbidden stop tokens count, but are not among them."""
+    prompt, eos = [5, 6, 7], SMALL["eos_token_id"]
+    params = {"max_new_tokens": 6, "min_new_tokens": 6, "temperature": 1.3, "logit_bias": {9: 2.0}, "sampling_seed": 3}
+    requests = [
+        Request(prompt, SamplingParams(**params), num_top_logprobs=count, want_raw_logprobs=True)
+        for count in (4, 0, 20)
+    ]
+    outputs = [engine.submit(request) for request in requests]
+    tokens = None
+    for future, request in zip(outputs, requests, strict=True):
+        (output,) = future.result(100)
+        count, tokens = request.num_top_logprobs, tokens or output.token_ids
+        assert output.token_ids == tokens
+        if not count:
+            assert output.top_logprobs is None
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        logits[:, 9] += 2.0
+        table = (logits / 1.3).log_softmax(-1)
+        table[:, eos] = -torch.inf
+        expected = table.topk(count)
+        assert output.top_logprobs is not None
+        assert [[token for token, _ in top] for top in output.top_logprobs] == expected.indices.tolist()
+        found = torch.tensor([[value for _, value in top] for top in output.top_logprobs])
+        torch.testing.assert_close(found, expected.values, atol=2e-4, rtol=1e-4)

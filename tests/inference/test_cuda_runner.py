@@ -16,7 +16,7 @@ from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.engine import Engine
 from arealite.inference.runner import cache_bytes
 from arealite.inference.weights import WeightSource
-from tests.inference.conftest import FAMILIES, forward_logprobs, generate, make_model, prompts, run
+from tests.inference.conftest import FAMILIES, check_top_logprobs, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
 
 pytestmark = [
@@ -197,3 +197,9 @@ def test_the_cache_does_not_depend_on_what_a_trainer_has_allocated_so_far():
     assert before == after == int(0.4 * 139 * gb)
     # Another job holds most of the device.
     assert cache_bytes(20 * gb, 140 * gb, own=gb, share=0.4) == 18 * gb
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_top_logprobs_equal_the_forward_pass(deterministic, make_engine):
+    model = make_model()
+    check_top_logprobs(make_engine(model, deterministic=deterministic), model)

@@ -12,6 +12,7 @@ from arealite.inference.cpu import sampler
 from arealite.inference.cpu.sampler import SamplingBatch, gumbel_noise, make_batch, sample, truncate
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.slots import SlotTable, split_seed
+from tests.inference.conftest import check_top_logprobs, make_model
 
 
 def batch_of(count: int, **fields) -> SamplingBatch:
@@ -180,3 +181,9 @@ def test_samples_follow_the_definition_of_all_parameters_combined(settings):
     torch.testing.assert_close(logprobs[mine], torch.tensor(reported)[tokens[mine]])
     alone = sample(logits[None], make_batch(slots, np.array([5]), 12, [EOS]))
     assert alone[0].item() == tokens[len(rows) - 1 - 5].item()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_top_logprobs_equal_the_forward_pass(deterministic, make_engine):
+    model = make_model()
+    check_top_logprobs(make_engine(model, deterministic=deterministic), model)

@@ -3,7 +3,8 @@
 Gumbel-max sampling with noise that is a pure function of (seed, absolute position, token id): a token does not depend
 on the rest of the batch, and a continued request draws the tokens of an uninterrupted one. The reported log-prob is
 that of softmax(penalized logits / temperature) before top-k, top-p and min-p, which a trainer can recompute; for
-greedy requests the temperature counts as 1. The raw log-prob, on request, is the log-softmax of the model's logits.
+greedy requests the temperature counts as 1. Tokens outside a request's grammar have no share in it. The raw log-prob,
+on request, is the log-softmax of the model's logits.
 
 Legend: B rows, V vocabulary.
 """
@@ -40,6 +41,7 @@ class SamplingBatch:
     presence: torch.Tensor | None = None
     repetition: torch.Tensor | None = None
     banned: torch.Tensor | None = None  # [B, V] bool, tokens that may not be sampled
+    forbidden: torch.Tensor | None = None  # [B, V] bool, tokens outside the grammar: they count as impossible
     want_raw: bool = False
     num_top: int = 0  # K
 
@@ -55,6 +57,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         logits = penalize(logits, batch)
     if batch.addend is not None:
         logits = logits + batch.addend
+    if batch.forbidden is not None:
+        logits = logits.masked_fill(batch.forbidden, float("-inf"))
     if batch.temperature is not None:
         logits = logits / batch.temperature[:, None]
     scores = logits
@@ -177,6 +181,10 @@ def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Seq
         batch.banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for i in np.flatnonzero(early):
             batch.banned[i, [*eos_ids, *slots.sequence[rows[i]].request.params.stop_token_ids]] = True
+    if slots.constrained[rows].any():
+        batch.forbidden = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+        for i in np.flatnonzero(slots.constrained[rows]):
+            batch.forbidden[i] = torch.from_numpy(slots.sequence[rows[i]].constraint.forbidden())
     batch.want_raw = bool(slots.wants_raw[rows].any())
     batch.num_top = int(slots.num_top[rows].max(initial=0))
     return batch

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from arealite.api.errors import RequestError
 from arealite.inference.engine import Engine
+from arealite.inference.grammar import Grammar
 from arealite.inference.http import common
 from arealite.inference.http.generate_api import SHORT_TEXT
 from arealite.inference.http.prompts import chat_prompt, read_prompts
@@ -86,13 +87,17 @@ async def _converse(
 ) -> web.StreamResponse:
     """Continue a conversation. `make_stream` gets the number of tokens of the prompt."""
     engine = http_request.app[common.ENGINE]
-    _check_format(request.json_schema)
     is_short = http_request.content_length is not None and http_request.content_length <= SHORT_TEXT
     prompt = await chat_prompt(engine, request, is_short)
     longest = max(1, engine.max_len - len(prompt.ids))
     params = SamplingParams.from_json({"max_new_tokens": longest, **request.sampling})
     generation = Request(
-        prompt.ids, params, want_text=True, num_top_logprobs=request.top_logprobs, images=prompt.images
+        prompt.ids,
+        params,
+        want_text=True,
+        num_top_logprobs=request.top_logprobs,
+        images=prompt.images,
+        grammar=await _grammar(engine, params, request.json_schema),
     )
     if request.reads_calls and params.skip_special_tokens:
         generation.hidden_tokens = hidden_tokens(engine.tokenizer)
@@ -113,11 +118,11 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     """Handle `/v1/completions`."""
     engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
     request = text_completions.parse(body)
-    _check_format(request.json_schema)
     params = SamplingParams.from_json(request.sampling)
+    grammar = await _grammar(engine, params, request.json_schema)
     prompts = await read_prompts(engine, request.prompt, params.n)
-    want = {"want_text": engine.tokenizer is not None, "num_top_logprobs": request.logprobs or 0}
-    generations = [Request(ids, params, **want) for ids in prompts]
+    want: dict[str, Any] = {"want_text": engine.tokenizer is not None, "num_top_logprobs": request.logprobs or 0}
+    generations = [Request(ids, params, **want, grammar=grammar) for ids in prompts]
     for generation in generations:
         engine.check(generation)  # before any of them is submitted
     wanted = Wanted(request.logprobs is not None, request.return_token_ids, echo=request.echo)
@@ -137,9 +142,15 @@ async def completions(http_request: web.Request) -> web.StreamResponse:
     return _respond(text_completions.result(head, answers, _usage(generations, groups)))
 
 
-def _check_format(json_schema: dict[str, Any] | None) -> None:
-    if json_schema is not None:
-        raise RequestError("response_format must be text: constrained decoding is not supported")
+async def _grammar(engine: Engine, params: SamplingParams, schema: dict[str, Any] | None) -> Grammar | None:
+    """Make the grammar of a JSON schema; a large one takes a while. None: the answer is any text."""
+    if schema is None:
+        return None
+    engine.check_grammar(params)
+    if engine.tokenizer is None:
+        raise RequestError("response_format needs a tokenizer, and the model has none")
+    shape = engine.shape
+    return await common.run_beside(lambda: Grammar(engine.tokenizer, schema, shape.vocab_size, shape.eos_ids))
 
 
 def _respond(body: dict[str, Any]) -> web.Response:

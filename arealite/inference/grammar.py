@@ -1,0 +1,70 @@
+"""Constrained decoding: which tokens may come next so that the answer matches a JSON schema.
+
+Uses llguidance (extra `structured`). The HTTP server makes a `Grammar` for a request; each of its sequences follows it
+with a `Constraint` of its own, on the engine's thread. The CPU runner masks the logits before it samples, so that the
+reported log-probs are those of the masked distribution.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from arealite.api.errors import RequestError
+
+
+class Grammar:
+    """A JSON schema for one tokenizer. Raises `RequestError` for a schema that cannot be followed."""
+
+    def __init__(self, tokenizer: Any, schema: dict[str, Any], vocab_size: int, eos_ids: tuple[int, ...]):
+        try:
+            from llguidance import LLMatcher
+        except ModuleNotFoundError as error:
+            raise RequestError("response_format needs llguidance: pip install 'arealite[structured]'") from error
+        self.vocab_size, self.eos_ids = vocab_size, eos_ids
+        if not eos_ids:
+            raise RequestError("response_format needs a model with a stop token")
+        try:
+            tokens = _read_tokenizer(tokenizer, vocab_size, eos_ids)
+            # Else a model may write white space forever.
+            options: Any = {"whitespace_pattern": r"[ \n]?"}
+            source = LLMatcher.grammar_from_json_schema(schema or {"type": "object"}, overrides=options)
+        except ValueError as error:
+            raise RequestError(f"response_format cannot be used with this tokenizer or schema: {error}") from error
+        self._start = LLMatcher(tokens, source, log_level=0)
+        if self._start.is_error():
+            raise RequestError(f"the JSON schema cannot be followed: {self._start.get_error()[:500]}")
+
+    def begin(self) -> "Constraint":
+        """Return the constraint of a new sequence."""
+        return Constraint(self._start.deep_copy(), self)
+
+
+class Constraint:
+    """The position of one sequence in its grammar."""
+
+    def __init__(self, matcher: Any, grammar: Grammar):
+        self._matcher, self._grammar = matcher, grammar
+
+    def forbidden(self) -> np.ndarray:
+        """Return which tokens may not come next, bool [V]. At the end of the grammar only stop tokens may."""
+        count = self._grammar.vocab_size
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=count, bitorder="little")
+        forbidden = bits == 0
+        if forbidden.all():
+            # The grammar has ended or a limit is exceeded: the answer ends.
+            forbidden[list(self._grammar.eos_ids)] = False
+        return forbidden
+
+    def accept(self, token: int) -> None:
+        """Move past a sampled token. Stop tokens end the grammar."""
+        if token not in self._grammar.eos_ids:
+            self._matcher.consume_token(token)
+
+
+@lru_cache(4)
+def _read_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
+    """Return llguidance's form of a tokenizer, which takes a second to make for a large vocabulary."""
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids))
