@@ -81,3 +81,19 @@ def test_bad_images_are_refused(server):
     missing = post("/generate", {"text": text, "sampling_params": GREEDY}, expect=400)
     assert "no images: send them too" in missing["message"]
     assert post("/generate", {"text": text, "image_data": good, "sampling_params": GREEDY})["output_ids"]
+
+
+def test_chat_with_images_in_parts(server):
+    _, post, engine, _ = server
+    image = picture(0)
+    parts = [{"type": "image_url", "image_url": {"url": to_data_url(image)}}, {"type": "text", "text": "how many?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 6}
+    answer = post("/v1/chat/completions", {**body, "return_token_ids": True, "ignore_eos": True})
+    asked = [{"role": "user", "content": [{"type": "image"}, parts[1]]}]
+    ids = engine.processor.encode_messages(asked, [image]).input_ids
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    native = post("/generate", {"input_ids": ids, "image_data": to_data_url(image), "sampling_params": GREEDY})
+    assert answer["choices"][0]["token_ids"] == native["output_ids"]
+    for url, message in (("http://host/a.png", "never fetched"), ("data:image/png;base64,AAAA", "another format")):
+        bad = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        assert message in post("/v1/chat/completions", {**body, "messages": bad}, expect=400)["message"]
