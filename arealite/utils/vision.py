@@ -10,7 +10,6 @@ K images of a prompt, P patches of all of them (Qwen-VL), D values of a patch, C
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from arealite.utils.images import check_count, decode_image, image_bytes
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
 TEXT_COLUMNS = ("prompt", "problem", "question")
 _MARK = "<image>"
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError)
 
 
@@ -82,14 +80,6 @@ class VisionProcessor:
                 f"cannot load the image processor in {path} ({reason}): give a vision-language model with its "
                 "preprocessor_config.json or processor_config.json, and install Pillow (pip install 'arealite[vision]')"
             ) from error
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write tokenizer and processor, so that the folder of a trained model can be served."""
-        self.tokenizer.save_pretrained(folder)
-        self.processor.image_processor.save_pretrained(folder)
-        for name in _PROCESSOR_FILES:
-            if Path(self.path, name).is_file():
-                shutil.copyfile(Path(self.path, name), Path(folder, name))
 
     @property
     def placeholder_ids(self) -> list[int]:

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
     rollout.initialize(train_batch_size=dataloader.batch_size)
 
-    with Run(config, spec, actor, rollout, dataloader, tokenizer=workflow.processor) as run:
+    with Run(config, spec, actor, rollout, dataloader, tokenizer=workflow.tokenizer) as run:
         weights = make_weight_meta(config, run.dir, rollout)
         for step in run.steps():
             with run.phase("rollout"):

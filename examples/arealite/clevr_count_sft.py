@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     engine.initialize(spec)
     batches = dataloader.cycle()
 
-    with Run(config, spec, engine, dataloader=dataloader, tokenizer=processor) as run:
+    with Run(config, spec, engine, dataloader=dataloader, tokenizer=processor.tokenizer) as run:
         for step in run.steps():
             batch = collate_vision_sft(engine.share(next(batches)), processor)
             with run.phase("update"):

@@ -55,7 +55,8 @@ class EngineState(Protocol):
 
 # Files copied from the original folder, so that the new one is complete.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja",
-               "*.model", "preprocessor_config.json", "processor_config.json", "generation_config.json")  # fmt: skip
+               "*.model", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+               "chat_template.json", "generation_config.json")  # fmt: skip
 
 
 def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
