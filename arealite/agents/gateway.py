@@ -3,7 +3,7 @@
 Agents reach the model by `base_url` and `api_key` alone. The gateway keeps what was sampled (`Session`) and answers
 `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/v1/models` and `/v1/rl/reward` below the
 address of a session. It runs on the event loop of its engine. Every session has a token of its own, a deadline, and
-limits on calls and tokens; sessions do not see each other. `agents.online` adds sessions that others start.
+limits on calls and tokens; sessions do not see each other. `workflow.online` adds sessions that others start.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -86,6 +86,8 @@ class Gateway:
         port: int = 0,
         limits: SessionLimits | None = None,
         admin_token: str | None = None,
+        admin_routes: dict[str, Callable[[web.Request], Any]] | None = None,
+        on_end: Callable[["OpenSession", dict[str, Any]], None] | None = None,
     ):
         if host not in LOOPBACK_HOSTS and not admin_token:
             raise ConfigError(f"a gateway on {host} can be reached from other machines: give it an admin token")
@@ -97,8 +99,8 @@ class Gateway:
         self._hosts = LoopbackHosts() if host in LOOPBACK_HOSTS else None
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        # Routes of online mode: path and handler.
-        self.admin_routes: dict[str, Callable[[web.Request], Any]] = {}
+        # For sessions that others start: handlers of requests with the admin token by path, and what ends a session.
+        self._admin_routes, self._on_end = admin_routes or {}, on_end
 
     async def start(self) -> None:
         """Listen. With port 0, `port` becomes the one that was free."""
@@ -106,7 +108,7 @@ class Gateway:
         prefix = "/s/{session}/v1"
         routes = [web.get("/health", self._health), web.get(f"{prefix}/models", self._models)]
         routes += [web.post(prefix + path, handler) for path, handler in self._calls().items()]
-        routes += [web.post(path, handler) for path, handler in self.admin_routes.items()]
+        routes += [web.post(path, handler) for path, handler in self._admin_routes.items()]
         app.add_routes(routes)
         sock = bind(self.host, self.port)
         self.port = sock.getsockname()[1]
@@ -160,6 +162,7 @@ class Gateway:
             "/messages": partial(self._converse, message_style),
             "/completions": self._complete,
             "/rl/reward": self._reward,
+            "/rl/end": self._end,
         }
 
     # --------------------------------------------------------------------------------------------- requests
@@ -229,6 +232,16 @@ class Gateway:
         """Take a reward for the session, or for the call that `id` names."""
         found, body = self._session_of(request), await read_object(request)
         set_reward(found.session, body)
+        return json_response({"success": True})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        """End a session that was started from outside."""
+        found, body = self._session_of(request), await read_object(request)
+        if self._on_end is None:
+            raise RequestError("the session ends with its agent")
+        # This request is one of the session's and would be cancelled with it.
+        found.running.discard(cast(asyncio.Task[Any], asyncio.current_task()))
+        self._on_end(found, body)
         return json_response({"success": True})
 
     async def _converse(

@@ -135,9 +135,14 @@ def _end_of_turn(tokenizer: Any, template: Any) -> tuple[str, list[int]]:
     return text, _encode_behind(tokenizer, text)
 
 
+@functools.lru_cache(maxsize=16)
+def _reply_ids(tokenizer: Any) -> list[int]:
+    return tokenizer.encode(_REPLY, add_special_tokens=False)
+
+
 def _encode_behind(tokenizer: Any, text: str) -> list[int]:
     """Encode text in the middle of a conversation: some tokenizers add a space to what they are given."""
-    before = tokenizer.encode(_REPLY, add_special_tokens=False)
+    before = _reply_ids(tokenizer)
     ids = tokenizer.encode(_REPLY + text, add_special_tokens=False)
     if ids[: len(before)] == before:
         return ids[len(before) :]

@@ -1,0 +1,171 @@
+"""`OnlineWorkflow`: trains on sessions that agents start from outside, anywhere, instead of rows of a dataset.
+
+An episode opens a group of `gconfig.n_samples` sessions and waits until others have used them, so that the executor
+decides, as always, how far generation runs ahead. Agents start a session with the admin token, chat with the token of
+the session, give it a reward and end it. docs/agents.md describes the requests.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from arealite.agents.export import to_batch
+from arealite.agents.gateway import Gateway, OpenSession, SessionLimits, set_reward
+from arealite.agents.host import GatewayHost
+from arealite.agents.session import Session
+from arealite.api.cli_args import GenerationHyperparameters
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError, RequestError
+from arealite.api.io_struct import Batch
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.http_server import json_response, read_object
+
+logger = logging.getLogger("arealite.agents")
+_MAX_NAME = 256
+
+
+@dataclass(eq=False)
+class _Group:
+    """The sessions of one episode. `name` is the task that they share, once the first has started."""
+
+    size: int
+    done: asyncio.Future[None]
+    seed: int | None
+    name: str | None = None
+    num_started: int = 0
+    open: set[str] = field(default_factory=set[str])
+    ended: dict[int, Session] = field(default_factory=dict[int, Session])
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_started < self.size and not self.done.done()
+
+    def check_done(self) -> None:
+        if self.num_started == self.size and not self.open and not self.done.done():
+            self.done.set_result(None)
+
+
+class OnlineWorkflow(RolloutWorkflow):
+    """Takes sessions from outside. `session_timeout_s` limits each of them, and the time until a group is complete."""
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        admin_token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        session_timeout_s: float = 600.0,
+        turn_discount: float = 1.0,
+        limits: SessionLimits | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        if not admin_token:
+            raise ConfigError("online mode needs an admin token: agents start sessions with it")
+        self.gconfig, self.tokenizer = gconfig, tokenizer
+        self.session_timeout_s, self.turn_discount = session_timeout_s, turn_discount
+        self.template_kwargs = template_kwargs or {}
+        routes = {"/rl/sessions": self._start, "/rl/reward": self._reward, "/rl/end": self._end}
+        settings = {"host": host, "port": port, "limits": limits, "admin_token": admin_token}
+        self.host = GatewayHost(tokenizer=tokenizer, admin_routes=routes, on_end=self._finish, **settings)
+        self._gateway: Gateway | None = None
+        self._groups: list[_Group] = []
+        self._group_of: dict[str, tuple[_Group, int]] = {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        if self._gateway is None:
+            self._gateway = await self.host.get(engine)
+            logger.info("agents start sessions at http://%s:%d/rl/sessions", self._gateway.host, self._gateway.port)
+        loop = asyncio.get_running_loop()
+        group = _Group(self.gconfig.n_samples, loop.create_future(), data.get("seed"))
+        self._groups.append(group)
+        try:
+            await group.done
+        finally:
+            self._groups.remove(group)
+            for session_id in list(group.open):
+                self._close(session_id)
+        usable = {i: s for i, s in group.ended.items() if s.has_reward and any(r.tokens for r in s.replies.values())}
+        # One sample of several has no other to be compared with.
+        return to_batch(usable) if len(usable) >= min(2, group.size) else None
+
+    async def _start(self, request: web.Request) -> web.Response:
+        """Start a session in the group of its task, or in one that waits for its first session."""
+        body = await read_object(request)
+        name = body.get("group")
+        if not isinstance(name, str | None) or len(name or "") > _MAX_NAME:
+            raise RequestError(f"group must name the task in at most {_MAX_NAME} characters, got {name!r:.60}")
+        size = self.gconfig.n_samples
+        if name is None and size > 1:
+            raise RequestError(f"{size} sessions at one task are compared with each other: name the task in `group`")
+        free = [group for group in self._groups if group.has_room]
+        own = next((group for group in free if group.name == name and group.num_started), None) if name else None
+        own = own or next((group for group in free if not group.num_started), None)
+        if own is None:
+            raise web.HTTPServiceUnavailable(reason="the trainer has enough sessions for now: try again later")
+        found = self._open(own)
+        own.name = name
+        answer = {"session": found.id, "api_key": found.token, "base_url": found.base_url}
+        return json_response({**answer, "timeout_s": self.session_timeout_s})
+
+    def _open(self, group: _Group) -> OpenSession:
+        assert self._gateway is not None
+        number = group.num_started
+        seed = None if group.seed is None else group.seed + 4096 * number
+        gconfig = replace(self.gconfig, n_samples=1)
+        found = self._gateway.open_session(gconfig, seed, self.turn_discount, self.template_kwargs)
+        group.num_started += 1
+        group.open.add(found.id)
+        self._group_of[found.id] = group, number
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.session_timeout_s, self._close, found.id)
+        if number == 0:
+            loop.call_later(self.session_timeout_s, _set_done, group.done)
+        return found
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """Take a reward from outside."""
+        body = await read_object(request)
+        set_reward(self._find(body).session, body)
+        return json_response({"success": True})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        """End a session from outside."""
+        body = await read_object(request)
+        self._finish(self._find(body), body)
+        return json_response({"success": True})
+
+    def _find(self, body: dict[str, Any]) -> OpenSession:
+        assert self._gateway is not None
+        name = body.get("session")
+        found = self._gateway.sessions.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise RequestError(f"there is no open session {name!r:.60}")
+        return found
+
+    def _finish(self, found: OpenSession, body: dict[str, Any]) -> None:
+        """End a session with its rewards, of which the last one may come with the request."""
+        if "reward" in body:
+            set_reward(found.session, body)
+        if not found.session.has_reward:
+            raise RequestError("the session has no reward: send one with it, or before")
+        group, number = self._group_of[found.id]
+        group.ended[number] = found.session
+        self._close(found.id)
+
+    def _close(self, session_id: str) -> None:
+        """Close a session that has ended or expired; idempotent."""
+        group, _ = self._group_of.pop(session_id, (None, 0))
+        if group is None or self._gateway is None:
+            return
+        self._gateway.close_session(session_id)
+        group.open.discard(session_id)
+        group.check_done()
+
+
+def _set_done(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
