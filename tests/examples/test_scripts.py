@@ -134,6 +134,20 @@ def test_grpo_gives_the_same_numbers_with_every_layout(model_path, gsm8k_path, t
         assert found[0] == pytest.approx(losses["d1"][0], rel=1e-3), layout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_black_box_agent_trains_through_its_endpoint(model_path, gsm8k_path, tmp_path):
+    run(
+        *("-m", "arealite.launcher.local", str(EXAMPLES / "openai_agent.py")),
+        *("--config", str(EXAMPLES / "configs" / "openai_agent.yaml")),
+        *(*common(tmp_path, gsm8k_path), *grpo_overrides(model_path), "allocation_mode=embedded.d1+d1"),
+    )
+    steps = stats_of(tmp_path / "openai-agent" / "trial0")
+    assert len(steps) == NUM_STEPS and all(s["behav_kl/k3"] < 1e-6 and s["grad_norm"] > 0 for s in steps)
+    for step in steps:
+        assert (step["rollout/turns"], step["rollout/drift_calls"], step["rollout/branches"]) == (2, 0, 1)
+
+
 def test_a_second_demo_leaves_the_first_one_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     demo = importlib.import_module("demo")
