@@ -171,15 +171,13 @@ class Gateway:
     async def _answer_all(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check who asks, and answer every exception, also a bug, with a status and a JSON body."""
         connection, may_stay, found = self.connections.of(request), False, None
+        task = cast(asyncio.Task[Any], asyncio.current_task())
         try:
             found, may_stay = self._authenticate(request)
             if may_stay and connection is not None:
                 connection.begin_request()
             if found is not None:
-                task = asyncio.current_task()
-                assert task is not None
                 found.running.add(task)
-                task.add_done_callback(found.running.discard)
             response = await handler(request)
         except ConnectionResetError:
             raise
@@ -187,10 +185,14 @@ class Gateway:
             if found is None or found.id in self.sessions:
                 # The client has gone.
                 raise
+            task.uncancel()
             response = _error_response(request, web.HTTPGone(reason="the session has ended"))
         except Exception as error:
             response = _error_response(request, error)
         finally:
+            if found is not None:
+                # The task may serve the next request of this connection too.
+                found.running.discard(task)
             if may_stay and connection is not None:
                 connection.end_request()
         if not may_stay:

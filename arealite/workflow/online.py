@@ -1,4 +1,4 @@
-"""`OnlineWorkflow`: trains on sessions that agents start from outside, anywhere, instead of rows of a dataset.
+"""`OnlineWorkflow`: trains on sessions that agents start from outside, instead of rows.
 
 An episode opens a group of `gconfig.n_samples` sessions and waits until others have used them, so that the executor
 decides, as always, how far generation runs ahead. Agents start a session with the admin token, chat with the token of
@@ -49,7 +49,10 @@ class _Group:
 
 
 class OnlineWorkflow(RolloutWorkflow):
-    """Takes sessions from outside. `session_timeout_s` limits each of them, and the time until a group is complete."""
+    """Takes sessions from outside.
+
+    `session_timeout_s` limits each session, and the time until a group is complete.
+    """
 
     def __init__(
         self,
