@@ -12,7 +12,7 @@ from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.trainer.sft import Row, SFTTrainer, train_from_config
-from arealite.utils.config import run_main
+from arealite.utils.config import load_config, run_main
 
 
 class DPOTrainer(SFTTrainer):
@@ -51,7 +51,7 @@ class DPOTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(argv, DPOConfig, DPOTrainer, get_preferences)
+    train_from_config(load_config(argv, DPOConfig), DPOTrainer, get_preferences)
 
 
 if __name__ == "__main__":

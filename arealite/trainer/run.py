@@ -72,7 +72,7 @@ class Run:
                 "a validation set is configured, but this script gives its Run no `evaluator`: remove valid_dataset "
                 "and evaluator from the configuration, or use `python -m arealite.cli.main`, whose loops evaluate"
             )
-        self.config, self.spec, self.rollout = config, spec, rollout
+        self.config, self.spec, self.rollout, self.dataloader = config, spec, rollout, dataloader
         self.engines = engines if isinstance(engines, Mapping) else {"actor": engines}
         # The first engine is the policy: it is exported, and servers generate with its weights.
         self.policy = next(iter(self.engines.values()))
@@ -195,6 +195,8 @@ class Run:
         if self.rollout is not None:
             values = _fill_in(values, self.rollout.stats())
         values |= self._take_engine_stats()
+        if isinstance(self.dataloader, StatefulDataLoader):
+            values |= self.dataloader.stats()
         times = self.trace.take()
         values |= times | take_startup_stats(self.trace, times)
         # The executor knows how long the trainer waited, also in a loop that times no phases.

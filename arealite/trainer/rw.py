@@ -5,7 +5,7 @@ from arealite.api.io_struct import Batch
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.trainer.sft import Row, SFTTrainer, train_from_config
-from arealite.utils.config import run_main
+from arealite.utils.config import load_config, run_main
 
 
 class RWTrainer(SFTTrainer):
@@ -24,7 +24,7 @@ class RWTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(argv, RWConfig, RWTrainer, get_preferences)
+    train_from_config(load_config(argv, RWConfig), RWTrainer, get_preferences)
 
 
 if __name__ == "__main__":

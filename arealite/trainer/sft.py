@@ -83,13 +83,11 @@ class SFTTrainer:
 
 
 def train_from_config(
-    argv: list[str],
-    config_class: type[SFTConfig | RWConfig | DPOConfig],
+    config: SFTConfig | RWConfig | DPOConfig,
     trainer_class: type[SFTTrainer],
     load_rows: Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]],
 ) -> None:
-    """Train on every rank, as the command line says; `arealite.cli.main` starts it."""
-    config = load_config(argv, config_class)
+    """Train on every rank; `arealite.cli.main` starts it."""
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
     rows = load_training_rows(config, tokenizer, load_rows)
     sets = {name: load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
@@ -97,7 +95,9 @@ def train_from_config(
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(argv, SFTConfig, SFTTrainer, load_sft)
+    # The launcher looks for this call, to check the configuration without starting the script.
+    config = load_config(argv, SFTConfig)
+    train_from_config(config, SFTTrainer, load_sft)
 
 
 if __name__ == "__main__":

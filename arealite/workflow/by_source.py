@@ -5,12 +5,12 @@ from typing import Any
 
 from arealite.api.dataset_args import SOURCE_COLUMN
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.io_struct import Batch
+from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.workflow_api import RolloutWorkflow
 
 
 class BySource(RolloutWorkflow):
-    """Plays each row with the workflow of its dataset, and reports the reward of each as `reward/NAME`."""
+    """Plays each row with the workflow of its dataset, and reports the reward of each as `rollout/reward/NAME`."""
 
     def __init__(self, workflows: Mapping[str, RolloutWorkflow]):
         self.workflows = dict(workflows)
@@ -20,4 +20,8 @@ class BySource(RolloutWorkflow):
         self.reward_pool = getattr(first, "reward_pool", None)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
-        return await self.workflows[data[SOURCE_COLUMN]].arun_episode(engine, data)
+        name = data[SOURCE_COLUMN]
+        batch = await self.workflows[name].arun_episode(engine, data)
+        if batch is not None:
+            batch[f"{STATS_PREFIX}reward/{name}"] = batch["rewards"].float()
+        return batch

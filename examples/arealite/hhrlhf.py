@@ -1,0 +1,14 @@
+"""Helpful and harmless dialogues (HH-RLHF): supervised training, a reward model, then DPO or RL with that model.
+
+    python examples/arealite/hhrlhf.py sft,dpo train_dataset.path=rows.jsonl trainer.sft.model.path=/path/to/model
+    python examples/arealite/hhrlhf.py sft,rw,grpo
+
+configs/hhrlhf.yaml has the settings of all stages; `key=value` overrides them.
+"""
+
+from stages import run_stages
+
+from arealite.utils.config import run_main
+
+if __name__ == "__main__":
+    run_main(lambda argv: run_stages("hhrlhf", argv))

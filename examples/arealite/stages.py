@@ -1,0 +1,58 @@
+"""Runs the stages of learning from preferences, each from the model of the one before: sft, rw, dpo, grpo.
+
+`tldr.py` and `hhrlhf.py` call it. A stage is a run of `arealite.cli.main` with a directory of its own. The reward of
+`grpo` is the model that `rw` trained.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from arealite.api.errors import ConfigError
+from arealite.cli.main import main as run
+from arealite.utils.rundir import run_path
+
+HERE = Path(__file__).parent
+# Folder of the reward model, for the processes that compute rewards.
+MODEL_ENV = "REWARD_MODEL"
+
+
+def run_stages(name: str, argv: list[str]) -> int:
+    """Run the stages that the first argument lists (`sft,rw,grpo`), with the overrides that follow."""
+    stages, *overrides = argv or [""]
+    known = {"sft": "model", "rw": "model", "dpo": "model", "grpo": "actor"}
+    if not stages or not set(stages.split(",")) <= known.keys():
+        raise ConfigError(f"the first argument lists stages of {', '.join(known)}, such as sft,rw,grpo; got {stages!r}")
+    fileroot = next((o.partition("=")[2] for o in overrides if o.startswith("cluster.fileroot=")), "runs")
+    policy: Path | None = None
+    for stage in stages.split(","):
+        start = [f"trainer.{stage}.{known[stage]}.path={policy}"] if policy else []
+        if stage == "dpo" and policy:
+            start.append(f"trainer.dpo.ref.path={policy}")
+        config = ["--config", str(HERE / "configs" / f"{name}.yaml"), f"trainer.type={stage}", f"trial_name={stage}"]
+        code = run([*config, *overrides, *start])
+        if code:
+            return code
+        trained = max((run_path(fileroot, name, stage) / "checkpoints").glob("step*"))
+        if stage == "rw":
+            os.environ[MODEL_ENV] = str(trained)
+        else:
+            policy = trained
+    return 0
+
+
+def model_score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """Return the score of the reward model for an answer."""
+    model, tokenizer = _load(os.environ[MODEL_ENV])
+    inputs = tokenizer(prompt + completion + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+    with torch.inference_mode():
+        return model(input_ids=inputs["input_ids"]).logits[0, 0].item()
+
+
+@lru_cache
+def _load(path: str) -> tuple[Any, Any]:
+    return AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
