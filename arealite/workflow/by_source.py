@@ -10,7 +10,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 
 
 class BySource(RolloutWorkflow):
-    """Plays each row with the workflow of its dataset, and reports the reward of each as `rollout/reward/NAME`."""
+    """Plays each row with the workflow of its dataset; statistics show `rollout/reward/NAME`."""
 
     def __init__(self, workflows: Mapping[str, RolloutWorkflow]):
         self.workflows = dict(workflows)
