@@ -97,3 +97,24 @@ def test_chat_with_images_in_parts(server):
     for url, message in (("http://host/a.png", "never fetched"), ("data:image/png;base64,AAAA", "another format")):
         bad = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
         assert message in post("/v1/chat/completions", {**body, "messages": bad}, expect=400)["message"]
+
+
+def test_all_chat_endpoints_read_the_same_images(server):
+    _, post, engine, _ = server
+    url = to_data_url(picture(0))
+    text, image = {"type": "text", "text": "ab"}, {"type": "image_url", "image_url": {"url": url}}
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    common = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def user(*content):
+        return [{"role": "user", "content": [*content]}]
+
+    chat = post("/v1/chat/completions", {**common, "max_tokens": 4, "messages": user(text, image)})["choices"][0]
+    assert chat["prompt_token_ids"].count(engine.processor.image_token_id) > 1
+    parts = {"type": "input_text", "text": "ab"}, {"type": "input_image", "image_url": url}
+    others = [
+        post("/v1/responses", {**common, "max_output_tokens": 4, "input": user(*parts)}),
+        post("/v1/messages", {**common, "max_tokens": 4, "messages": user(text, {"type": "image", "source": source})}),
+    ]
+    for other in others:
+        assert other["prompt_token_ids"] == chat["prompt_token_ids"] and other["token_ids"] == chat["token_ids"]
