@@ -160,6 +160,11 @@ class BaseExperimentConfig(Section):
     reward: str | None = _help(
         "RL: built-in reward or package.module:function for datasets that name none; null: the task's.", None
     )
+    workflow: str | None = _help(
+        "RL: package.module:Class of your own workflow; null: one answer to each prompt (RLVRWorkflow).", None
+    )
+    workflow_args: dict[str, Any] = _help("Arguments of its constructor, by name.", dict)
+    trainer_class: str | None = _help("Set by trainer.type=package.module:Class of arealite.cli.main.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
     saver: SaverConfig = _help("When models are saved, besides the last.", SaverConfig)

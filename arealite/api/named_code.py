@@ -55,9 +55,7 @@ def accepted(
     target: Callable[..., Any], name: str, arguments: Mapping[str, Any], offered: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
     """Return what `call_with` passes; raises `ConfigError` if arguments are missing or unknown."""
-    parameters = inspect.signature(target).parameters
-    named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named, takes_all = _parameters(target)
     unknown = sorted(arguments.keys() - named.keys()) if not takes_all else []
     if unknown:
         near = difflib.get_close_matches(unknown[0], named, n=1)
@@ -71,3 +69,20 @@ def accepted(
             f"{', '.join(offered) or 'nothing'})"
         )
     return given
+
+
+def _parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the named parameters, and whether any others are taken too.
+
+    A constructor that passes `**kwargs` on takes those of its base class.
+    """
+    inits = (
+        [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)] if inspect.isclass(target) else []
+    )
+    named: dict[str, inspect.Parameter] = {}
+    for function in inits or [target]:
+        own = list(inspect.signature(function).parameters.values())[bool(inits) :]
+        named = {p.name: p for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} | named
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            return named, False
+    return named, True

@@ -39,7 +39,8 @@ from arealite.api.cli_args import (
 )
 from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
-from arealite.trainer import dpo, evaluate, ppo, rw, sft
+from arealite.api.trainer_api import load_trainer
+from arealite.trainer import custom, dpo, evaluate, ppo, rw, sft
 from arealite.trainer.tasks import check_data
 from arealite.utils.config import load_config, public_yaml, run_main
 from arealite.utils.rundir import RunDir, write_file
@@ -90,7 +91,10 @@ def _default_dataset() -> DatasetConfig:
 class TrainerTree:
     """The training loop and its own settings."""
 
-    type: str | None = help_field("grpo, sft, rw, dpo, or null to evaluate only.", "grpo")
+    type: str | None = help_field(
+        "grpo, sft, rw, dpo, null to evaluate only, or package.module:Class of your own trainer.", "grpo"
+    )
+    args: dict[str, Any] = help_field("Keys that the configuration of your own trainer adds.", dict)
     grpo: GRPOTree = help_field("Reinforcement learning: the whole GRPO/PPO family.", GRPOTree)
     sft: SFTTree = help_field("Supervised fine-tuning.", SFTTree)
     rw: RWTree = help_field("Reward model.", RWTree)
@@ -114,21 +118,42 @@ class MainConfig(BaseExperimentConfig):
     def check(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode is {self.mode!r}; use one of {', '.join(MODES)}")
-        if self.trainer.type not in TRAINERS:
+        if self.trainer.type not in TRAINERS and ":" not in str(self.trainer.type):
             known = ", ".join(str(name or "null") for name in TRAINERS)
-            raise ConfigError(f"trainer.type is {self.trainer.type!r}; use one of {known}")
+            raise ConfigError(
+                f"trainer.type is {self.trainer.type!r}; use one of {known}, or package.module:Class of your own"
+            )
+        if self.trainer_class is not None:
+            raise ConfigError(f"trainer_class is {self.trainer_class!r}: set trainer.type to it instead")
         if self.trainer.type is None and not self.validation_sets:
             raise ConfigError("evaluation needs a dataset: set valid_dataset.path")
         if self.allocation_mode:
             AllocationMode.from_str(self.allocation_mode)
 
 
+def _config_class(kind: str | None) -> type[BaseExperimentConfig]:
+    """Return the configuration of a `trainer.type`."""
+    return TRAINERS[kind][1] if kind in TRAINERS else load_trainer(str(kind)).config_class
+
+
+def _section(config_class: type[BaseExperimentConfig]) -> str:
+    """Return which section of `trainer` has the keys of a configuration."""
+    sections = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
+    found = next((name for name, cls in sections.items() if issubclass(config_class, cls)), None)
+    if found is None:
+        names = ", ".join(cls.__name__ for cls in sections.values())
+        raise ConfigError(f"{config_class.__name__}, the config_class of the trainer, is no subclass of one of {names}")
+    return found
+
+
 def flatten(config: MainConfig) -> BaseExperimentConfig:
     """Return the configuration of the script that will run: common keys, and those of the chosen trainer."""
-    _, script_config = TRAINERS[config.trainer.type]
-    tree = getattr(config.trainer, config.trainer.type or "grpo")
+    kind, script_config = config.trainer.type, _config_class(config.trainer.type)
+    tree = getattr(config.trainer, _section(script_config))
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
-    common["trial_name"] = config.trial_name or config.trainer.type or "eval"
+    if kind not in TRAINERS:
+        common["trainer_class"] = kind
+    common["trial_name"] = config.trial_name or (kind or "eval").rpartition(":")[2]
     default = "embedded.d1p1t1+d1p1t1" if issubclass(script_config, GRPOConfig) else "d1"
     common["allocation_mode"] = config.allocation_mode or default
     if config.trainer.type is None:
@@ -137,7 +162,10 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     elif config.train_datasets:
         # Its path is the default.
         common["train_dataset"] = dataclasses.replace(config.train_dataset, path="", name=None, split=None)
-    flat = script_config(**common, **vars(tree))
+    unknown = sorted(config.trainer.args.keys() - {f.name for f in dataclasses.fields(script_config)})
+    if unknown:
+        raise ConfigError(f"trainer.args has {unknown[0]!r}, which {script_config.__name__} does not have")
+    flat = script_config(**{**common, **vars(tree), **config.trainer.args})
     flat.check()
     return flat
 
@@ -175,10 +203,13 @@ def _config_file(flat: BaseExperimentConfig, folder: Path) -> Iterator[Path]:
 def main(argv: list[str]) -> int:
     dry_run = "--dry-run" in argv
     config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig)
-    loop, _ = TRAINERS[config.trainer.type]
+    kind = config.trainer.type
+    is_own = kind not in TRAINERS
+    loop = custom if is_own else TRAINERS[kind][0]
     flat = flatten(config)
-    if not dry_run:
-        check_data(flat, config.trainer.type)
+    # A trainer of the user's own may have data of its own.
+    if not dry_run and not is_own:
+        check_data(flat, kind)
     with (
         tempfile.TemporaryDirectory() as scratch,
         _config_file(flat, Path(scratch) if dry_run else RunDir(flat).path) as path,
@@ -186,9 +217,9 @@ def main(argv: list[str]) -> int:
         # Only one launcher is imported: Ray is optional.
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
         code = launcher.launch(Path(str(loop.__file__)), ["--config", str(path)], dry_run)
-    if dry_run:
+    if dry_run and not is_own:
         # After the plan, so that it is printed also for data that cannot be used.
-        check_data(flat, config.trainer.type)
+        check_data(flat, kind)
     return code
 
 

@@ -135,7 +135,7 @@ def _reads_datasets(tree: ast.Module) -> bool:
     """Whether the script imports a dataset loader of the package; others may make rows from any path."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports if (node.module or "").startswith("arealite.") for alias in node.names]
-    return any(name.startswith("get_") or name in ("load_dataset", "load_rl", "load_sft") for name in names)
+    return any(name.startswith("get_") or name in ("load_dataset", "load_rows", "load_sft") for name in names)
 
 
 def _resolve_in_script(script: str, argv: list[str]) -> str:
@@ -152,7 +152,9 @@ def _resolve_in_script(script: str, argv: list[str]) -> str:
             ) from error
         if result.returncode != 0 or not answer.exists():
             output = (result.stderr or result.stdout).strip().removeprefix("error: ")
-            raise ConfigError(output or f"{script} ended before it loaded its configuration")
+            raise ConfigError(
+                output or f"{script} ended before it loaded its configuration (exit code {result.returncode})"
+            )
         return answer.read_text()
 
 

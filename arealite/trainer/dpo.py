@@ -11,14 +11,16 @@ from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.dpo.pairs import with_mismatched
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.trainer.sft import Row, SFTTrainer, train_from_config
+from arealite.trainer.sft import Row, SFTTrainer
 from arealite.utils.config import load_config, run_main
 
 
 class DPOTrainer(SFTTrainer):
     """Trains on rows with `chosen` and `rejected` tokens; the reference model, if any, is frozen."""
 
+    config_class = DPOConfig
     engine_class = FSDPDPOEngine
+    load_rows = get_preferences
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class DPOTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(load_config(argv, DPOConfig), DPOTrainer, get_preferences)
+    DPOTrainer.from_config(load_config(argv, DPOConfig)).train()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ from arealite.reward.pool import RewardPool
 from arealite.trainer.eval_report import evaluation_table
 from arealite.trainer.evaluator import Evaluator
 from arealite.trainer.stats_logger import StatsLogger
-from arealite.trainer.tasks import find_reward, load_rl
+from arealite.trainer.tasks import load_rows, make_workflow
 from arealite.utils.config import load_config, run_main
 from arealite.utils.distributed import destroy_process_group, init_process_group, rank
 from arealite.utils.rundir import RunDir
-from arealite.workflow.vision_rlvr import make_rlvr
 
 
 def main(argv: list[str]) -> None:
@@ -28,11 +27,9 @@ def main(argv: list[str]) -> None:
     # On CPU: the ranks hold no model, they only wait for the result.
     init_process_group("cpu")
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    rewards = {name: find_reward(data, config.reward) for name, data in config.validation_sets.items()}
-    sets = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
-    gconfig, pool = config.evaluation_gconfig, RewardPool()
-    path = config.actor.path
-    workflows = {name: make_rlvr(path, own, gconfig, tokenizer, reward_pool=pool) for name, own in rewards.items()}
+    sources, gconfig, pool = config.validation_sets, config.evaluation_gconfig, RewardPool()
+    workflows = {name: make_workflow(config, data, gconfig, tokenizer, pool) for name, data in sources.items()}
+    sets = {name: load_rows(config, data, tokenizer) for name, data in sources.items()}
     client, run_dir = remote_engine_class(config.allocation_mode), RunDir(config)
     rollout = make_engine(client, config.rollout, config.seed, run_dir.db_path)
     rollout.initialize(train_batch_size=sum(map(len, sets.values())))

@@ -4,15 +4,16 @@ Scripts call `PPOTrainer(config, rows, tokenizer).train(workflow)`. A test check
 change both or none.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
-from arealite.api.cli_args import FrozenEngineConfig, GenerationHyperparameters, GRPOConfig
+from arealite.api.cli_args import FrozenEngineConfig, GRPOConfig
 from arealite.api.io_struct import Batch, FinetuneSpec
-from arealite.api.reward_api import RewardFn
+from arealite.api.trainer_api import Trainer
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, load_tokenizer
@@ -23,17 +24,21 @@ from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.reward.pool import RewardPool
 from arealite.trainer.evaluator import Evaluator, validation_sets
 from arealite.trainer.run import Run
-from arealite.trainer.tasks import find_reward, load_rl, load_training_rows, make_training_workflow
+from arealite.trainer.tasks import load_rows, load_training_rows, make_training_workflow, make_workflow
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.evaluation import with_gconfig
-from arealite.workflow.vision_rlvr import make_rlvr
 
 
-class PPOTrainer:
+class PPOTrainer(Trainer):
     """Makes the engines and the data loader of one run, and trains."""
+
+    config_class = GRPOConfig
+    # What `train` plays unless it is given others; `from_config` sets them.
+    workflow: RolloutWorkflow | None = None
+    eval_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
 
     def __init__(
         self,
@@ -58,14 +63,39 @@ class PPOTrainer:
         self.rollout = make_engine(client, config.rollout, config.seed, RunDir(config).db_path)
         self.rollout.initialize(train_batch_size=size)
 
+    @classmethod
+    def from_config(cls, config: GRPOConfig) -> Self:
+        """Make the rows and workflows that the configuration describes, and the trainer."""
+        tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+        pool, load = RewardPool(), functools.partial(load_rows, config)
+        # Made before the engines: reward processes start while the model is loaded.
+        workflow = make_training_workflow(
+            config, lambda data: make_workflow(config, data, config.gconfig, tokenizer, pool)
+        )
+        rows = load_training_rows(config, tokenizer, load)
+        sets = config.validation_sets
+        judges = {
+            name: make_workflow(config, data, config.evaluation_gconfig, tokenizer, pool) for name, data in sets.items()
+        }
+        trainer = cls(config, rows, tokenizer, {name: load(data, tokenizer) for name, data in sets.items()})
+        trainer.workflow, trainer.eval_workflow = workflow, judges
+        return trainer
+
     def train(
-        self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None
+        self,
+        workflow: RolloutWorkflow | None = None,
+        eval_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None,
+        *,
+        resume_from_checkpoint: str | bool | None = None,
     ) -> None:
         """Train. Evaluations use `eval_workflow`, one for all validation sets or one for each.
 
         Without it they use `workflow` with the sampling of `eval_gconfig`.
         """
         config, actor, critic, rollout = self.config, self.actor, self.critic, self.rollout
+        workflow, eval_workflow = workflow or self.workflow, eval_workflow or self.eval_workflow
+        if workflow is None:
+            raise ValueError("there is no workflow: pass one to train(), or make the trainer with from_config()")
         evaluator = None
         if self.valid_sets:
             eval_workflow = eval_workflow or with_gconfig(workflow, config.evaluation_gconfig)
@@ -74,7 +104,7 @@ class PPOTrainer:
             workflow = DynamicSampling(workflow)
         engines = {"actor": actor, "critic": critic} if critic else {"actor": actor}
         parts = (config, self.spec, engines, rollout, self.dataloader, self.tokenizer)
-        with Run(*parts, evaluator) as run:
+        with Run(*parts, evaluator, resume_from_checkpoint) as run:
             weights = make_weight_meta(config, run.dir, rollout)
             for step in run.steps():
                 with run.phase("rollout"):
@@ -119,19 +149,7 @@ def _frozen(
 
 def main(argv: list[str]) -> None:
     """Train on every rank; `arealite.cli.main` starts it."""
-    config = load_config(argv, GRPOConfig)
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    pool = RewardPool()
-
-    def make(reward: RewardFn, gconfig: GenerationHyperparameters = config.gconfig) -> RolloutWorkflow:
-        return make_rlvr(config.actor.path, reward, gconfig, tokenizer, reward_pool=pool)
-
-    workflow = make_training_workflow(config, make)
-    rows = load_training_rows(config, tokenizer, load_rl)
-    rewards = {name: find_reward(data, config.reward) for name, data in config.validation_sets.items()}
-    valid_rows = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
-    judges = {name: make(reward, config.evaluation_gconfig) for name, reward in rewards.items()}
-    PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow, judges)
+    PPOTrainer.from_config(load_config(argv, GRPOConfig)).train()
 
 
 if __name__ == "__main__":

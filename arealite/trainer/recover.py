@@ -61,15 +61,19 @@ class Recover:
         self._kept = ""
         self._writer = BackgroundWriter(engines)
 
-    def load(self) -> StepInfo | None:
-        """Restore the newest checkpoint and return its last step; None if there is none."""
-        if self.config.mode == "disabled":
+    def load(self, resume_from: str | bool | None = None) -> StepInfo | None:
+        """Restore the newest checkpoint and return its last step; None if there is none.
+
+        With `resume_from=True` there must be one; a path names the checkpoint.
+        """
+        if self.config.mode == "disabled" and not resume_from:
             return None
-        path = self._find_newest_good()
+        path = self._check_named(Path(resume_from)) if isinstance(resume_from, str) else self._find_newest_good()
         if path is None:
-            if self.config.mode == "resume":
+            if self.config.mode == "resume" or resume_from:
+                who = "resume_from_checkpoint=True" if resume_from else "recover.mode=resume"
                 raise CheckpointError(
-                    f"recover.mode=resume, but there is no complete checkpoint in {self.folder}: check experiment_name "
+                    f"{who}, but there is no complete checkpoint in {self.folder}: check experiment_name "
                     "and trial_name, or set recover.mode=auto to start a new run"
                 )
             return None
@@ -78,8 +82,18 @@ class Recover:
         self._load_engines(path)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
-        self._newest = path
+        self._newest = path if path.parent == self.folder else None
         return StepInfo(**state["step"])
+
+    def _check_named(self, path: Path) -> Path:
+        """Return a checkpoint that the caller has named, if it is good."""
+        damage = find_damage(path, rank(), world_size()) if path.is_dir() else "there is no such folder"
+        if all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})["damaged"]:
+            reason = damage or "see the other ranks"
+            raise CheckpointError(
+                f"cannot resume from {path}: {reason}. Name a folder such as RUN_DIR/recover/step000100"
+            )
+        return path
 
     def _find_newest_good(self) -> Path | None:
         """Return the newest checkpoint whose checksums match; each rank checks its share of the files."""

@@ -66,6 +66,7 @@ class Run:
         dataloader: StatefulDataLoader | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         evaluator: Evaluator | BlockingEvaluator | None = None,
+        resume_from_checkpoint: str | bool | None = None,
     ):
         if evaluator is None and (config.evaluator.is_set or config.validation_sets):
             raise ConfigError(
@@ -86,6 +87,7 @@ class Run:
         parts = {"dataloader": dataloader, "rollout": rollout}
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
+        self._resume_from = resume_from_checkpoint
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.best = BestModel(config.saver, self.saver)
         is_async = isinstance(config, GRPOConfig)
@@ -321,7 +323,7 @@ class Run:
         return None
 
     def _recover(self) -> int:
-        last = self.recover.load()
+        last = self.recover.load(self._resume_from)
         first = 0 if last is None else last.global_step + 1
         if first and rank() == 0:
             show_message(f"resuming after step {first}")

@@ -4,14 +4,16 @@ from arealite.api.cli_args import RWConfig
 from arealite.api.io_struct import Batch
 from arealite.dataset.preference import collate_pairs, get_preferences
 from arealite.engine.rw.rw_engine import FSDPRWEngine
-from arealite.trainer.sft import Row, SFTTrainer, train_from_config
+from arealite.trainer.sft import Row, SFTTrainer
 from arealite.utils.config import load_config, run_main
 
 
 class RWTrainer(SFTTrainer):
     """Trains a model with a scalar head; rows have `chosen` and `rejected` tokens."""
 
+    config_class = RWConfig
     engine_class = FSDPRWEngine
+    load_rows = get_preferences
 
     def collate(self, rows: list[Row]) -> Batch:
         return collate_pairs(rows, self.tokenizer)
@@ -24,7 +26,7 @@ class RWTrainer(SFTTrainer):
 
 
 def main(argv: list[str]) -> None:
-    train_from_config(load_config(argv, RWConfig), RWTrainer, get_preferences)
+    RWTrainer.from_config(load_config(argv, RWConfig)).train()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ Reward models (`rw.py`) and preference learning (`dpo.py`) use the same loop wit
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import DataSourceConfig, DPOConfig, RWConfig, SFTConfig
+from arealite.api.cli_args import BaseExperimentConfig, DataSourceConfig, DPOConfig, RWConfig, SFTConfig
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch, FinetuneSpec
+from arealite.api.trainer_api import Trainer
 from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader, collate_sft, load_tokenizer
 from arealite.engine.fsdp_engine import FSDPEngine
@@ -25,10 +26,12 @@ from arealite.utils.config import load_config, run_main
 Row = dict[str, Any]
 
 
-class SFTTrainer:
+class SFTTrainer(Trainer):
     """Model and data loader of one run; rows have `input_ids` and `loss_mask`."""
 
+    config_class: ClassVar[type[BaseExperimentConfig]] = SFTConfig
     engine_class: type[FSDPEngine] = FSDPLMEngine
+    load_rows: ClassVar[Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]]] = load_sft
 
     def __init__(
         self,
@@ -69,9 +72,18 @@ class SFTTrainer:
             stats |= {f"eval/{name}/{key}": value for key, value in own.items()}
         return stats
 
-    def train(self) -> None:
+    @classmethod
+    def from_config(cls, config: SFTConfig | RWConfig | DPOConfig) -> Self:
+        """Make the rows that the configuration describes, and the trainer."""
+        tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
+        rows = load_training_rows(config, tokenizer, cls.load_rows)
+        sets = {name: cls.load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
+        return cls(config, rows, tokenizer, sets)
+
+    def train(self, *, resume_from_checkpoint: str | bool | None = None) -> None:
         batches = self.dataloader.cycle()
         parts: dict[str, Any] = {"dataloader": self.dataloader, "tokenizer": self.tokenizer}
+        parts["resume_from_checkpoint"] = resume_from_checkpoint
         parts["evaluator"] = BlockingEvaluator(self.evaluate) if self.valid_sets else None
         with Run(self.config, self.spec, self.engine, **parts) as run:
             for step in run.steps():
@@ -82,22 +94,9 @@ class SFTTrainer:
                 run.commit(step, stats)
 
 
-def train_from_config(
-    config: SFTConfig | RWConfig | DPOConfig,
-    trainer_class: type[SFTTrainer],
-    load_rows: Callable[[DataSourceConfig, PreTrainedTokenizerBase, Path | None], Sequence[Row]],
-) -> None:
-    """Train on every rank; `arealite.cli.main` starts it."""
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    rows = load_training_rows(config, tokenizer, load_rows)
-    sets = {name: load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
-    trainer_class(config, rows, tokenizer, sets).train()
-
-
 def main(argv: list[str]) -> None:
-    # The launcher looks for this call, to check the configuration without starting the script.
-    config = load_config(argv, SFTConfig)
-    train_from_config(config, SFTTrainer, load_sft)
+    # The launcher looks for the call of load_config, to check the configuration without starting the script.
+    SFTTrainer.from_config(load_config(argv, SFTConfig)).train()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,12 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
+from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters, GRPOConfig
 from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import ConfigError
+from arealite.api.named_code import accepted, load_object
 from arealite.api.reward_api import RewardFn
+from arealite.api.rollout_api import load_workflow
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset.columns import Row, make_row
 from arealite.dataset.gsm8k import WORD_PROBLEMS, WORKED_ANSWERS
@@ -32,12 +34,13 @@ from arealite.reward.countdown import countdown_reward
 from arealite.reward.format import think_answer_reward
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.math import math_reward
+from arealite.reward.pool import RewardPool
 from arealite.reward.qa import f1_reward, qa_reward
 from arealite.reward.reasoning_gym import reasoning_gym_reward
 from arealite.trainer import task_formats as formats
 from arealite.utils.rundir import RunDir
-from arealite.utils.user_code import import_named
 from arealite.workflow.by_source import BySource
+from arealite.workflow.vision_rlvr import make_rlvr
 
 # Rewards by name.
 REWARDS: dict[str, RewardFn] = {
@@ -120,10 +123,7 @@ def find_reward(data: DataSourceConfig, default: str | None = None) -> RewardFn:
         if name not in REWARDS:
             raise ConfigError(f"there is no reward {name!r}: use {', '.join(REWARDS)}, or package.module:function")
         return REWARDS[name]
-    found = import_named(name, "reward")
-    if not callable(found):
-        raise ConfigError(f"reward={name} is no function, but {type(found).__name__}")
-    return cast(RewardFn, found)
+    return cast(RewardFn, load_object(name, "reward"))
 
 
 def load_rl(
@@ -136,6 +136,17 @@ def load_rl(
 def load_sft(data: DataSourceConfig, tokenizer: PreTrainedTokenizerBase, cache: Path | None = None) -> Sequence[Row]:
     """Load prompts and answers as tokens."""
     return get_sft(data, tokenizer, find_task(data).sft, cache)
+
+
+def load_rows(
+    config: BaseExperimentConfig, data: DataSourceConfig, tokenizer: PreTrainedTokenizerBase, cache: Path | None = None
+) -> Sequence[Row]:
+    """Load prompts; for a workflow of the user's own also rows that are no prompts, as they are."""
+    return load_dataset(data) if _are_raw(config, data) else load_rl(data, tokenizer, cache)
+
+
+def _are_raw(config: BaseExperimentConfig, data: DataSourceConfig) -> bool:
+    return config.workflow is not None and not data.columns and find_task(data) == Task()
 
 
 def load_training_rows(
@@ -152,12 +163,30 @@ def load_training_rows(
     return Mixture(sets, weights or None)
 
 
-def make_training_workflow(config: GRPOConfig, make: Callable[[RewardFn], RolloutWorkflow]) -> RolloutWorkflow:
+def make_workflow(
+    config: GRPOConfig, data: DataSourceConfig, gconfig: GenerationHyperparameters, tokenizer: Any, pool: RewardPool
+) -> RolloutWorkflow:
+    """Return the workflow that the configuration names, or the one of prompts with a verifiable reward."""
+    if config.workflow is None:
+        return make_rlvr(config.actor.path, find_reward(data, config.reward), gconfig, tokenizer, reward_pool=pool)
+    offered = _offered(config, data, gconfig, tokenizer, pool)
+    return load_workflow(config.workflow, config.workflow_args, **offered)
+
+
+def _offered(
+    config: BaseExperimentConfig, data: DataSourceConfig, gconfig: Any = None, tokenizer: Any = None, pool: Any = None
+) -> dict[str, Any]:
+    """What a workflow of the user's own may ask for; the reward only if one is known."""
+    offered = {"gconfig": gconfig, "tokenizer": tokenizer, "reward_pool": pool, "config": config}
+    has_reward = data.reward or config.reward or find_task(data).reward
+    return offered | ({"reward_fn": find_reward(data, config.reward)} if has_reward else {})
+
+
+def make_training_workflow(config: GRPOConfig, make: Callable[[DataSourceConfig], RolloutWorkflow]) -> RolloutWorkflow:
     """Return the workflow of the training data; with several sets, one that plays each with its own."""
     if not config.train_datasets:
-        return make(find_reward(config.train_dataset, config.reward))
-    own = {name: find_reward(data, config.reward) for name, data in config.train_datasets.items()}
-    return BySource({name: make(reward) for name, reward in own.items()})
+        return make(config.train_dataset)
+    return BySource({name: make(data) for name, data in config.train_datasets.items()})
 
 
 def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
@@ -167,9 +196,13 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
     """
     training: Mapping[str, DataSourceConfig] = config.train_datasets or {"": config.train_dataset}
     for data in (*(training.values() if kind else ()), *config.validation_sets.values()):
-        if kind in (None, "grpo"):
+        if kind in (None, "grpo") and config.workflow is not None:
+            found = load_object(config.workflow, "workflow")
+            accepted(found, config.workflow, config.workflow_args, _offered(config, data), "workflow")
+        elif kind in (None, "grpo"):
             find_reward(data, config.reward)
-        _check_rows(data, kind)
+        if not _are_raw(config, data):
+            _check_rows(data, kind)
 
 
 def _check_rows(data: DataSourceConfig, kind: str | None) -> None:

@@ -59,9 +59,9 @@ def test_rewards_are_named_by_the_dataset_then_the_run_then_the_task():
     [
         (None, "no reward is known for the dataset 'mine.jsonl': set reward to a built-in one .gsm8k, math"),
         ("maths", "there is no reward 'maths': use gsm8k, math"),
-        ("no_such_module:f", "cannot import the module of reward=no_such_module:f"),
+        ("no_such_module:f", "reward=no_such_module:f: there is no module 'no_such_module'"),
         ("arealite.reward.math:nothing", "the module arealite.reward.math has no 'nothing'"),
-        ("arealite.reward.math:_MAX_FORMULA", "is no function, but int"),
+        ("arealite.reward.math:_MAX_FORMULA", "is a int; it must be a class or a function"),
     ],
 )
 def test_unknown_rewards_are_refused(reward, message):
