@@ -18,9 +18,9 @@ from typing import Any
 
 import orjson
 
+from arealite.api.chat import encode_chat, encode_next
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelResponse
-from arealite.utils.chat import encode_chat, encode_next
 
 Message = dict[str, Any]
 
