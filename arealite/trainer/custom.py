@@ -1,4 +1,4 @@
-"""Runs a trainer of the user's own: `arealite.cli.main` starts it when `trainer.type` is `package.module:Class`."""
+"""Runs a trainer of the user's own, which `trainer.type=package.module:Class` names."""
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.trainer_api import load_trainer
