@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.cli_args import SFTConfig
+from arealite.api.cli_args import DatasetConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from arealite.engine.rw.rw_engine import FSDPRWEngine
@@ -140,7 +140,8 @@ def test_unknown_targets_are_rejected(model_dirs):
 
 def test_tensor_parallel_is_rejected_before_servers_start(model_dirs, monkeypatch):
     model = engine_config(model_dirs["qwen2"], lora_rank=4)
-    config = SFTConfig("e", "t", allocation_mode="d1t2", model=model)
+    data = DatasetConfig(path="rows.jsonl")
+    config = SFTConfig("e", "t", allocation_mode="d1t2", model=model, train_dataset=data)
     with pytest.raises(ConfigError, match="lora_rank=4 with t2"):
         config.check()
     config.allocation_mode = "d2"

@@ -87,12 +87,12 @@ def test_what_goes_wrong_is_told_to_the_model():
         call("add", a=2, b=3),
     ]
     engine = ScriptedEngine(tokenizer, ["\n".join(calls), "5"])
-    batch = run(make(tokenizer, tools, tool_timeout_s=2.0), engine, ROW)
+    batch = run(make(tokenizer, tools, tool_timeout_s=6.0), engine, ROW)
     texts = [part.split("</tool_response>")[0].strip() for part in engine.prompts[1].split("<tool_response>")[1:]]
     expected = [
         "subtract", "missing a required argument: 'b'", "unexpected keyword argument 'c'", "TypeError",
-        "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 2 s",
-        "did not return within 2 s", "", "5",
+        "ended with exit code 7", "ValueError: because", "ValueError: here", "did not return within 6 s",
+        "did not return within 6 s", "", "5",
     ]  # fmt: skip
     assert len(texts) == len(expected)
     for text, part in zip(texts, expected, strict=True):
