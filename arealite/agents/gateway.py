@@ -270,8 +270,10 @@ class Gateway:
         head = self._head(body)
         usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
         result = style.write(head, answers, usage)
-        for i, (sample, echo) in enumerate(zip(samples, echo_of(style, result), strict=True)):
-            found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", echo)
+        # A thread may be reading the session.
+        async with found.lock:
+            for i, (sample, echo) in enumerate(zip(samples, echo_of(style, result), strict=True)):
+                found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", echo)
         if not wanted.stream:
             return web.Response(body=to_json(result), content_type="application/json")
         return await _send_stream(request, style.stream(head, len(prompt.ids)), answers, usage)
@@ -291,8 +293,9 @@ class Gateway:
         samples = await self._generate(found, prompt, wanted.sampling)
         answers = make_answers(self.tokenizer, samples, wanted, "", wanted.sampling.get("stop") or [])
         head = self._head(body)
-        for i, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
-            found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", text=answer.text)
+        async with found.lock:
+            for i, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
+                found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", text=answer.text)
         usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
         if not wanted.stream:
             return web.Response(body=to_json(completions.result(head, answers, usage)), content_type="application/json")

@@ -68,7 +68,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Session:
-    """The calls of one agent. Used on one event loop.
+    """The calls of one agent. Not thread-safe: the gateway has a lock for each.
 
     `turn_discount` weighs a reward by the turns between a call and the reward.
     """

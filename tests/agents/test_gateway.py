@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -165,6 +166,41 @@ def test_stop_strings_end_the_text_and_stay_in_the_tokens():
             await api.chat.completions.create(model="m", messages=messages)
             assert encode("one STOP") == engine.requests[1].input_ids[len(engine.requests[0].input_ids) :][:8]
             assert found.session.stats()["drift_calls"] == 0
+
+    run(scenario())
+
+
+def test_an_answer_waits_while_a_long_prompt_reads_the_session():
+    """Prompts of large bodies are encoded on a thread, which reads the replies that another call adds to."""
+
+    async def scenario():
+        async with serving(["a", "b", "c"]) as (_, engine, found):
+            url, session = f"{found.base_url}/chat/completions", found.session
+            ask = lambda text: post(url, {"messages": [{"role": "user", "content": text}]}, found.token)  # noqa: E731
+            assert (await ask("first"))[0] == 200
+            engine.gate = asyncio.Event()
+            other = asyncio.create_task(ask("second"))
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0.005)
+            open_chat, is_reading, may_go_on = session.open_chat, threading.Event(), threading.Event()
+
+            def open_slowly(*args):
+                replies = iter(session.replies.values())
+                next(replies)
+                is_reading.set()
+                assert may_go_on.wait(20)
+                assert list(replies) == []
+                return open_chat(*args)
+
+            session.open_chat = open_slowly
+            long = asyncio.create_task(ask("x" * (1 << 16)))
+            assert await asyncio.to_thread(is_reading.wait, 20)
+            engine.gate.set()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            may_go_on.set()
+            assert [(await call)[0] for call in (long, other)] == [200, 200]
+            assert len(session.replies) == 3
 
     run(scenario())
 
