@@ -73,20 +73,29 @@ def sample_of_row(group_ids: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor
 
 
 class RowReturns(NamedTuple):
-    """Sums over the trained tokens of each row, `[B]` in float64; baselines are computed from them."""
+    """Sums over the trained tokens of each row, and its reward, `[B]` in float64, for `sample_baselines`."""
 
     count: Tensor
     total: Tensor
     squares: Tensor
     low: Tensor
     high: Tensor
+    reward: Tensor
 
     @classmethod
-    def of(cls, returns: Tensor, mask: Tensor) -> "RowReturns":
-        """Sum `returns [B, T]` over the masked tokens."""
+    def of(cls, returns: Tensor, mask: Tensor, rewards: Tensor) -> "RowReturns":
+        """Sum `returns [B, T]` over the masked tokens; `rewards [B]` are those of the rows."""
         kept = torch.where(mask, returns.double(), 0.0)
         low, high = (torch.where(mask, returns.double(), edge) for edge in (torch.inf, -torch.inf))
-        return cls(mask.sum(1).double(), kept.sum(1), kept.square().sum(1), low.amin(1), high.amax(1))
+        sums = mask.sum(1).double(), kept.sum(1), kept.square().sum(1)
+        return cls(*sums, low.amin(1), high.amax(1), rewards.double())
+
+    def filled(self, owner: Tensor) -> "RowReturns":
+        """Return sums in which each row of a sample without trained tokens has one with its reward."""
+        counts = torch.zeros_like(self.count).index_add(0, owner, self.count)
+        own, single = self.reward, torch.ones_like(self.count)
+        instead = (single, own, own.square(), own, own, own)
+        return RowReturns(*(torch.where(counts[owner] > 0, a, b) for a, b in zip(self, instead, strict=True)))
 
 
 def sample_baselines(
@@ -101,14 +110,14 @@ def sample_baselines(
     """Return mean and divisor for each row, `[B]`: the advantage is `(G − mean) / divisor`.
 
     As `normalize`, with two differences. Every sample counts once, however many rows and tokens it has: its value is
-    the mean of the returns `G` over its trained tokens, `m_s`. And returns may differ within a sample, by the turn
-    that sampled a token: `std² = Σ_s mean_t (G_t − mean)² / (n − 1)` over the `n` samples. If the returns of a sample
-    are all equal, that is the standard deviation of `normalize`. Where all returns are equal, the divisor is infinite.
+    the mean of the returns `G` over its trained tokens, or its reward if it has none. And returns may differ within a
+    sample, by the turn that sampled a token: `std² = Σ_s mean_t (G_t − mean)² / (n − 1)` over the `n` samples. If the
+    returns of a sample are all equal, that is the standard deviation of `normalize`. Where all returns are equal, the
+    divisor is infinite.
     """
-    num = len(sample_groups)
+    num, rows = len(sample_groups), rows.filled(owner)
     sums = [part.new_zeros(num).index_add(0, owner, part) for part in rows[:3]]
-    count = sums[0].clamp(min=1)
-    values, squares = sums[1] / count, sums[2] / count
+    values, squares = sums[1] / sums[0], sums[2] / sums[0]
     groups = sample_groups.unique(return_inverse=True)[1]
     whole = torch.zeros_like(groups)
     mean, divisor = torch.zeros_like(values), torch.ones_like(values)

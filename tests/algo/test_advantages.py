@@ -188,9 +188,11 @@ def test_distillation_advantage_pulls_towards_the_teacher():
 
 
 def sample_advantages(returns, mask, groups, samples, *levels, eps=1e-6):
-    """Return `[B, T]` as the actor computes them, for one rank."""
+    """Return `[B, T]` as the actor computes them, for one rank. The last column has the rewards of the rows."""
     owner, sample_groups = sample_of_row(groups, samples)
-    mean, divisor = sample_baselines(RowReturns.of(returns, mask), owner, sample_groups, *levels, eps=eps)
+    mean, divisor = sample_baselines(
+        RowReturns.of(returns, mask, returns[:, -1]), owner, sample_groups, *levels, eps=eps
+    )
     return torch.where(mask, (returns - mean[:, None]) / divisor[:, None], 0.0)
 
 
@@ -204,6 +206,19 @@ def test_rows_of_a_sample_count_once(mean_level, std_level, leave_one_out):
     mask = torch.rand(10, 7) < 0.6
     mask[:, 3] = True
     returns = rewards[owner][:, None].expand(10, 7)
+    ours = sample_advantages(returns, mask, groups[owner], owner, mean_level, std_level, leave_one_out)
+    torch.testing.assert_close(ours.float(), torch.where(mask, expected[owner][:, None], 0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mean_level,std_level,leave_one_out", LEVEL_PAIRS + LEAVE_ONE_OUT)
+def test_a_sample_without_trained_tokens_counts_with_its_reward(mean_level, std_level, leave_one_out):
+    """As in `normalize`, which does not look at tokens."""
+    rewards, groups = torch.tensor([1.0, 1.0, 0.0, 3.0, 3.0]), torch.tensor([5, 5, 5, 2, 2])
+    expected = normalize(rewards, groups, mean_level, std_level, leave_one_out)
+    # The third sample has two rows. In the first group only it differs from the others.
+    owner, mask = torch.tensor([0, 1, 2, 2, 3, 4]), torch.ones(6, 2, dtype=torch.bool)
+    mask[[2, 3, 5]] = False
+    returns = rewards[owner][:, None].expand(6, 2)
     ours = sample_advantages(returns, mask, groups[owner], owner, mean_level, std_level, leave_one_out)
     torch.testing.assert_close(ours.float(), torch.where(mask, expected[owner][:, None], 0.0), rtol=1e-5, atol=1e-6)
 

@@ -240,6 +240,8 @@ def _actor_on_rank(rank, path, world_size):
     for step in range(3):
         batch = random_batch(LENGTHS, seed=step)
         batch["rewards"][:2] = 1.0
+        if step == 2:
+            batch["token_rewards"] = torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(0))
         stats = one_update(actor, select_rows(batch, rows))[0]
         # Speeds and the number of micro-batches may differ.
         answers.append({k: v for k, v in stats.items() if not k.endswith(("per_s", "tflops", "micro_batches"))})

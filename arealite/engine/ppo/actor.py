@@ -35,7 +35,7 @@ from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
-from arealite.utils.data import num_rows, sample_ids, select_rows, seq_lengths, sequence_of_token, split_minibatches
+from arealite.utils.data import num_rows, select_rows, seq_lengths, sequence_of_token, split_minibatches
 from arealite.utils.distributed import broadcast_json
 
 # What one token counts at most in the mean KL of an update.
@@ -144,9 +144,11 @@ class FSDPPPOActor(FSDPEngine):
         returns = shaped[:, None].expand(mask.shape)
         if "token_rewards" in batch:
             returns = self._shaped(batch["token_rewards"].float(), mask)
-        ids, start = self.gather_rows(torch.stack([batch["group_ids"], sample_ids(batch)], dim=1))
-        rows, _ = self.gather_rows(torch.stack(RowReturns.of(returns, mask), dim=1))
-        owner, groups = sample_of_row(ids[:, 0], ids[:, 1])
+        group_ids, start = self.gather_rows(batch["group_ids"])
+        # Numbered over all ranks: rows of one group may be on several.
+        samples = self.gather_rows(batch["sample_ids"])[0] if "sample_ids" in batch else torch.arange(len(group_ids))
+        rows, _ = self.gather_rows(torch.stack(RowReturns.of(returns, mask, shaped), dim=1))
+        owner, groups = sample_of_row(group_ids, samples)
         self._check_groups(groups)
         mean, divisor = sample_baselines(RowReturns(*rows.unbind(dim=1)), owner, groups, **vars(self.objective.norm))
         own = slice(start, start + len(returns))
