@@ -36,7 +36,7 @@ from arealite.reward.gsm8k import gsm8k_reward
 from arealite.reward.math import math_reward
 from arealite.reward.pool import RewardPool
 from arealite.reward.qa import f1_reward, qa_reward
-from arealite.reward.reasoning_gym import reasoning_gym_reward
+from arealite.reward.reasoning import reasoning_gym_reward
 from arealite.trainer import task_formats as formats
 from arealite.utils.rundir import RunDir
 from arealite.workflow.by_source import BySource

@@ -4,7 +4,7 @@ import pytest
 
 from arealite.reward.countdown import countdown_reward, find_expression, solves
 from arealite.reward.qa import qa_reward
-from arealite.reward.reasoning_gym import find_answer, reasoning_gym_reward
+from arealite.reward.reasoning import find_answer, reasoning_gym_reward
 
 
 @pytest.mark.parametrize(
