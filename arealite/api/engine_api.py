@@ -149,6 +149,8 @@ class RolloutWorkflow(abc.ABC):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         """Play one episode. Returns its `n` trajectories as a padded batch, or None to reject it.
 
+        A batch of nothing but `rewards [n]` rejects it too, and tells a curriculum how the answers were.
+
         Required keys: `input_ids`, `attention_mask`, `loss_mask`, `logprobs`, `versions` (all `[n, T]`) and
         `rewards [n]`. The executor adds `group_ids`. An exception fails this episode only.
         """

@@ -76,8 +76,8 @@ def raise_if_all_rejected(before: Counts, now: Counts, limit: int) -> None:
     rejected = now.rejected - before.rejected
     if rejected > limit and now.accepted == before.accepted:
         raise TrainingError(
-            f"{rejected} episodes in a row were rejected (arun_episode returned None), including every row of the "
-            "data: the workflow's filter rejects everything, or with dynamic sampling no prompt has answers of "
+            f"{rejected} episodes in a row were rejected by the workflow, including every row of the data: "
+            "the workflow's filter rejects everything, or with dynamic sampling no prompt has answers of "
             "different reward"
         )
 

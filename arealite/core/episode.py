@@ -62,11 +62,6 @@ class Trajectories:
     oldest_version: int
     mean_reward: float
 
-    @property
-    def pass_rate(self) -> float:
-        """The share of samples that are solved."""
-        return float((self.batch["rewards"] >= SOLVED).float().mean())
-
 
 @dataclass(slots=True, eq=False)
 class Episode:
@@ -81,7 +76,25 @@ class Episode:
     started_at: float = 0.0
     task: asyncio.Task | None = None
     result: Trajectories | None = None
+    # Of an episode that the workflow rejected, if it returned them.
+    rejected_rewards: torch.Tensor | None = None
     has_ended: bool = False
+
+    def set_result(self, returned: Any) -> None:
+        """Take what the workflow returned: a batch, None, or the rewards of a rejected group alone."""
+        if isinstance(returned, dict) and returned.keys() == {"rewards"}:
+            rewards = returned["rewards"]
+            if not isinstance(rewards, torch.Tensor) or rewards.ndim != 1 or not len(rewards):
+                raise TrajectoryError("`rewards` of a rejected episode must be a tensor of shape [n]")
+            self.rejected_rewards = rewards
+        elif returned is not None:
+            self.result = check_trajectories(returned)
+
+    @property
+    def pass_rate(self) -> float | None:
+        """The share of samples that are solved; None if there are no rewards."""
+        rewards = self.rejected_rewards if self.result is None else self.result.batch["rewards"]
+        return None if rewards is None else float((rewards >= SOLVED).float().mean())
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, check_trajectories, copy_containers, episode_seed
+from arealite.core.episode import Episode, copy_containers, episode_seed
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
@@ -114,8 +114,8 @@ class EpisodeRunner:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
                 result = await self.pool.run_episode(episode.workflow, data)
-            if result is not None:
-                episode.result = check_trajectories(result)
+            episode.set_result(result)
+            if episode.result is not None:
                 self._check_versions(episode, episode.result.oldest_version)
         except asyncio.CancelledError:
             if not self.is_stopping:

@@ -77,10 +77,11 @@ class ResumeState:
     def report(self, episode: Episode) -> None:
         """Tell a dataloader that chooses rows by their pass rate how an episode of the stream ended.
 
-        A rejected one counts as unsolved: with dynamic sampling its answers were all right or all wrong.
+        One that was rejected without its rewards tells nothing.
         """
-        if self._stream is not None and self._stream.wants_results and episode.id.source == "stream":
-            rate = 0.0 if episode.result is None else episode.result.pass_rate
+        if self._stream is None or not self._stream.wants_results or episode.id.source != "stream":
+            return
+        if (rate := episode.pass_rate) is not None:
             self._stream.report(episode.id.number, rate)
 
     def state_dict(self, unfinished: Iterable[EpisodeId]) -> dict[str, Any]:

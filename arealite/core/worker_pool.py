@@ -206,6 +206,8 @@ def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     # A workflow may stop the loop.
     while not task.done():
         keep_running(loop)
+    # Connections of rewards end with them.
+    loop.run_until_complete(loop.shutdown_asyncgens())
     task.result()
 
 

@@ -351,7 +351,7 @@ class WorkflowExecutor:
         self.resume_state.report(episode)
         if episode.result is None:
             self.staleness.reject()
-            self.accounts.close(episode, "rejected", reason="the workflow returned None")
+            self.accounts.close(episode, "rejected", reason="the workflow rejected it")
         else:
             self.staleness.accept()
             self._finished.push(episode)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.errors import DatasetError
-from arealite.reward.extraction import last_boxed
-from arealite.reward.qa import last_tagged, normalize
+from arealite.reward.extraction import last_boxed, last_tagged
+from arealite.reward.qa import normalize
 
 _LETTER = re.compile(r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,]*", re.I)
 _STATED = re.compile(r"\banswers?\b\W{0,5}(?:is|are|be)?\W{0,5}(?:option |choice )?([A-Za-z])(?![A-Za-z'])", re.I)

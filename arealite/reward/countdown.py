@@ -9,9 +9,8 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from arealite.reward.extraction import last_boxed
+from arealite.reward.extraction import last_boxed, last_tagged
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
 _ALLOWED = re.compile(r"[0-9+\-*/() ]{1,200}")
 _REPLACED = (("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷", "/"), ("\\div", "/"), ("−", "-"))
 
@@ -31,9 +30,9 @@ def countdown_reward(
 
 def find_expression(completion: str) -> str:
     """Return the expression that a completion gives as its answer; what follows `=` is left out."""
-    tagged = _TAGGED.findall(completion)
-    lines = completion.strip().splitlines() or [""]
-    answer = tagged[-1] if tagged else last_boxed(completion) or lines[-1]
+    answer = last_tagged(completion)
+    if answer is None:
+        answer = last_boxed(completion) or (completion.strip().splitlines() or [""])[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     return answer.split("=")[0].strip(" .$\n\t")

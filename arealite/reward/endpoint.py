@@ -1,13 +1,15 @@
 """`Endpoint`: JSON requests to a service outside of the run, with limits and retries.
 
 Judges and served reward models use it. The key is read from the environment at each request: it is not in the object,
-not in a pickle of it, and removed from error messages. The key of the run's own servers is never sent.
+not in a pickle of it, and removed from error messages. The key of the run's own servers is never sent. Connections
+are closed with the event loop.
 """
 
 import asyncio
 import os
 import random
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -45,6 +47,7 @@ class Endpoint:
         # Belong to one event loop.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._sessions: AsyncGenerator[aiohttp.ClientSession, None] | None = None
         self._slots = asyncio.Semaphore(max_concurrent)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,12 +62,6 @@ class Endpoint:
                 return await self._post_with_retries(data)
         except TimeoutError:
             raise RewardError(f"{self.url} gave no answer within {self.deadline_s:g} s") from None
-
-    async def close(self) -> None:
-        """Close the connections; they are opened again if needed."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
     async def _post_with_retries(self, data: bytes) -> Any:
         wait_s = _FIRST_WAIT_S
@@ -88,7 +85,7 @@ class Endpoint:
 
     async def _try(self, data: bytes) -> tuple[int, Any, float]:
         """Return the status (0: no connection), the answer or the text of the error, and how long to wait."""
-        session = self._open()
+        session = await self._open()
         async with self._slots:
             try:
                 async with session.post(self.url, data=data, headers=self._headers()) as response:
@@ -101,13 +98,20 @@ class Endpoint:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return 0, type(error).__name__, 0.0
 
-    def _open(self) -> aiohttp.ClientSession:
+    async def _open(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             self._loop, self._slots = loop, asyncio.Semaphore(self.max_concurrent)
-            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            self._sessions = self._make_session()
+            # Does not suspend: the generator yields at once.
+            self._session = await anext(self._sessions)
         return self._session
+
+    async def _make_session(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
+        """Yield a session and close it when the loop ends: whoever ends a loop also ends its generators."""
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield session
 
     def _headers(self) -> dict[str, str]:
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""

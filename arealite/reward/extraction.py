@@ -108,6 +108,12 @@ def last_boxed(text: str) -> str | None:
     return ", ".join(boxes) or None
 
 
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last `<answer>…</answer>`, or None."""
+    start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+    return text[start + len("<answer>") : text.index("</answer>", start)] if start >= 0 else None
+
+
 def _box_content(text: str, start: int) -> tuple[str, int]:
     """Return the content of the box at `start` (empty if it is not closed), and where the box ends."""
     begin = start + len("\\boxed")

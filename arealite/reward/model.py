@@ -44,11 +44,12 @@ class ServedRewardModel:
 
 
 class LocalRewardModel:
-    """The score of a sequence classifier of Hugging Face, such as `engine/rw` trains.
+    """The score of a sequence classifier of Hugging Face, such as `trainer.type=rw` trains.
 
     It is loaded once in each process that computes rewards: give the workflow `RewardPool(num_workers=1)`, or pass
     `reward_inline=True`. With `uses_ids` the tokens are scored as they are; the policy must then have the tokenizer of
-    the reward model. Otherwise the text is encoded anew. Only the last `max_tokens` are read.
+    the reward model. Otherwise the text, with the special tokens that the prompt has, is encoded anew and ended as in
+    training. Only the last `max_tokens` are read.
     """
 
     def __init__(self, path: str, device: str = "cpu", uses_ids: bool = False, max_tokens: int = 4096):
@@ -63,10 +64,15 @@ class LocalRewardModel:
         **data: Any,
     ) -> float:
         tokenizer, model = _load(self.path, self.device)
-        ids = [*prompt_ids, *completion_ids] if self.uses_ids else tokenizer.encode(prompt + completion)
+        ids = [*prompt_ids, *completion_ids] if self.uses_ids else _encode(tokenizer, prompt + completion)
         with torch.inference_mode():
             batch = torch.tensor([ids[-self.max_tokens :]], device=self.device)
             return float(model(batch, attention_mask=torch.ones_like(batch)).logits[0, 0])
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    ids, end = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 @lru_cache(maxsize=2)

@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from arealite.reward.extraction import last_boxed
+from arealite.reward.extraction import last_boxed, last_tagged
 
 _IS = re.compile(r"\banswer(?: is|:)\s*(.+)", re.I)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -53,13 +53,6 @@ def find_short_answer(completion: str) -> str:
     lines = completion.strip().splitlines() or [""]
     stated = _IS.search(lines[-1])
     return last_boxed(completion) or (stated[1] if stated else lines[-1])
-
-
-def last_tagged(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>`, or None."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end] if start >= 0 else None
 
 
 def normalize(text: str) -> str:

@@ -7,9 +7,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from arealite.reward.extraction import last_boxed
+from arealite.reward.extraction import last_boxed, last_tagged
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.S)
 # Where a model that continues text goes on with a question of its own.
 _NEXT_QUESTION = re.compile(r"\n\s*Question:")
 
@@ -31,9 +30,9 @@ def reasoning_gym_reward(
 
 def find_answer(completion: str) -> str:
     """Return what the last `<answer>` holds, else the last box, else the text up to a next question."""
-    tagged = _TAGGED.findall(completion)
-    if tagged:
-        return tagged[-1].strip()
+    tagged = last_tagged(completion)
+    if tagged is not None:
+        return tagged.strip()
     return (last_boxed(completion) or _NEXT_QUESTION.split(completion)[0]).strip()
 
 

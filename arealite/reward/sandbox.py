@@ -23,6 +23,7 @@ import secrets
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -143,7 +144,7 @@ def run_python(
     """
     level = level or isolation().level
     code_filter = _check_level(level, allow_weak)
-    folder = None if level in _WITH_NAMESPACES else tempfile.mkdtemp(prefix="arealite-sandbox-")
+    folder = None if level in _WITH_NAMESPACES else _make_folder()
     nonce = secrets.token_hex(16)
     limits = {
         "RLIMIT_AS": memory_mb << 20, "RLIMIT_CPU": math.ceil(timeout_s) + 1, "RLIMIT_FSIZE": max_file_mb << 20,
@@ -309,6 +310,33 @@ def _folder_bytes(folder: str, enough: int) -> int:
             # The code removes files, or has made a path that is too long.
             continue
     return total
+
+
+def _make_folder() -> str:
+    """Make a folder for files of the code; its name has the id of this process, and of the space of such ids."""
+    _remove_stale_folders()
+    return tempfile.mkdtemp(prefix=f"{_folder_prefix()}{os.getpid()}-")
+
+
+def _folder_prefix() -> str:
+    return f"arealite-sandbox-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+@lru_cache(maxsize=1)
+def _remove_stale_folders() -> None:
+    """Remove what processes of this user left that were killed; once in a process."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_folder_prefix()}*"):
+        pid = folder.name.removeprefix(_folder_prefix()).partition("-")[0]
+        # Others remove theirs at the same time.
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not os.path.exists(f"/proc/{pid}") and _is_own(folder.lstat()):
+                _remove(str(folder))
+
+
+def _is_own(entry: os.stat_result) -> bool:
+    """Whether it is a folder of this user; those of root belong to a user who owns nothing else."""
+    is_given_away = os.geteuid() == 0 and (entry.st_uid >= _FIRST_USER or entry.st_uid == sandbox_child.NOBODY)
+    return stat.S_ISDIR(entry.st_mode) and (entry.st_uid == os.geteuid() or is_given_away)
 
 
 def _remove(folder: str) -> None:

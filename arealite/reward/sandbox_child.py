@@ -33,7 +33,7 @@ _CAP_READ_ALL = 1 << 2
 _NEW_ROOT = "/proc"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # Who the code is inside a user namespace, and outside where the user of the request does not exist.
-_INNER_USER, _NOBODY = 1000, 65534
+_INNER_USER, NOBODY = 1000, 65534
 
 
 def _check(result: int, action: str) -> int:
@@ -121,7 +121,7 @@ def _landlock_rules(paths: list[str], folder: str) -> int:
 def _become_other_user(user: int, folder: str | None) -> None:
     """Give up root: change to a user who owns nothing but `folder`."""
     _check(_libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
-    for candidate in (user, _NOBODY):
+    for candidate in (user, NOBODY):
         try:
             if folder:
                 os.chown(folder, candidate, candidate)
@@ -131,7 +131,7 @@ def _become_other_user(user: int, folder: str | None) -> None:
             return
         except OSError:
             # A user namespace may have few users.
-            if candidate == _NOBODY:
+            if candidate == NOBODY:
                 raise
 
 

@@ -5,14 +5,12 @@ status. One `JsonClient` belongs to one event loop. Its connections are kept ali
 many as the limit on open files allows.
 """
 
-import os
 import threading
 from typing import Any
 
 import aiohttp
 import orjson
 
-from arealite.api.backends import API_KEY_ENV
 from arealite.api.errors import HttpError, ServerError
 from arealite.utils.console import show_message
 from arealite.utils.process import raise_file_limit, spare_descriptors
@@ -32,14 +30,14 @@ class UnreachableError(ServerError):
 class JsonClient:
     """JSON requests over kept-alive connections. Make it and use it on one event loop.
 
-    With `num_processes` that connect to the same servers, each takes its share of the connections.
+    `api_key` is sent with every request: give it only to a client that speaks to servers of the job alone. With
+    `num_processes` that connect to the same servers, each takes its share of the connections.
     """
 
     def __init__(self, api_key: str | None = None, num_processes: int = 1):
         headers = {"Content-Type": "application/json"}
-        key = api_key or os.environ.get(API_KEY_ENV)
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
         self.max_connections = _take_connections(num_processes)
         # There are few control requests, and they must not wait for generations.
         self._session, self._generations = (

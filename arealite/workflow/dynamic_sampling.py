@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling for any workflow: rejects groups whose rewards are all equal.
 
 Such groups give no gradient. The executor replaces a rejected prompt by another one at once, so batches keep their
-size.
+size. A curriculum still gets the rewards of rejected groups.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 
 
 class DynamicSampling(RolloutWorkflow):
-    """Runs `workflow` and rejects groups whose rewards are all equal."""
+    """Runs `workflow` and returns only the rewards of a group if they are all equal, which rejects it."""
 
     def __init__(self, workflow: RolloutWorkflow):
         self.workflow = workflow
@@ -24,4 +24,4 @@ class DynamicSampling(RolloutWorkflow):
         rewards = batch["rewards"]
         if "token_rewards" in batch:
             rewards = batch["token_rewards"][batch["loss_mask"].bool()]
-        return None if bool((rewards == rewards[:1]).all()) else batch
+        return {"rewards": batch["rewards"]} if bool((rewards == rewards[:1]).all()) else batch

@@ -5,15 +5,12 @@
 """
 
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
 from arealite.api.errors import ConfigError
 from arealite.cli.main import main as run
+from arealite.reward.model import LocalRewardModel
 from arealite.utils.rundir import run_path
 
 HERE = Path(__file__).parent
@@ -46,13 +43,5 @@ def run_stages(name: str, argv: list[str]) -> int:
 
 
 def model_score(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-    """Return the score of the reward model for an answer."""
-    model, tokenizer = _load(os.environ[MODEL_ENV])
-    inputs = tokenizer(prompt + completion + tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
-    with torch.inference_mode():
-        return model(input_ids=inputs["input_ids"]).logits[0, 0].item()
-
-
-@lru_cache
-def _load(path: str) -> tuple[Any, Any]:
-    return AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    """Return the score of the reward model for an answer; it is loaded once in each process."""
+    return LocalRewardModel(os.environ[MODEL_ENV])(prompt, completion)

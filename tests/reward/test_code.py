@@ -1,11 +1,6 @@
 """Rewards for code: right programs pass, wrong ones fail, and no trick passes."""
 
-import gzip
 import json
-import os
-import re
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -208,30 +203,3 @@ def test_where_the_code_is_found():
 def test_rows_without_tests_are_errors():
     with pytest.raises(DatasetError, match=r"needs the columns.*'answer'"):
         code_reward(completion="x = 1", answer="5")
-
-
-DATA = os.environ.get("AREALITE_TEST_DATA")
-
-
-def stub_of(code):
-    functions = re.findall(r"^def\s+(\w+)", code, re.M)
-    classes = re.findall(r"^class\s+(\w+)", code, re.M)
-    lines = [f"def {name}(*a, **k): return None" for name in functions]
-    return "\n".join([*lines, *(f"class {name}:\n  def __init__(self, *a, **k): pass" for name in classes)])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA is not set")
-def test_reference_solutions_pass_and_stubs_do_not():
-    with gzip.open(Path(DATA) / "code" / "HumanEval.jsonl.gz") as file:
-        humaneval = [json.loads(line) for line in file]
-    mbpp = [json.loads(line) for line in (Path(DATA) / "code" / "mbpp.jsonl").open()]
-
-    def total(answer, rows):
-        with ThreadPoolExecutor(2) as pool:
-            return sum(pool.map(lambda row: reward(completion=answer(row), **row), rows))
-
-    assert total(lambda row: row["canonical_solution"], humaneval) == len(humaneval) == 164
-    assert total(lambda row: "    pass\n", humaneval) == 0
-    assert total(lambda row: fenced(row["code"]), mbpp) == len(mbpp) == 974
-    assert total(lambda row: fenced(stub_of(row["code"])), mbpp) == 0

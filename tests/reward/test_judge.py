@@ -8,11 +8,15 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, RewardError
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.reward import endpoint
 from arealite.reward.judge import JudgeReward
 from arealite.reward.model import ServedRewardModel
 from arealite.reward.pool import RewardPool
+from tests.core.conftest import StubEngine, make_batch
 
 KEY = "sk-very-secret-key"
 
@@ -58,10 +62,7 @@ def ask(*replies, completion="4", count=1, **options):
     async def main():
         async with serving(*replies) as (url, requests):
             judge = JudgeReward(url, "judge-1", **options)
-            try:
-                scores = [await judge("2+2?", completion, [], [], answer="4") for _ in range(count)]
-            finally:
-                await judge.endpoint.close()
+            scores = [await judge("2+2?", completion, [], [], answer="4") for _ in range(count)]
             return scores[-1], requests
 
     return asyncio.run(main())
@@ -150,7 +151,6 @@ def test_equal_questions_are_asked_once(tmp_path):
             for _ in range(2):
                 judge = JudgeReward(url, "m", cache_path=path)
                 scores.append(await judge("q", "a"))
-                await judge.endpoint.close()
             return scores, len(requests)
 
     assert asyncio.run(main()) == ([0.6, 0.6], 1)
@@ -159,6 +159,28 @@ def test_equal_questions_are_asked_once(tmp_path):
     (tmp_path / "damaged").write_text("no database" * 1000)
     with pytest.raises(RewardError, match=r"the cache of the judge.*damaged.*cannot be used"):
         ask("Score: 1", cache_path=str(tmp_path / "damaged"))
+
+
+def test_connections_end_with_the_event_loop():
+    judges = []
+
+    class Judged(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            async with serving("Score: 5") as (url, _):
+                judges.append(JudgeReward(url, "m"))
+                return make_batch(1, reward=await judges[-1]("q", "a"))
+
+    async def main():
+        return await Judged().arun_episode(None, {})
+
+    executor = WorkflowExecutor(InferenceEngineConfig(batch_timeout_s=60.0), StubEngine(), 1)
+    executor.start()
+    try:
+        executor.rollout_batch([{}], Judged())
+    finally:
+        executor.stop()
+    asyncio.run(main())
+    assert [judge.endpoint._session.closed for judge in judges] == [True, True]
 
 
 def test_long_and_odd_answers_are_cut_and_sent():
@@ -174,7 +196,6 @@ def test_many_questions_keep_to_the_limits(monkeypatch):
             pool = RewardPool(timeout_s=60.0)
             rows = [dict(prompt="q", completion=str(i), prompt_ids=[], completion_ids=[]) for i in range(20)]
             scores = await pool.run(judge, rows)
-            await judge.endpoint.close()
             return scores, len(requests)
 
     assert asyncio.run(main()) == ([0.5] * 20, 20)
@@ -204,10 +225,7 @@ def test_served_reward_models(backend, answer, path, field):
     async def main(reply):
         async with serving(reply) as (url, requests):
             model = ServedRewardModel(url, "rm", backend)
-            try:
-                return await model("q", "a\ud800"), requests
-            finally:
-                await model.endpoint.close()
+            return await model("q", "a\ud800"), requests
 
     score, ((asked, _, body),) = asyncio.run(main(answer))
     assert (score, asked, body[field]) == (1.25, path, "qa?")

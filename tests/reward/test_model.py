@@ -23,7 +23,7 @@ def classifier(model_path, tokenizer, tmp_path_factory):
 
 def test_a_classifier_scores_text_and_tokens(classifier, tokenizer):
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
-    ids = tokenizer.encode("2+2?4")
+    ids = [*tokenizer.encode("2+2?4", add_special_tokens=False), tokenizer.eos_token_id]
     with torch.inference_mode():
         expected = float(model(torch.tensor([ids])).logits[0, 0])
     row = dict(prompt="2+2?", completion="4", prompt_ids=ids[:-1], completion_ids=ids[-1:])

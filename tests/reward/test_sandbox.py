@@ -213,16 +213,22 @@ print("over")
     wait_until_all_ended()
 
 
-@pytest.mark.parametrize("level", ALL)
-def test_a_killed_parent_leaves_nothing(level):
+def start_sleeper(level, **variables):
+    """Return a process that runs a program in the sandbox which does not end."""
     code = "import os, time\nos.fork()\ntime.sleep(1000)"
     call = f"run_python({code!r}, timeout_s=1000, level={level!r}, allow_weak=True)"
     script = f"from arealite.reward.sandbox import run_python\n{call}"
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **variables})
     deadline = time.monotonic() + 60
     while not any(is_sandboxed(pid) for pid in os.listdir("/proc") if pid.isdigit()):
-        assert time.monotonic() < deadline and parent.poll() is None
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("level", ALL)
+def test_a_killed_parent_leaves_nothing(level):
+    parent = start_sleeper(level)
     parent.kill()
     parent.wait()
     wait_until_all_ended()
@@ -307,13 +313,40 @@ def test_odd_programs_and_input(level):
     assert run("import os\nos.closerange(0, 1000)", level).stopped_by is None
 
 
-@pytest.mark.parametrize("level", ALL[2:])
-def test_its_folder_is_removed_whatever_is_in_it(level, tmp_path, monkeypatch):
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files, into which the users of sandboxes may go."""
     tmp_path.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if os.geteuid() == 0:
         for parent in tmp_path.parents[:3]:
             parent.chmod(parent.stat().st_mode | 0o011)
+    return tmp_path
+
+
+@pytest.mark.parametrize("level", [param("landlock"), param("rlimits")])
+def test_folders_of_killed_processes_are_removed(level, temporary):
+    process = start_sleeper(level, TMPDIR=str(temporary))
+    (stale,) = temporary.iterdir()
+    # Of a process that lives, of nobody, and a link: none of them is removed.
+    kept = [temporary / f"{sandbox._folder_prefix()}{os.getpid()}-x", temporary / "arealite-sandbox-x"]
+    link = temporary / f"{sandbox._folder_prefix()}{process.pid}-x"
+    link.symlink_to(temporary, target_is_directory=True)
+    for folder in kept:
+        folder.mkdir()
+    sandbox._remove_stale_folders.cache_clear()
+    run("", level)
+    assert stale.exists()
+    process.kill()
+    process.wait()
+    wait_until_all_ended()
+    sandbox._remove_stale_folders.cache_clear()
+    run("", level)
+    assert sorted(temporary.iterdir()) == sorted([*kept, link])
+
+
+@pytest.mark.parametrize("level", ALL[2:])
+def test_its_folder_is_removed_whatever_is_in_it(level, temporary):
     code = """
 import os
 os.mkdir("closed", 0)
@@ -323,7 +356,7 @@ for _ in range(1500):
 print("made")
 """
     assert run(code, level, max_file_mb=256).stdout == "made\n"
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(temporary) == []
 
 
 def test_only_limits_must_be_allowed(monkeypatch, caplog):

@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -152,36 +154,66 @@ def test_data_with_a_column_map_passes(tmp_path):
         check(tmp_path, "grpo", *sets, "train_datasets.x.columns.prompt=b", "train_datasets.x.reward=math")
 
 
+def stub_of(raw):
+    """Return code with the names of a solution, in which nothing is computed."""
+    functions = re.findall(r"^def\s+(\w+)", raw["code"], re.M)
+    classes = re.findall(r"^class\s+(\w+)", raw["code"], re.M)
+    lines = [f"def {name}(*a, **k): return None" for name in functions]
+    lines += [f"class {name}:\n  def __init__(self, *a, **k): pass" for name in classes]
+    return "\n".join(lines)
+
+
+# Of each file: how many rows it has, a right answer and a wrong one.
 REFERENCES = {
-    "gsm8k/train.jsonl": (7473, lambda raw, row: raw["answer"]),
-    "gsm8k/test.jsonl": (1319, lambda raw, row: raw["answer"]),
-    "mathword/mawps_addsub.jsonl": (395, lambda raw, row: f"It is {raw['target']}."),
-    "mathword/mawps_multiarith.jsonl": (600, lambda raw, row: f"It is {raw['target']}."),
-    "mathword/mawps_singleeq.jsonl": (508, lambda raw, row: f"It is {raw['target']}."),
-    "mathword/mawps_singleop.jsonl": (562, lambda raw, row: f"It is {raw['target']}."),
-    "math/math_test_5000.jsonl": (5000, lambda raw, row: raw["solution"]),
-    "qa/squad_1000.jsonl": (1000, lambda raw, row: row["answer"][-1]),
-    "qa/nq_open_val.jsonl": (3610, lambda raw, row: f"<answer>{row['answer'][0]}</answer>"),
-    "qa/hotpot_dev_simplified.json": (7405, lambda raw, row: f"<answer>{row['answer'][0]}</answer>"),
+    "gsm8k/train.jsonl": (7473, lambda raw, row: raw["answer"], "It is 0.123."),
+    "gsm8k/test.jsonl": (1319, lambda raw, row: raw["answer"], "It is 0.123."),
+    "mathword/mawps_addsub.jsonl": (395, lambda raw, row: f"It is {raw['target']}.", "It is 0.123."),
+    "mathword/mawps_multiarith.jsonl": (600, lambda raw, row: f"It is {raw['target']}.", "It is 0.123."),
+    "mathword/mawps_singleeq.jsonl": (508, lambda raw, row: f"It is {raw['target']}.", "It is 0.123."),
+    "mathword/mawps_singleop.jsonl": (562, lambda raw, row: f"It is {raw['target']}.", "It is 0.123."),
+    "math/math_test_5000.jsonl": (5000, lambda raw, row: raw["solution"], "I do not know."),
+    "qa/squad_1000.jsonl": (1000, lambda raw, row: row["answer"][-1], "I do not know."),
+    "qa/nq_open_val.jsonl": (3610, lambda raw, row: f"<answer>{row['answer'][0]}</answer>", "I do not know."),
+    "qa/hotpot_dev_simplified.json": (7405, lambda raw, row: f"<answer>{row['answer'][0]}</answer>", "I do not know."),
+    "qa/sciq_val.jsonl": (
+        1000,
+        lambda raw, row: f"<answer>{row['answer']}</answer>",
+        lambda raw, row: f"<answer>{raw['distractor1']}</answer>",
+    ),
+    "code/HumanEval.jsonl.gz": (164, lambda raw, row: raw["canonical_solution"], "    pass\n"),
+    "code/mbpp.jsonl": (
+        974,
+        lambda raw, row: f"Here it is:\n```python\n{raw['code']}\n```",
+        lambda raw, row: f"```python\n{stub_of(raw)}\n```",
+    ),
 }
 
 
+def read(path):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return json.load(file) if path.suffix == ".json" else [json.loads(line) for line in file]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not DATA, reason="AREALITE_TEST_DATA names no folder")
 @pytest.mark.parametrize("name", REFERENCES)
-def test_reference_answers_of_real_data_are_right(name, tokenizer):
-    count, answer = REFERENCES[name]
+def test_reference_answers_of_real_data_are_right_and_others_wrong(name, tokenizer):
+    count, right, wrong = REFERENCES[name]
     data = DatasetConfig(path=str(Path(DATA) / name))
-    rows, reward = load_rl(data, tokenizer), find_reward(data)
-    lines = (Path(DATA) / name).read_text()
-    raw = json.loads(lines) if name.endswith(".json") else [json.loads(line) for line in lines.splitlines()]
-    assert len(rows) == len(raw) == len(load_sft(data, tokenizer)) == count
-    wrong = []
-    for old, row in zip(raw, rows, strict=True):
+    rows, reward, raws = load_rl(data, tokenizer), find_reward(data), read(Path(DATA) / name)
+    assert len(rows) == len(raws) == len(load_sft(data, tokenizer)) == count
+
+    def score(raw, row, answer):
         columns = {key: value for key, value in row.items() if key != "messages"}
-        if reward(prompt="", completion=answer(old, row), prompt_ids=[], completion_ids=[], **columns) != 1.0:
-            wrong.append(columns)
-    assert not wrong, wrong[:3]
+        completion = answer if isinstance(answer, str) else answer(raw, row)
+        return reward(prompt="", completion=completion, prompt_ids=[], completion_ids=[], **columns)
+
+    with ThreadPoolExecutor(2) as pool:
+        for answer, expected in ((right, 1.0), (wrong, 0.0)):
+            scores = pool.map(lambda raw, row: score(raw, row, answer), raws, rows)  # noqa: B023
+            others = [row for row, value in zip(rows, scores, strict=True) if value != expected]
+            assert not others, f"{len(others)} of {count}: {others[:3]}"
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ import asyncio
 
 from aiohttp import web
 
+from arealite.api.backends import API_KEY_ENV
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.engine.sglang_remote import SGLangClient
 from arealite.utils import json_client
 from arealite.utils.json_client import JsonClient
 
@@ -48,6 +51,37 @@ def test_generations_share_the_connections_and_control_requests_do_not_wait(monk
     most, limit = asyncio.run(asyncio.wait_for(main(), 60))
     assert most == limit == json_client.MIN_CONNECTIONS
     assert capsys.readouterr().out.count("requests at once, the others wait for a connection") == 1
+
+
+def test_the_key_goes_only_where_it_is_given(monkeypatch):
+    monkeypatch.setenv(API_KEY_ENV, "key-of-the-run")
+
+    async def main():
+        seen = []
+
+        async def answer(request):
+            seen.append(request.headers.get("Authorization"))
+            return web.json_response({})
+
+        app = web.Application()
+        app.router.add_get("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        servers = SGLangClient(InferenceEngineConfig())
+        servers.connect()
+        clients = [JsonClient(), JsonClient("other"), servers.http]
+        try:
+            for client in clients:
+                await client.get(site.name, 60.0)
+        finally:
+            for client in clients:
+                await client.close()
+            await runner.cleanup()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == [None, "Bearer other", "Bearer key-of-the-run"]
 
 
 def test_all_clients_of_a_process_together_stay_below_the_limit(monkeypatch):

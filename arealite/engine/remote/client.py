@@ -5,8 +5,10 @@ where, and `Transport` (`arealite.weights`) which of the loading methods an upda
 """
 
 import abc
+import os
 from typing import Any
 
+from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
 from arealite.engine.remote.progress import Piece, Progress
@@ -49,7 +51,8 @@ class ServerClient(WeightClient[Server], abc.ABC):
 
     def connect(self) -> None:
         """Create the HTTP session; called on the event loop. Does nothing if there is one."""
-        self._http = self._http or JsonClient(num_processes=max(1, self.config.num_workers))
+        key = os.environ.get(API_KEY_ENV)
+        self._http = self._http or JsonClient(key, num_processes=max(1, self.config.num_workers))
 
     async def close(self) -> None:
         http, self._http = self._http, None
