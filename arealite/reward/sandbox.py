@@ -313,7 +313,7 @@ def _folder_bytes(folder: str, enough: int) -> int:
 
 
 def _make_folder() -> str:
-    """Make a folder for files of the code; its name has the id of this process, and of the space of such ids."""
+    """Make a folder for files of the code; its name has the id of this process and of its PID namespace."""
     _remove_stale_folders()
     return tempfile.mkdtemp(prefix=f"{_folder_prefix()}{os.getpid()}-")
 
