@@ -107,14 +107,14 @@ class Run:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self._finish_evaluation()
-        finally:
+        with ExitStack() as stack:
+            # Also if waiting is interrupted.
+            stack.callback(self._close)
             # After an error other ranks may be gone.
             if error is None or world_size() == 1:
-                self._try(self.recover.wait)
-            self._close()
+                stack.callback(self._try, self.recover.wait)
+            if error is None:
+                self._finish_evaluation()
 
     def _close(self) -> None:
         if self.table is not None:

@@ -84,6 +84,18 @@ def test_without_a_launcher_a_second_run_of_the_same_name_is_refused(actor, conf
     assert not run.dir.is_in_use()
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_a_run_ends_its_engines_though_its_last_checkpoint_was_not_waited_for(actor, config, monkeypatch, failure):
+    monkeypatch.delenv("AREALITE_ATTEMPT", raising=False)
+
+    def wait():
+        raise failure
+
+    with pytest.raises(failure), Run(config, SPEC, actor) as run:
+        run.recover.wait = wait
+    assert actor.module is None and not run.dir.is_in_use()
+
+
 @pytest.fixture
 def no_large_files(monkeypatch, tmp_path):
     """Return a function after which every write beyond 64 KB into a file fails, and one that ends this."""
