@@ -94,8 +94,8 @@ class BackgroundWriter:
         threading.Thread(target=run, name="recover checkpoint", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait for the write in flight, and raise what it raised."""
-        pending, self._pending = self._pending, None
+        """Wait for the write in flight, and raise what it raised. After a timeout it is still in flight."""
+        pending = self._pending
         if pending is None:
             return
         try:
@@ -106,6 +106,10 @@ class BackgroundWriter:
             raise CheckpointError(
                 f"a recover checkpoint was not written within {_WRITE_TIMEOUT_S:.0f} s: the disk hangs"
             ) from error
+        finally:
+            # Its thread still reads the copies otherwise: the next write must not replace them.
+            if pending.done():
+                self._pending = None
 
 
 def available_bytes() -> int:

@@ -135,13 +135,14 @@ class Recover:
     def maybe_save(self, info: StepInfo) -> bool:
         """Save if it is due. All ranks call it after each step.
 
-        An error of the one before it is raised here, after this one has been started.
+        An error of the one before it is raised here, after this one has been started. If that one is still being
+        written after a timeout, this one is skipped.
         """
         is_due = self.config.mode != "disabled" and self.frequency.is_due(info)
         # Rank 0 decides: all ranks must raise in the same step.
         if is_due or (self._writer.is_busy and broadcast_json(self._writer.is_done)):
             failure = self._finish_earlier()
-            if is_due:
+            if is_due and not broadcast_json(self._writer.is_busy):
                 self.save(info)
             if failure is not None:
                 raise failure

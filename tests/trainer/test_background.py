@@ -133,6 +133,28 @@ def test_an_error_of_the_writer_is_raised_after_a_later_step_and_the_next_save_w
     assert [path.name for path in list_complete(tmp_path / "recover")] == ["step000003", "step000001"]
 
 
+def test_a_write_that_hangs_is_the_only_one_until_it_ends(model_path, tmp_path, gate, monkeypatch):
+    """A second one would replace the copies that the first is writing."""
+    monkeypatch.setattr(background, "_WRITE_TIMEOUT_S", 0.01)
+    recover = make(model_path, tmp_path)
+    train(recover)
+    recover.maybe_save(info(0))
+    saved = weights(recover)
+    assert gate.reached.wait(60)
+    train(recover)
+    with pytest.raises(CheckpointError, match="the disk hangs"):
+        recover.maybe_save(info(1))
+    assert len(gate.threads) == 1
+    monkeypatch.setattr(background, "_WRITE_TIMEOUT_S", 60.0)
+    gate.opened.set()
+    recover.wait()
+    other = make(model_path, tmp_path)
+    assert other.load().global_step == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights(other), saved, strict=True))
+    assert recover.maybe_save(info(2))
+    recover.wait()
+
+
 def test_without_memory_for_a_copy_training_waits(model_path, tmp_path, gate, monkeypatch, capfd):
     monkeypatch.setattr(background, "available_bytes", lambda: 1 << 20)
     recover = make(model_path, tmp_path)
