@@ -27,14 +27,20 @@ def fill_template(template: str, row: Row, key: str) -> str:
     return _FIELD.sub(lambda match: _text(row, match[1], key), template)
 
 
-def require_text(row: Row, *columns: str) -> Row:
-    """Return the row if it has these columns, all of them text; raises `ValueError`."""
+def require_columns(row: Row, *columns: str) -> Row:
+    """Return the row if it has these columns; raises `ValueError`."""
     missing = [column for column in columns if column not in row]
     if missing:
         raise ValueError(
             f"it needs the columns {', '.join(columns)}; it lacks {', '.join(missing)} and has "
             f"{', '.join(map(str, row)) or 'none'}. Set `columns` to what they are called here"
         )
+    return row
+
+
+def require_text(row: Row, *columns: str) -> Row:
+    """Return the row if it has these columns, all of them text; raises `ValueError`."""
+    require_columns(row, *columns)
     for column in columns:
         if not isinstance(row[column], str):
             raise ValueError(f"`{column}` must be text, not {type(row[column]).__name__}")

@@ -50,23 +50,6 @@ def find_files(config: DataSourceConfig) -> list[Path] | None:
     return None
 
 
-def require_columns(
-    rows: list[Row], columns: list[str], source: str = "the dataset", must_be_text: bool = False
-) -> None:
-    """Raise `DatasetError` unless every row has these columns."""
-    for number, row in enumerate(rows, 1):
-        missing = [column for column in columns if column not in row]
-        if missing:
-            raise DatasetError(
-                f"{source} needs the columns {', '.join(columns)}; row {number} lacks {', '.join(missing)} "
-                f"and has {', '.join(map(str, row)) or 'none'}"
-            )
-        for column in columns if must_be_text else ():
-            if not isinstance(row[column], str):
-                kind = type(row[column]).__name__
-                raise DatasetError(f"{source}, row {number}: `{column}` must be text, not {kind}")
-
-
 def _files(path: Path, config: DataSourceConfig) -> list[Path]:
     """Return the files of the split that `config` names, or of the one that its role implies."""
     if path.is_file():

@@ -113,13 +113,16 @@ class Endpoint:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             yield session
 
+    def _key(self) -> str:
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        key = self._key()
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def _error_text(self, raw: bytes) -> str:
         text = raw[: 10 * _MAX_TEXT].decode(errors="replace")
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        key = self._key()
         return clean(text.replace(key, "***") if key else text)[:_MAX_TEXT]
 
 

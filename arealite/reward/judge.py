@@ -75,27 +75,23 @@ class JudgeReward:
         body = {"model": self.model, "messages": [{"role": "user", "content": question}], **self.sampling}
         key = hashlib.sha256(orjson.dumps([self.endpoint.url, self.scale, body])).hexdigest()
         score = self.cache.get(key)
-        if score is None:
-            score = await self._ask(body)
-            if score is None:
-                # Not kept: the next time the judge may answer.
-                return self._without_score()
-            self.cache.put(key, score)
-        return score
+        return await self._ask(body, key) if score is None else score
 
-    async def _ask(self, body: dict[str, Any]) -> float | None:
+    async def _ask(self, body: dict[str, Any], key: str) -> float:
+        """Ask for a score, a second time if the reply has none, and keep it."""
+        lowest, highest = self.scale
+        reply = ""
         for _ in range(2):
             reply = read_reply(await self.endpoint.post(body))
             found = _SCORE.findall(reply)
-            lowest, highest = self.scale
             if found and lowest <= float(found[-1]) <= highest:
-                return (float(found[-1]) - lowest) / (highest - lowest)
-            self._last_reply = clean(reply[-200:])
-        return None
-
-    def _without_score(self) -> float:
+                score = (float(found[-1]) - lowest) / (highest - lowest)
+                self.cache.put(key, score)
+                return score
         if self.default is None:
-            raise RewardError(f"the judge gave no score within {self.scale}; its reply ends with {self._last_reply!r}")
+            end = clean(reply[-200:])
+            raise RewardError(f"the judge gave no score within {self.scale}; its reply ends with {end!r}")
+        # Not kept: the next time the judge may answer.
         return self.default
 
     def _cut(self, text: str) -> str:

@@ -32,7 +32,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from arealite.api.cli_args import DatasetConfig
-from arealite.dataset.rows import load_dataset, require_columns
+from arealite.dataset import load_dataset, map_rows, require_columns
 
 COLOURS = [(220, 40, 40), (40, 200, 60), (50, 80, 230), (230, 200, 50)]
 MAX_COUNT, NUM_ROWS = 9, 8192
@@ -76,9 +76,7 @@ def load_rows(config: DatasetConfig, seed: int) -> list[dict[str, Any]]:
     """Return generated rows, or those of a dataset with the same columns."""
     if config.path == "generated":
         return make_rows(NUM_ROWS, seed)
-    rows = load_dataset(config)
-    require_columns(rows, ["images", "problem", "answer"], config.path)
-    return rows
+    return map_rows(load_dataset(config), lambda row: require_columns(row, "images", "problem", "answer"), config.path)
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import DatasetConfig, RWConfig
-from arealite.dataset import load_dataset, load_tokenizer, require_columns, tokenize_sft
+from arealite.dataset import load_dataset, load_tokenizer, map_rows, require_text, tokenize_sft
 from arealite.trainer.rw import RWTrainer
 from arealite.utils.config import load_config, run_main
 
@@ -20,8 +20,7 @@ Row = dict[str, Any]
 
 def make_pairs(data: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Return each worked answer as `chosen`, and with every result changed as `rejected`."""
-    rows = load_dataset(data)
-    require_columns(rows, ["question", "answer"], data.path, must_be_text=True)
+    rows = map_rows(load_dataset(data), lambda row: require_text(row, "question", "answer"), data.path)
     pairs = []
     for row in rows:
         sides = {"chosen": row["answer"], "rejected": change_results(row["answer"])}

@@ -12,7 +12,7 @@ import pytest
 
 from arealite.api.cli_args import DatasetConfig, SFTConfig, ValidationDatasetConfig
 from arealite.api.errors import ConfigError, DatasetError
-from arealite.dataset import load_dataset, load_tokenizer, require_columns
+from arealite.dataset import load_dataset, load_tokenizer, map_rows, require_columns, require_text
 from arealite.utils.config import load_config
 
 ROWS = [{"q": "1+1", "a": 2}, {"q": "é", "a": None}]
@@ -223,15 +223,14 @@ def test_a_hub_name_needs_the_hub_extra(monkeypatch):
 
 
 def test_required_columns():
-    require_columns(ROWS, ["q", "a"])
-    with pytest.raises(DatasetError, match=r"needs the columns question, a; row 1 lacks question and has q, a"):
-        require_columns(ROWS, ["question", "a"])
+    assert map_rows(ROWS, lambda row: require_columns(row, "q", "a"), "d.jsonl") == ROWS
+    with pytest.raises(DatasetError, match=r"d.jsonl, row 1: it needs the columns question, a; it lacks question and"):
+        map_rows(ROWS, lambda row: require_text(row, "question", "a"), "d.jsonl")
 
 
-def test_columns_that_must_be_text(tmp_path):
-    require_columns([{"q": "a"}], ["q"], must_be_text=True)
+def test_columns_that_must_be_text():
     with pytest.raises(DatasetError, match=r"d.jsonl, row 2: `a` must be text, not NoneType"):
-        require_columns([{"a": ""}, {"a": None}], ["a"], "d.jsonl", must_be_text=True)
+        map_rows([{"a": ""}, {"a": None}], lambda row: require_text(row, "a"), "d.jsonl")
 
 
 def test_a_folder_without_tokenizer_is_an_error(tmp_path):
