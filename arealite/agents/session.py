@@ -21,6 +21,7 @@ import orjson
 from arealite.api.chat import encode_chat, encode_next
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelResponse
+from arealite.protocol.tool_calls import decode_answer
 
 Message = dict[str, Any]
 
@@ -142,7 +143,9 @@ class Session:
         if echo:
             self._by_digest[self._digests(echo, prompt.digest)[-1]] = reply
         if prompt.text is not None:
-            self._by_text[prompt.text + text] = reply
+            # Clients may repeat the stop string, which the text lacks, or not. Without any text it is the prompt again.
+            shown = {text, decode_answer(self.tokenizer, tokens)} - {""}
+            self._by_text |= {prompt.text + part: reply for part in shown}
         return reply
 
     def reward(self, value: float, reply_id: str | None = None) -> None:

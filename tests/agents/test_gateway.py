@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import asynccontextmanager
+from functools import partial
 
 import aiohttp
 import openai
@@ -166,6 +167,20 @@ def test_stop_strings_end_the_text_and_stay_in_the_tokens():
             await api.chat.completions.create(model="m", messages=messages)
             assert encode("one STOP") == engine.requests[1].input_ids[len(engine.requests[0].input_ids) :][:8]
             assert found.session.stats()["drift_calls"] == 0
+
+    run(scenario())
+
+
+def test_completions_go_on_behind_a_stop_string_and_repeat_a_prompt_without_an_answer():
+    async def scenario():
+        async with serving(["", "think See:", "x"]) as (_, engine, found), client(found) as api:
+            ask = partial(api.completions.create, model="m", stop=["See:"])
+            assert (await ask(prompt="Q")).choices[0].text == ""
+            # The same prompt is no continuation of the empty answer.
+            assert (await ask(prompt="Q")).choices[0].text == "think "
+            await ask(prompt="Qthink See: 42")
+            sampled = encode("think See:<|im_end|>")
+            assert [r.input_ids for r in engine.requests] == [encode("Q")] * 2 + [encode("Q") + sampled + encode(" 42")]
 
     run(scenario())
 
