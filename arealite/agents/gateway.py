@@ -47,6 +47,14 @@ _MAX_MESSAGE = 2000
 _MAX_SEED = 2**31 - 2**16
 # Longer bodies are encoded beside the event loop.
 _SHORT_BODY = 1 << 16
+_NO_CONSTRAINTS = (
+    "response_format is not supported in a session: the trainer computes log-probs without the constraint, so answers "
+    "sampled under one would be trained with wrong probabilities. Ask for JSON in the prompt, or use a tool"
+)
+_NO_ALTERNATIVES = (
+    "top_logprobs are not supported in a session: inference engines return the log-probs of the sampled tokens only. "
+    "Use logprobs without alternatives"
+)
 # Fields of a request that do not change the distribution that is sampled from; others are those of the trainer.
 _KEPT_SAMPLING = ("n", "max_new_tokens", "stop")
 
@@ -282,8 +290,12 @@ class Gateway:
         """Answer a text completion."""
         found, body = self._session_of(request), await read_object(request)
         wanted = completions.parse(body)
-        if wanted.logprobs or wanted.json_schema is not None or wanted.echo:
-            raise RequestError("alternatives in logprobs, response_format and echo are not supported in a session")
+        if wanted.json_schema is not None:
+            raise RequestError(_NO_CONSTRAINTS)
+        if wanted.logprobs:
+            raise RequestError(_NO_ALTERNATIVES)
+        if wanted.echo:
+            raise RequestError("echo is not supported in a session")
         text = wanted.prompt
         if not isinstance(text, str) and not (isinstance(text, list) and text and all(type(t) is int for t in text)):
             raise RequestError("prompt must be one text or one list of token ids")
@@ -353,9 +365,9 @@ def _check_supported(request: chat.ChatRequest) -> None:
     if request.has_images:
         raise RequestError("images are not supported in a session: every part of content must be a text")
     if request.json_schema is not None:
-        raise RequestError("response_format is not supported in a session: ask for JSON in the prompt")
+        raise RequestError(_NO_CONSTRAINTS)
     if request.top_logprobs:
-        raise RequestError("top_logprobs are not supported in a session; logprobs of the sampled tokens are")
+        raise RequestError(_NO_ALTERNATIVES)
 
 
 async def _send_stream(request: web.Request, stream: Any, answers: list[Any], usage: Usage) -> web.StreamResponse:

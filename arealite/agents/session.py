@@ -62,8 +62,10 @@ class Prompt:
     parent: Reply | None
     observed: list[int]
     turn: int
-    # The digest of the messages, or the text of a completion's prompt.
+    # Of a chat: the digest of all messages, and that of the last one alone.
     digest: bytes = b""
+    last_digest: bytes = b""
+    # Of a completion.
     text: str | None = None
 
 
@@ -82,9 +84,12 @@ class Session:
     final_reward: float | None = None
     # Calls, tokens and drift: see `stats`.
     counts: Counter[str] = field(default_factory=Counter[str])
-    # The reply that answered messages with this digest, and the text up to the end of each answered completion.
+    # The reply with which messages of this digest end, and the one with which this text of a completion ends.
     _by_digest: dict[bytes, Reply] = field(default_factory=dict[bytes, Reply])
     _by_text: dict[str, Reply] = field(default_factory=dict[str, Reply])
+    # Digests of the messages that were answered, and of each answer together with the one message before it.
+    _answered: set[bytes] = field(default_factory=set[bytes])
+    _answers: set[bytes] = field(default_factory=set[bytes])
 
     def open_chat(
         self,
@@ -109,9 +114,12 @@ class Session:
         if prefix:
             observed += self.tokenizer.encode(prefix, add_special_tokens=False)
         prompt = self._prompt(parent, observed)
-        prompt.digest = digests[-1]
-        if self.replies and any(message.get("role") == "assistant" for message in rest):
-            prompt = self._match_tokens(prompt)
+        prompt.digest, prompt.last_digest = digests[-1], self._digests(messages[-1:], b"")[-1]
+        unknown = [i for i in range(num_known, len(messages)) if messages[i].get("role") == "assistant"]
+        if not unknown or not self.replies or self._adopt(prompt):
+            return prompt
+        if any(self._is_answer(messages[max(0, i - 1) : i + 1], digests[i]) for i in unknown):
+            self._count_drift(prompt)
         return prompt
 
     def open_text(self, prompt: str | list[int]) -> Prompt:
@@ -125,7 +133,9 @@ class Session:
             made = self._prompt(parent, observed)
             made.text = prompt
             return made
-        return self._adopt(self._prompt(None, list(prompt)))
+        made = self._prompt(None, list(prompt))
+        self._adopt(made)
+        return made
 
     def add(
         self, prompt: Prompt, response: ModelResponse, reply_id: str, echo: Sequence[Message] = (), text: str = ""
@@ -142,6 +152,8 @@ class Session:
         self.counts["sampled_tokens"] += len(tokens)
         if echo:
             self._by_digest[self._digests(echo, prompt.digest)[-1]] = reply
+            self._answered.add(prompt.digest)
+            self._answers.add(self._digests(echo[:1], prompt.last_digest)[-1])
         if prompt.text is not None:
             # Clients may repeat the stop string, which the text lacks, or not. Without any text it is the prompt again.
             shown = {text, decode_answer(self.tokenizer, tokens)} - {""}
@@ -186,25 +198,32 @@ class Session:
         self.counts["observed_tokens"] += len(observed)
         return Prompt([*(parent.ids() if parent else ()), *observed], parent, observed, 1 + self.num_turns)
 
-    def _match_tokens(self, prompt: Prompt) -> Prompt:
-        """Look for an unknown assistant message among earlier tokens; count drift if it is not there."""
-        before = prompt.parent
-        prompt = self._adopt(prompt)
-        if prompt.parent is before:
-            shared = max(_num_common(prompt.ids, reply.ids()) for reply in self.replies.values())
-            self.counts["drift_calls"] += 1
-            self.counts["drift_tokens"] += len(prompt.ids) - shared
-        return prompt
+    def _adopt(self, prompt: Prompt) -> bool:
+        """Make the longest earlier sequence that the prompt begins with its parent; returns whether there was one.
 
-    def _adopt(self, prompt: Prompt) -> Prompt:
-        """Make the longest earlier sequence that the prompt begins with, token for token, its parent."""
-        depth = len(prompt.ids) - len(prompt.observed)
+        Sequences that are not longer than the parent's own do not count.
+        """
+        parent, depth = prompt.parent, len(prompt.ids) - len(prompt.observed)
         for reply in self.replies.values():
             ids = reply.ids()
             if len(ids) > depth and prompt.ids[: len(ids)] == ids:
                 depth, prompt.parent = len(ids), reply
         prompt.observed = prompt.ids[depth:]
-        return prompt
+        return prompt.parent is not parent
+
+    def _is_answer(self, pair: Sequence[Message], before: bytes) -> bool:
+        """Return whether an unknown assistant message is an answer of this session in another form.
+
+        It is one if it stands where an answer stood: `before` is the digest of the messages in front of it. It also is
+        one if it equals an answer and the message in front of it, the other one of the `pair`, equals the answered one.
+        Any other message is the agent's own, such as an example in its prompt.
+        """
+        return before in self._answered or (len(pair) == 2 and self._digests(pair, b"")[-1] in self._answers)
+
+    def _count_drift(self, prompt: Prompt) -> None:
+        shared = max(_num_common(prompt.ids, reply.ids()) for reply in self.replies.values())
+        self.counts["drift_calls"] += 1
+        self.counts["drift_tokens"] += len(prompt.ids) - shared
 
     def _digests(self, messages: Sequence[Message], start: Any) -> list[bytes]:
         """Return a digest of the first 0, 1, … messages; `start` is the digest, or the data, before."""

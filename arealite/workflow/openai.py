@@ -2,7 +2,7 @@
 
 Each attempt gets an endpoint and a token of its own. The gateway records what the agent's calls sampled, token for
 token (`arealite.agents`). The agent returns a reward, or posts rewards to `{base_url}/rl/reward`. An agent that hangs
-or raises costs its own attempt.
+or raises costs its own attempt: functions that may block run in worker processes, which are killed at the deadline.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import os
 import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RewardError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.call_pool import CallPool, CallTimeout
 from arealite.utils.http_server import run_beside
 from arealite.utils.process import end_families
 from arealite.utils.text import clean
@@ -46,9 +47,10 @@ _SHOWN_OUTPUT = 4096
 class AgentWorkflow(RolloutWorkflow):
     """Runs `gconfig.n_samples` attempts of an agent at each row.
 
-    `agent` is `async def agent(row, base_url, api_key) -> float | None`, or the same without `async`, which runs on a
-    thread, or a command as a list of words. A command finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-    ANTHROPIC_API_KEY and the row as JSON in AREALITE_ROW; its reward is the last line of its output.
+    `agent` is `async def agent(row, base_url, api_key) -> float | None`, or the same without `async`, which runs in one
+    of `max_processes` worker processes, or a command as a list of words. A command finds OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and the row as JSON in AREALITE_ROW; its reward is the last
+    line of its output. `timeout_s` counts from the start of the agent, not while it waits for a process.
     """
 
     def __init__(
@@ -60,11 +62,14 @@ class AgentWorkflow(RolloutWorkflow):
         turn_discount: float = 1.0,
         limits: SessionLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        max_processes: int = 32,
     ):
         self.agent, self.gconfig, self.tokenizer = agent, gconfig, tokenizer
         self.timeout_s, self.turn_discount = timeout_s, turn_discount
         self.template_kwargs = template_kwargs or {}
         self.host = GatewayHost(tokenizer=tokenizer, limits=limits)
+        # Starts processes when it is used: only agents that may block need any.
+        self.pool = CallPool(max_processes)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         gateway = await self.host.get(engine)
@@ -87,11 +92,8 @@ class AgentWorkflow(RolloutWorkflow):
         seed = None if seed is None else seed + number * _SEEDS_PER_ATTEMPT
         found = gateway.open_session(replace(self.gconfig, n_samples=1), seed, self.turn_discount, self.template_kwargs)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                reward = await self._run(copy.deepcopy(data), found)
+            reward = await self._run(copy.deepcopy(data), found)
             return _finish(found.session, reward)
-        except TimeoutError:
-            return TimeoutError(f"the agent did not end within {self.timeout_s:g} s")
         # An agent may raise anything; it costs its own attempt.
         except Exception as error:
             return error
@@ -99,13 +101,22 @@ class AgentWorkflow(RolloutWorkflow):
             gateway.close_session(found.id)
 
     async def _run(self, row: dict[str, Any], found: OpenSession) -> float | None:
+        """Return what the agent returns; raises `TimeoutError` if it does not end in time."""
         agent = self.agent
-        if not callable(agent):
-            return await _run_command(list(agent), row, found)
-        if inspect.iscoroutinefunction(agent):
-            return await agent(row, found.base_url, found.token)
-        result = await run_beside(lambda: agent(row, found.base_url, found.token))
-        return await result if inspect.isawaitable(result) else result
+        try:
+            if callable(agent) and not _is_async(agent):
+                return await self.pool.run(agent, row, found.base_url, found.token, timeout_s=self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                if callable(agent):
+                    return await cast(Awaitable[float | None], agent(row, found.base_url, found.token))
+                return await _run_command(list(agent), row, found)
+        except (TimeoutError, CallTimeout):
+            raise TimeoutError(f"the agent did not end within {self.timeout_s:g} s") from None
+
+
+def _is_async(agent: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object with `__call__`, is a coroutine function."""
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__)
 
 
 def _finish(session: Session, reward: Any) -> Session:

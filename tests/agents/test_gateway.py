@@ -312,6 +312,26 @@ def test_bad_bodies_are_refused_with_a_message(path):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": {"type": "json_object"}}, "log-probs without the constraint"),
+        ({"logprobs": True, "top_logprobs": 2}, "log-probs of the sampled tokens only"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_reason(fields, words):
+    async def scenario():
+        async with serving([]) as (_, _, found), client(found) as api:
+            with pytest.raises(openai.BadRequestError, match=words):
+                await api.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
+            text = {**fields, "logprobs": 2} if "logprobs" in fields else fields
+            text.pop("top_logprobs", None)
+            with pytest.raises(openai.BadRequestError, match=words):
+                await api.completions.create(model="m", prompt="hi", extra_body=text)
+
+    run(scenario())
+
+
 def test_errors_of_the_engine_reach_the_client_in_its_own_classes():
     async def scenario():
         def fail(request):

@@ -114,6 +114,39 @@ def test_an_edited_history_begins_a_branch_at_the_last_common_token(qwen):
     assert again["content"] == "two"
 
 
+def test_examples_of_the_agent_are_no_drift(qwen):
+    """Drift is an answer of this session in another form; what the agent itself lets the assistant say is none."""
+    session = Session(qwen)
+    shots = [user("2 + 2"), {"role": "assistant", "content": "4"}]
+    _, said = say(session, [*shots, user("1 + 1")], "2")
+    history = [*shots, user("1 + 1"), said]
+    say(session, [*history, user("and")], "4")
+    # A sub-agent with examples of its own, one of them with the words of an answer; and a canned answer.
+    say(session, [user("is it?"), {"role": "assistant", "content": "2"}, user("so")], "yes")
+    say(session, [*history, user("else"), {"role": "assistant", "content": "canned"}, user("go on")], "no")
+    # Other examples in front of another question: no answer is sent back.
+    say(session, [user("3 + 3"), {"role": "assistant", "content": "6"}, user("1 + 1")], "2")
+    assert session.counts["drift_calls"] == 0
+
+
+@pytest.mark.parametrize("change", ["edited", "split", "window", "system", "tools"])
+def test_answers_that_come_back_changed_or_behind_other_messages_are_drift(qwen, change):
+    session = Session(qwen)
+    _, one = say(session, [user("hi")], "one")
+    _, two = say(session, [user("hi"), one, user("and")], "two")
+    whole = [user("hi"), one, user("and"), two, user("so")]
+    split = [{"role": "assistant", "content": "t"}, {"role": "assistant", "content": "wo"}]
+    histories = {
+        "edited": [*whole[:3], {"role": "assistant", "content": "TWO"}, whole[4]],
+        "split": [*whole[:3], *split, whole[4]],
+        "window": whole[2:],
+        "system": [{"role": "system", "content": "be brief"}, *whole],
+        "tools": whole,
+    }
+    session.open_chat(histories[change], TOOLS if change == "tools" else None)
+    assert session.counts["drift_calls"] == 1 and session.counts["drift_tokens"] > 0
+
+
 def test_text_encoded_again_to_the_same_tokens_is_no_drift(qwen):
     """Whatever the client did to a message, equal tokens are the same history."""
     session = Session(qwen)

@@ -1,6 +1,9 @@
 """Black-box agents as workflows: rewards, failures, deadlines, commands, branches, and a real engine."""
 
 import asyncio
+import functools
+import multiprocessing
+import os
 import threading
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from arealite.engine.embedded import EmbeddedEngine
 from arealite.workflow.openai import AgentWorkflow
 from tests.agents.stub_engine import StubEngine
 from tests.chat_templates import make_chat_tokenizer
+from tests.workflow import blocking_agents
 
 TOKENIZER = make_chat_tokenizer("qwen25")
 
@@ -35,6 +39,7 @@ def play(workflow, engine=None, **row):
             return await workflow.arun_episode(engine or StubEngine(lambda _: encode("yes<|im_end|>")), row)
         finally:
             await workflow.host.close()
+            workflow.pool.close()
 
     return asyncio.run(asyncio.wait_for(episode(), 60))
 
@@ -99,24 +104,34 @@ def test_attempts_without_a_reward_or_a_call_are_errors(result, words):
         play(make(agent), question="x")
 
 
-def test_a_blocking_agent_runs_on_a_thread_and_ends_with_its_session():
-    ended = threading.Event()
+def test_blocking_agents_that_hang_are_killed_and_the_others_go_on(tmp_path):
+    """As many attempts hang as there are processes, and more; the rest still runs, and nothing is left behind."""
+    workflow = make(blocking_agents.some_hang, n=8, timeout_s=2.5, max_processes=2)
+    batch = play(workflow, folder=str(tmp_path), pid=os.getpid())
+    assert batch["rewards"].tolist() == [1.0] * 5 and batch["stats/failed_attempts"].tolist() == [3.0] * 5
+    workflow = make(blocking_agents.all_hang, n=8, timeout_s=0.1, max_processes=2)
+    with pytest.raises(RewardError, match=r"all 8 attempts .* within 0.1 s"):
+        play(workflow)
+    for child in multiprocessing.active_children():
+        if child.name == "arealite-call":
+            child.join(30)
+            assert child.exitcode is not None
+    assert not [t for t in threading.enumerate() if t.name == "beside the event loop"]
 
-    def agent(row, base_url, api_key):
-        api = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30)
-        assert threading.current_thread() is not threading.main_thread()
-        try:
-            while True:
-                api.chat.completions.create(model="m", messages=[{"role": "user", "content": "on"}])
-        except openai.APIError:
-            ended.set()
-            raise
-        finally:
-            api.close()
 
-    with pytest.raises(RewardError, match=r"within 0.5 s"):
-        play(make(agent, n=1, timeout_s=0.5))
-    assert ended.wait(30)
+def test_a_blocking_agent_that_no_process_can_load_is_refused():
+    with pytest.raises(RewardError, match="define it at the top level of a module"):
+        play(make(lambda row, base_url, api_key: 1.0, n=1))
+
+
+class AsyncAgent:
+    async def __call__(self, row, base_url, api_key):
+        return await two_turns(row, base_url, api_key)
+
+
+def test_objects_and_partials_are_agents_too():
+    for agent in (AsyncAgent(), functools.partial(two_turns)):
+        assert play(make(agent, n=1), question="x")["rewards"].tolist() == [1.0]
 
 
 CURL = """
