@@ -11,13 +11,14 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
 
 from arealite.agents.answers import Style, chat_style, echo_of, make_answers, message_style, response_style
+from arealite.agents.requests import check_chat, check_completion, merge_sampling, set_reward
 from arealite.agents.session import Prompt, Session
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
@@ -25,7 +26,7 @@ from arealite.api.errors import AReaLiteError, ConfigError, RequestError, Server
 from arealite.api.generation_args import LOOPBACK_HOSTS
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.protocol import chat, completions
-from arealite.protocol.answer import Head, Usage, error_body, event_bytes, to_json
+from arealite.protocol.answer import Answer, Head, Usage, error_body, event_bytes, to_json
 from arealite.protocol.tool_calls import forced_prefix, style_of
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import (
@@ -45,18 +46,9 @@ _MAX_BODY_BYTES = 32 << 20
 _MAX_MESSAGE = 2000
 # Servers take a signed 32-bit seed.
 _MAX_SEED = 2**31 - 2**16
-# Longer bodies are encoded beside the event loop.
+# Longer bodies are encoded, and longer answers decoded, beside the event loop.
 _SHORT_BODY = 1 << 16
-_NO_CONSTRAINTS = (
-    "response_format is not supported in a session: the trainer computes log-probs without the constraint, so answers "
-    "sampled under one would be trained with wrong probabilities. Ask for JSON in the prompt, or use a tool"
-)
-_NO_ALTERNATIVES = (
-    "top_logprobs are not supported in a session: inference engines return the log-probs of the sampled tokens only. "
-    "Use logprobs without alternatives"
-)
-# Fields of a request that do not change the distribution that is sampled from; others are those of the trainer.
-_KEPT_SAMPLING = ("n", "max_new_tokens", "stop")
+_SHORT_ANSWER_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -140,8 +132,7 @@ class Gateway:
     ) -> OpenSession:
         """Start a session; end it with `close_session`.
 
-        Sampling follows `gconfig`, because the trainer computes log-probs for that distribution. Of a request count
-        only `n`, `stop`, and a smaller number of tokens; what else it sets is counted in `ignored_sampling`.
+        Sampling follows `gconfig`; see `requests.merge_sampling`.
         """
         if len(self.sessions) >= self.limits.max_sessions:
             raise ServerError(f"{len(self.sessions)} sessions are open, as many as are allowed: end some first")
@@ -261,7 +252,7 @@ class Gateway:
         found, body = self._session_of(request), await read_object(request)
         style = make_style(body)
         wanted = style.request
-        _check_supported(wanted)
+        check_chat(wanted)
         prefix = ""
         if wanted.tool_choice in ("required", "named"):
             prefix = forced_prefix(style_of(self.tokenizer), wanted.tool_name)
@@ -274,7 +265,7 @@ class Gateway:
             is_short = (request.content_length or _MAX_BODY_BYTES) <= _SHORT_BODY
             prompt = open_prompt() if is_short else await run_beside(open_prompt)
         samples = await self._generate(found, prompt, wanted.sampling)
-        answers = make_answers(self.tokenizer, samples, wanted, prefix, wanted.sampling.get("stop") or [])
+        answers = await self._answers(samples, wanted, prefix)
         head = self._head(body)
         usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
         result = style.write(head, answers, usage)
@@ -290,20 +281,12 @@ class Gateway:
         """Answer a text completion."""
         found, body = self._session_of(request), await read_object(request)
         wanted = completions.parse(body)
-        if wanted.json_schema is not None:
-            raise RequestError(_NO_CONSTRAINTS)
-        if wanted.logprobs:
-            raise RequestError(_NO_ALTERNATIVES)
-        if wanted.echo:
-            raise RequestError("echo is not supported in a session")
-        text = wanted.prompt
-        if not isinstance(text, str) and not (isinstance(text, list) and text and all(type(t) is int for t in text)):
-            raise RequestError("prompt must be one text or one list of token ids")
+        text = check_completion(wanted)
         async with found.lock:
             self._check_limits(found)
             prompt = found.session.open_text(text)
         samples = await self._generate(found, prompt, wanted.sampling)
-        answers = make_answers(self.tokenizer, samples, wanted, "", wanted.sampling.get("stop") or [])
+        answers = await self._answers(samples, wanted)
         head = self._head(body)
         async with found.lock:
             for i, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
@@ -325,49 +308,27 @@ class Gateway:
             )
 
     async def _generate(self, found: OpenSession, prompt: Prompt, sampling: dict[str, Any]) -> list[ModelResponse]:
-        own, count, stop = found.gconfig, sampling.get("n", 1), sampling.get("stop") or []
-        if not 1 <= count <= self.limits.max_choices:
-            raise RequestError(f"n must be between 1 and {self.limits.max_choices}, got {count}")
-        most = min(own.max_new_tokens, sampling.get("max_new_tokens", own.max_new_tokens))
-        if most < 1:
-            raise RequestError(f"the largest number of tokens must be at least 1, got {most}")
-        gconfig = replace(own, n_samples=count, max_new_tokens=most, stop=[*own.stop, *stop])
-        ignored = [name for name in sampling if name not in _KEPT_SAMPLING]
-        found.session.counts["ignored_sampling"] += any(getattr(own, name, None) != sampling[name] for name in ignored)
+        gconfig, is_ignored = merge_sampling(found.gconfig, sampling, self.limits.max_choices)
+        found.session.counts["ignored_sampling"] += is_ignored
         seed = found.seed
         if seed is not None:
             # The engine counts the choices from the seed on.
             seed = (seed + found.session.counts["calls"] * self.limits.max_choices) % _MAX_SEED
         request = ModelRequest(prompt.ids, gconfig, seed=seed, metadata={"session": found.id})
-        if count == 1:
+        if gconfig.n_samples == 1:
             return [await self.engine.agenerate(request)]
         return await self.engine.agenerate_group(request)
+
+    async def _answers(
+        self, samples: list[ModelResponse], wanted: chat.ChatRequest | completions.CompletionRequest, prefix: str = ""
+    ) -> list[Answer]:
+        make = partial(make_answers, self.tokenizer, samples, wanted, prefix, wanted.sampling.get("stop") or [])
+        is_short = sum(len(sample.output_tokens) for sample in samples) <= _SHORT_ANSWER_TOKENS
+        return make() if is_short else await run_beside(make)
 
     def _head(self, body: dict[str, Any]) -> Head:
         model = body.get("model")
         return Head(secrets.token_hex(12), model if isinstance(model, str) else "policy", int(time.time()))
-
-
-def set_reward(session: Session, body: dict[str, Any]) -> None:
-    """Read `{"reward": number, "id": call}` and set it; the id is that of a response."""
-    value, call = body.get("reward"), body.get("id")
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RequestError(f"reward must be a number, got {value!r:.100}")
-    if not isinstance(call, str | None):
-        raise RequestError(f"id must name a call, got {call!r:.100}")
-    try:
-        session.reward(float(value), call and call.removeprefix("resp_").removeprefix("msg_"))
-    except OverflowError:
-        raise RequestError("reward is too large a number") from None
-
-
-def _check_supported(request: chat.ChatRequest) -> None:
-    if request.has_images:
-        raise RequestError("images are not supported in a session: every part of content must be a text")
-    if request.json_schema is not None:
-        raise RequestError(_NO_CONSTRAINTS)
-    if request.top_logprobs:
-        raise RequestError(_NO_ALTERNATIVES)
 
 
 async def _send_stream(request: web.Request, stream: Any, answers: list[Any], usage: Usage) -> web.StreamResponse:

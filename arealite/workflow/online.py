@@ -13,8 +13,9 @@ from typing import Any
 from aiohttp import web
 
 from arealite.agents.export import to_batch
-from arealite.agents.gateway import Gateway, OpenSession, SessionLimits, set_reward
+from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
 from arealite.agents.host import GatewayHost
+from arealite.agents.requests import set_reward
 from arealite.agents.session import Session
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine

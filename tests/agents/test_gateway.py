@@ -370,3 +370,49 @@ def test_long_and_nested_text_of_the_model_and_a_long_prompt():
             assert found.session.stats()["drift_calls"] == 0
 
     run(scenario())
+
+
+CALL_START = '<tool_call>\n{"name": "add", "arguments": {"a": "'
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "end"),
+    [
+        ("", "<tool_call>", ""),
+        ("", CALL + "\n", ""),
+        ("<tool_call>\n", '{"a": [' * 100, ""),
+        (CALL_START, "x" * 1000, '"}}\n</tool_call>'),
+    ],
+    ids=["markers", "calls", "nested", "argument"],
+)
+def test_ten_megabytes_of_text_of_the_model(start, piece, end):
+    """The answer becomes text or calls, and comes back as a history that is recognised."""
+    tokenizer = make_chat_tokenizer("qwen25")
+    tokenizer.add_tokens([piece])
+    long = tokenizer.convert_tokens_to_ids(piece)
+    tokens = [*encode(start), *[long] * (10_000_000 // len(piece)), *encode(end + "<|im_end|>")]
+    answers = iter([tokens, encode("ok<|im_end|>")])
+
+    async def scenario():
+        limits = SessionLimits(max_tokens=100_000_000)
+        gateway = Gateway(StubEngine(lambda _: next(answers)), tokenizer, limits=limits)
+        await gateway.start()
+        found = gateway.open_session(GenerationHyperparameters(max_new_tokens=4_000_000))
+        history = [{"role": "user", "content": "hi"}]
+        try:
+            for _ in range(2):
+                body = {"messages": history, "tools": [{"type": "function", "function": TOOL}]}
+                status, got = await post(f"{found.base_url}/chat/completions", body, found.token)
+                assert status == 200, str(got)[:1000]
+                history += [got["choices"][0]["message"], {"role": "user", "content": "and"}]
+        finally:
+            await gateway.close()
+        assert history[3]["content"] == "ok"
+        if end:
+            (call,) = history[1]["tool_calls"]
+            assert len(json.loads(call["function"]["arguments"])["a"]) == 10_000_000
+        stats = found.session.stats()
+        assert (stats["branches"], stats["drift_calls"], stats["turns"]) == (1, 0, 2)
+        assert next(iter(found.session.replies.values())).tokens == tokens
+
+    run(scenario())
