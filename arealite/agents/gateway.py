@@ -44,6 +44,8 @@ from arealite.utils.http_server import (
 logger = logging.getLogger("arealite.agents")
 _MAX_BODY_BYTES = 32 << 20
 _MAX_MESSAGE = 2000
+# Sessions of one task must not share seeds: each uses as many as it has calls and choices.
+SEEDS_PER_ATTEMPT = 4096
 # Servers take a signed 32-bit seed.
 _MAX_SEED = 2**31 - 2**16
 # Longer bodies are encoded, and longer answers decoded, beside the event loop.

@@ -9,11 +9,12 @@ import asyncio
 import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from arealite.agents.export import to_batch
-from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
+from arealite.agents.gateway import SEEDS_PER_ATTEMPT, Gateway, OpenSession, SessionLimits
 from arealite.agents.host import GatewayHost
 from arealite.agents.requests import set_reward
 from arealite.agents.session import Session
@@ -79,6 +80,12 @@ class OnlineWorkflow(RolloutWorkflow):
         self._groups: list[_Group] = []
         self._group_of: dict[str, tuple[_Group, int]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "OnlineWorkflow cannot be copied or sent to rollout workers, as its gateway is one port in one process: "
+            "set rollout.num_workers=0, and evaluate with another workflow"
+        )
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         if self._gateway is None:
             self._gateway = await self.host.get(engine)
@@ -112,13 +119,19 @@ class OnlineWorkflow(RolloutWorkflow):
             raise web.HTTPServiceUnavailable(reason="the trainer has enough sessions for now: try again later")
         found = self._open(own)
         own.name = name
-        answer = {"session": found.id, "api_key": found.token, "base_url": found.base_url}
-        return json_response({**answer, "timeout_s": self.session_timeout_s})
+        answer = {
+            "session": found.id,
+            "api_key": found.token,
+            # At the address that this client used: the gateway may listen on all of them.
+            "base_url": f"http://{request.host}{urlsplit(found.base_url).path}",
+            "timeout_s": self.session_timeout_s,
+        }
+        return json_response(answer)
 
     def _open(self, group: _Group) -> OpenSession:
         assert self._gateway is not None
         number = group.num_started
-        seed = None if group.seed is None else group.seed + 4096 * number
+        seed = None if group.seed is None else group.seed + number * SEEDS_PER_ATTEMPT
         gconfig = replace(self.gconfig, n_samples=1)
         found = self._gateway.open_session(gconfig, seed, self.turn_discount, self.template_kwargs)
         group.num_started += 1

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from arealite.agents.export import to_batch
-from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
+from arealite.agents.gateway import SEEDS_PER_ATTEMPT, Gateway, OpenSession, SessionLimits
 from arealite.agents.host import GatewayHost
 from arealite.agents.session import Session
 from arealite.api.cli_args import GenerationHyperparameters
@@ -39,8 +39,6 @@ Agent = (
     | Callable[[dict[str, Any], str, str], float | None]
     | Sequence[str]
 )
-# Attempts of one row must not share seeds: an attempt uses as many as it has calls and choices.
-_SEEDS_PER_ATTEMPT = 4096
 _SHOWN_OUTPUT = 4096
 
 
@@ -89,7 +87,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def _attempt(self, gateway: Gateway, data: dict[str, Any], number: int) -> Session | Exception:
         """Run the agent once; returns its session, or why it has failed."""
         seed = data.get("seed")
-        seed = None if seed is None else seed + number * _SEEDS_PER_ATTEMPT
+        seed = None if seed is None else seed + number * SEEDS_PER_ATTEMPT
         found = gateway.open_session(replace(self.gconfig, n_samples=1), seed, self.turn_discount, self.template_kwargs)
         try:
             reward = await self._run(copy.deepcopy(data), found)

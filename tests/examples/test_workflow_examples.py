@@ -28,8 +28,11 @@ SCRIPTS = {
     "search_agent": ({"train_dataset.path": "SQUAD"}, ["tool_calls"]),
     "countdown": ({}, []),
     "gymnasium_agent": ({}, ["steps", "finished"]),
+    "agents_sdk": ({"train_dataset.path": "GSM8K"}, ["calls", "turns", "drift_calls"]),
     "custom_loss": ({"train_dataset.path": "GSM8K"}, []),
 }
+
+NEEDS = {"gymnasium_agent": "gymnasium", "agents_sdk": "agents"}
 
 
 def overrides(folder: Path, model: Path, prefix: str = "") -> list[str]:
@@ -68,8 +71,8 @@ def squad_path(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_scripts(name, model_path, gsm8k_path, squad_path, tmp_path):
-    if name == "gymnasium_agent":
-        pytest.importorskip("gymnasium")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     own, statistics = SCRIPTS[name]
     data = {"GSM8K": gsm8k_path, "SQUAD": squad_path}
     extra = [f"{key}={data.get(value, value)}" for key, value in own.items()]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import threading
 import urllib.request
 
@@ -117,6 +118,23 @@ def test_sessions_that_are_left_alone_expire_and_the_others_count():
 
     (batch,) = play(make(n=3, session_timeout_s=2.0), 1, client)
     assert batch["rewards"].tolist() == [0.0, 1.0]
+
+
+def test_clients_get_the_address_that_they_used():
+    """A gateway that listens on all addresses does not know by which one a client reaches it."""
+
+    async def client(http, url):
+        _, session = await post(http, f"{url.replace('127.0.0.1', '127.0.0.2')}/rl/sessions", ADMIN)
+        assert session["base_url"].startswith(url.replace("127.0.0.1", "127.0.0.2"))
+        await chat(session)
+        assert (await post(http, f"{session['base_url']}/rl/end", session["api_key"], reward=1))[0] == 200
+
+    assert play(make(n=1, host="0.0.0.0"), 1, client)[0]["rewards"].tolist() == [1.0]
+
+
+def test_rollout_workers_are_refused():
+    with pytest.raises(ConfigError, match=r"set rollout.num_workers=0"):
+        pickle.dumps(make())
 
 
 @pytest.mark.slow
