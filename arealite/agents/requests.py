@@ -72,7 +72,7 @@ def merge_sampling(
 
 
 def set_reward(session: Session, body: Mapping[str, Any]) -> None:
-    """Read `{"reward": number, "id": response}` and set it; without an id it is the reward of the session."""
+    """Set the reward in `{"reward": number, "id": response}`; without an id, that of the session."""
     value, reply_id = body.get("reward"), body.get("id")
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestError(f"reward must be a number, got {value!r:.100}")

@@ -199,9 +199,9 @@ class Session:
         return Prompt([*(parent.ids() if parent else ()), *observed], parent, observed, 1 + self.num_turns)
 
     def _adopt(self, prompt: Prompt) -> bool:
-        """Make the longest earlier sequence that the prompt begins with its parent; returns whether there was one.
+        """Take the longest earlier sequence that the prompt begins with as its parent, if it is longer.
 
-        Sequences that are not longer than the parent's own do not count.
+        Returns whether there was one.
         """
         parent, depth = prompt.parent, len(prompt.ids) - len(prompt.observed)
         for reply in self.replies.values():

@@ -22,10 +22,13 @@ from arealite.utils.config import load_config, run_main
 from arealite.workflow.openai import AgentWorkflow
 
 try:
-    import agents
-    import openai
-except ImportError:
-    agents = openai = None
+    from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, OpenAIChatCompletionsModel, RunConfig, Runner
+    from agents import function_tool as make_tool
+    from openai import AsyncOpenAI
+except ImportError as error:
+    MISSING: ImportError | None = error
+else:
+    MISSING = None
 
 MAX_TURNS = 4
 INSTRUCTIONS = "Compute with the calculator. Give the final answer within \\boxed{}."
@@ -57,13 +60,13 @@ def _value(node: ast.expr) -> float:
 
 async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Run the SDK's agent on the problem of a row; returns the reward of its final answer."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        model = agents.OpenAIChatCompletionsModel("policy", client)
-        agent = agents.Agent("solver", instructions=INSTRUCTIONS, model=model, tools=[agents.function_tool(calculate)])
-        config = agents.RunConfig(tracing_disabled=True, tool_not_found_behavior="return_error_to_model")
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        model = OpenAIChatCompletionsModel("policy", client)
+        agent = Agent("solver", instructions=INSTRUCTIONS, model=model, tools=[make_tool(calculate)])
+        config = RunConfig(tracing_disabled=True, tool_not_found_behavior="return_error_to_model")
         try:
-            result = await agents.Runner.run(agent, list(row["messages"]), max_turns=MAX_TURNS, run_config=config)
-        except (agents.MaxTurnsExceeded, agents.ModelBehaviorError):
+            result = await Runner.run(agent, list(row["messages"]), max_turns=MAX_TURNS, run_config=config)
+        except (MaxTurnsExceeded, ModelBehaviorError):
             # The model can cause these: a low reward teaches, a lost attempt does not.
             return 0.0
     # Algebra on what a model has written may take long: not on the event loop.
@@ -71,8 +74,8 @@ async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def main(argv: list[str]) -> None:
-    if agents is None:
-        raise ConfigError("this example needs the OpenAI Agents SDK: pip install 'arealite[agents]'")
+    if MISSING is not None:
+        raise ConfigError(f"this example needs the OpenAI Agents SDK ({MISSING}): pip install 'arealite[agents]'")
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     rows = list(get_gsm8k_rl(config.train_dataset, tokenizer))

@@ -33,6 +33,11 @@ def agents_sdk(monkeypatch):
     return importlib.import_module("agents_sdk")
 
 
+def needs_sdk():
+    # Not `agents` itself: the folder tests/agents can be imported by that name.
+    pytest.importorskip("agents.run")
+
+
 def play(agents_sdk, *texts):
     """Return the batch of one attempt whose calls are answered with the texts."""
     tokenizer, answers = make_chat_tokenizer("qwen25"), iter(texts)
@@ -52,7 +57,7 @@ def play(agents_sdk, *texts):
 
 
 def test_the_sdk_runs_its_tool_and_its_calls_are_trained(agents_sdk):
-    pytest.importorskip("agents")
+    needs_sdk()
     batch, text = play(agents_sdk, CALL % ("calculate", '{"expression": "(3 + 4) * 12"}'), "It is \\boxed{84}.")
     assert batch["rewards"].tolist() == [1.0] and batch["stats/turns"].tolist() == [2.0]
     assert "<tool_response>\n84\n</tool_response>" in text
@@ -62,7 +67,7 @@ def test_the_sdk_runs_its_tool_and_its_calls_are_trained(agents_sdk):
     "call", [CALL % ("unknown", "{}"), CALL % ("calculate", '{"x": 1}'), CALL % ("calculate", "{")]
 )
 def test_wrong_calls_cost_no_attempt(agents_sdk, call):
-    pytest.importorskip("agents")
+    needs_sdk()
     assert play(agents_sdk, call, "\\boxed{84}")[0]["rewards"].tolist() == [1.0]
     assert play(agents_sdk, *[call] * 9)[0]["rewards"].tolist() == [0.0]
 
@@ -74,7 +79,7 @@ def test_calculator(agents_sdk):
 
 
 def test_without_the_sdk_the_message_says_what_to_install(agents_sdk, monkeypatch):
-    monkeypatch.setattr(agents_sdk, "agents", None)
+    monkeypatch.setattr(agents_sdk, "MISSING", ImportError("No module named 'agents'"))
     with pytest.raises(ConfigError, match=r"pip install 'arealite\[agents\]'"):
         agents_sdk.main([])
 

@@ -32,7 +32,8 @@ SCRIPTS = {
     "custom_loss": ({"train_dataset.path": "GSM8K"}, []),
 }
 
-NEEDS = {"gymnasium_agent": "gymnasium", "agents_sdk": "agents"}
+# Not `agents` itself: the folder tests/agents can be imported by that name.
+NEEDS = {"gymnasium_agent": "gymnasium", "agents_sdk": "agents.run"}
 
 
 def overrides(folder: Path, model: Path, prefix: str = "") -> list[str]:
