@@ -1,6 +1,6 @@
 """What the gateway says in each API: sampled tokens as answers, and how a client will send them back.
 
-A `Style` is one of the three chat APIs for one request. `echo_of` reads the gateway's own answer in the way in which
+An `ApiRequest` is a request in one of the three chat APIs. `echo_of` reads the gateway's own answer in the way in which
 the next request will be read, so that both can be compared as data.
 """
 
@@ -18,7 +18,7 @@ from arealite.protocol.tool_calls import decode_answer, style_of
 
 
 @dataclass
-class Style:
+class ApiRequest:
     """A request, and the functions that write its answer as a body or as a stream."""
 
     request: ChatRequest
@@ -28,20 +28,20 @@ class Style:
     read_back: Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
-def chat_style(body: dict[str, Any]) -> Style:
+def chat_request(body: dict[str, Any]) -> ApiRequest:
     """Read a body of `/v1/chat/completions`."""
     request = chat.parse(body)
 
     def read_back(choice: dict[str, Any]) -> list[dict[str, Any]]:
         return [chat.read_message(choice["message"])]
 
-    return Style(request, chat.result, lambda head, _: chat.ChatStream(head, request), read_back)
+    return ApiRequest(request, chat.result, lambda head, _: chat.ChatStream(head, request), read_back)
 
 
-def response_style(body: dict[str, Any]) -> Style:
+def response_request(body: dict[str, Any]) -> ApiRequest:
     """Read a body of `/v1/responses`."""
     request = responses.parse(body)
-    return Style(
+    return ApiRequest(
         request,
         lambda head, answers, usage: responses.result(head, body, answers[0], usage),
         lambda head, _: responses.ResponseStream(head, body),
@@ -49,7 +49,7 @@ def response_style(body: dict[str, Any]) -> Style:
     )
 
 
-def message_style(body: dict[str, Any]) -> Style:
+def message_request(body: dict[str, Any]) -> ApiRequest:
     """Read a body of `/v1/messages`."""
     request = messages.parse(body)
 
@@ -61,12 +61,12 @@ def message_style(body: dict[str, Any]) -> Style:
     def write(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
         return messages.result(head, answers[0], usage)
 
-    return Style(request, write, messages.MessageStream, read_back)
+    return ApiRequest(request, write, messages.MessageStream, read_back)
 
 
-def echo_of(style: Style, result: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def echo_of(api: ApiRequest, result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Return the messages that each choice becomes when the client sends it back."""
-    return [style.read_back(choice) for choice in result.get("choices", [result])]
+    return [api.read_back(choice) for choice in result.get("choices", [result])]
 
 
 def make_answers(

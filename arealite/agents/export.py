@@ -30,8 +30,7 @@ def call_returns(session: Session) -> tuple[dict[str, float], float]:
     behind = [0.0] * (last + 1)
     behind[last] = final
     for turn in range(last - 1, -1, -1):
-        own = of_turn[turn + 1] + behind[turn + 1]
-        behind[turn] = gamma * own
+        behind[turn] = gamma * (of_turn[turn + 1] + behind[turn + 1])
     returns = {reply.id: reply.reward + behind[reply.turn] for reply in session.replies.values()}
     return returns, (of_turn[1] + behind[1]) if last else final
 
@@ -70,6 +69,7 @@ def to_batch(sessions: Mapping[int, Session]) -> Batch:
 
 
 def _rows(session: Session, returns: Mapping[str, float]) -> list[dict[str, list[Any]]]:
+    """Return the columns of each path from the root to a leaf, in the order of the leaves."""
     parents = {reply.parent for reply in session.replies.values()}
     trained: set[Reply] = set()
     rows = []

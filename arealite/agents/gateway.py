@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from arealite.agents.answers import Style, chat_style, echo_of, make_answers, message_style, response_style
+from arealite.agents.answers import ApiRequest, chat_request, echo_of, make_answers, message_request, response_request
 from arealite.agents.requests import check_chat, check_completion, merge_sampling, set_reward
 from arealite.agents.session import Prompt, Session
 from arealite.api.cli_args import GenerationHyperparameters
@@ -158,9 +158,9 @@ class Gateway:
 
     def _calls(self) -> dict[str, Callable[[web.Request], Any]]:
         return {
-            "/chat/completions": partial(self._converse, chat_style),
-            "/responses": partial(self._converse, response_style),
-            "/messages": partial(self._converse, message_style),
+            "/chat/completions": partial(self._converse, chat_request),
+            "/responses": partial(self._converse, response_request),
+            "/messages": partial(self._converse, message_request),
             "/completions": self._complete,
             "/rl/reward": self._reward,
             "/rl/end": self._end,
@@ -247,13 +247,11 @@ class Gateway:
         self._on_end(found, body)
         return json_response({"success": True})
 
-    async def _converse(
-        self, make_style: Callable[[dict[str, Any]], Style], request: web.Request
-    ) -> web.StreamResponse:
+    async def _converse(self, read: Callable[[dict[str, Any]], ApiRequest], request: web.Request) -> web.StreamResponse:
         """Answer a conversation, in the form of any of the three APIs."""
         found, body = self._session_of(request), await read_object(request)
-        style = make_style(body)
-        wanted = style.request
+        api = read(body)
+        wanted = api.request
         check_chat(wanted)
         prefix = ""
         if wanted.tool_choice in ("required", "named"):
@@ -270,14 +268,14 @@ class Gateway:
         answers = await self._answers(samples, wanted, prefix)
         head = self._head(body)
         usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
-        result = style.write(head, answers, usage)
+        result = api.write(head, answers, usage)
         # A thread may be reading the session.
         async with found.lock:
-            for i, (sample, echo) in enumerate(zip(samples, echo_of(style, result), strict=True)):
+            for i, (sample, echo) in enumerate(zip(samples, echo_of(api, result), strict=True)):
                 found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", echo)
         if not wanted.stream:
             return web.Response(body=to_json(result), content_type="application/json")
-        return await _send_stream(request, style.stream(head, len(prompt.ids)), answers, usage)
+        return await _send_stream(request, api.stream(head, len(prompt.ids)), answers, usage)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a text completion."""
