@@ -94,7 +94,8 @@ class NodePart:
         # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
-        # Whether all servers that the node starts with have been healthy.
+        # Whether the first servers have all been started, and whether all of them have been healthy.
+        self.has_started_servers = False
         self.is_up = False
         self.began = time.monotonic()
         self.elastic = elastic_names(job.run_dir)
@@ -109,6 +110,7 @@ class NodePart:
             self.start_mps()
         for server in self.placement.servers_on(self.node):
             self.start_server(server)
+        self.has_started_servers = True
         backend = BACKENDS.get(self.placement.mode.gen_backend or "")
         # Where both would measure the free memory of one GPU, the server comes first.
         comes_first = self.placement.shares_gpus and backend is not None and backend.measures_free_memory
@@ -228,7 +230,7 @@ class NodePart:
                     f"{child.name} to answer http://{address}/health; the last lines of {child.spec.log_path}:\n"
                     f"{child.last_lines()}"
                 )
-        if not self.starting and not self.is_up:
+        if self.has_started_servers and not self.starting and not self.is_up:
             self.is_up = True
             if self.servers:
                 what = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s) ready"
