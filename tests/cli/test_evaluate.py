@@ -107,7 +107,7 @@ def train(folder: Path, model: Path, data: Path, *more: str) -> RunDir:
         *("--config", str(EXAMPLES / "configs" / "gsm8k_grpo.yaml"), *grpo_overrides(model)),
         *(f"cluster.fileroot={folder}", f"train_dataset.path={data}", "train_dataset.batch_size=4"),
         *("total_train_steps=4", "saver.freq_steps=2", "allocation_mode=embedded.d1+d1"),
-        *(f"valid_dataset.path={data}", "evaluator.at_start_and_end=false", "actor.optimizer.lr=0.05", *more),
+        *(f"valid_dataset.path={data}", "evaluator.at_start_and_end=false", "actor.optimizer.lr=0.01", *more),
     )
     return RunDir(folder / "gsm8k-grpo" / "trial0")
 
@@ -153,7 +153,7 @@ def test_checkpoints_of_a_run_are_evaluated_once_each_until_it_ends(model_path, 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_adapters_are_evaluated_on_their_base_model(model_path, gsm8k_path, tmp_path):
-    run_dir = train(tmp_path, model_path, gsm8k_path, "actor.lora_rank=2")
+    run_dir = train(tmp_path, model_path, gsm8k_path, "actor.lora_rank=2", "actor.optimizer.lr=0.05")
     shutil.rmtree(run_dir.checkpoints / "step000002")
     run("-m", "arealite.cli.entry", "evaluate", str(run_dir.path), "--once")
     (answers,) = run_dir.evaluations.glob("step*/valid.jsonl")
