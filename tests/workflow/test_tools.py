@@ -118,6 +118,7 @@ def test_text_of_a_tool_is_never_executed_and_cannot_speak_for_others():
     assert observed.count(special) == 3
 
 
+@pytest.mark.slow
 def test_long_texts_are_bounded():
     tokenizer = make_chat_tokenizer("qwen25")
     engine = ScriptedEngine(tokenizer, [call("flood", size=300_000_000), "5"])
