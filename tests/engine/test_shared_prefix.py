@@ -226,9 +226,13 @@ def test_a_row_that_another_one_continues_computes_nothing():
     assert plan.targets.tolist() == [5, 10] and plan.before.tolist() == [4, 9]
 
 
-def test_short_prefixes_are_not_shared():
-    ids = torch.tensor([7] * 15 + [1] + [7] * 15 + [2])
-    assert plan_prefixes(ids, [16, 16], torch.tensor([15, 31])) is None
+def test_short_prefixes_of_long_rows_are_not_shared():
+    def is_shared(prefix: int, length: int) -> bool:
+        ids = torch.tensor([token for last in (1, 2) for token in [7] * prefix + [last] * (length - prefix)])
+        return plan_prefixes(ids, [length, length], torch.tensor([length - 1, 2 * length - 1])) is not None
+
+    assert not is_shared(prefix=15, length=64) and is_shared(prefix=16, length=64)
+    assert not is_shared(prefix=2, length=12) and is_shared(prefix=6, length=12)
 
 
 def test_micro_batches_count_computed_tokens_and_keep_blocks(share_every_token):

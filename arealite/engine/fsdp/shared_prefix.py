@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Shorter prefixes are not shared: a row without a prefix has the faster attention.
-_MIN_SHARED = 16
+# A prefix is shared if it has this many tokens, or is this part of its row: attention is faster without a prefix.
+_MIN_SHARED, _MIN_SHARED_PART = 16, 0.25
 
 
 class Segment(NamedTuple):
@@ -139,7 +139,7 @@ def shared_lengths(rows: list[np.ndarray]) -> list[int]:
         size = min(len(row), len(other))
         differs = np.flatnonzero(row[:size] != other[:size])
         length = int(differs[0]) if len(differs) else size
-        shared.append(length if length >= _MIN_SHARED else 0)
+        shared.append(length if length >= min(_MIN_SHARED, _MIN_SHARED_PART * len(row)) else 0)
     return shared[: len(rows)]
 
 
