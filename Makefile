@@ -5,7 +5,7 @@ JOBS ?= 2
 REAL := slurm or ray or vllm or sglang
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all soak lint format clean
+.PHONY: help setup demo test test-all soak lint format docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make soak      also the tests that take hours"
 	@echo "make lint      ruff and pyright"
 	@echo "make format    let ruff rewrite the files"
+	@echo "make docs      build the documentation into site/; see it with: $(PY) -m http.server -d site"
 	@echo "make setup     only make .venv"
 	@echo 'pytest options: make test ARGS="-x tests/engine"'
 
@@ -43,5 +44,9 @@ lint: setup
 format: setup
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
+docs:
+	@scripts/setup dev,docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 clean:
-	@rm -rf .venv .pytest_cache .ruff_cache *.egg-info
+	@rm -rf .venv site .pytest_cache .ruff_cache *.egg-info
