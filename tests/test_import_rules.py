@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "dataset": BASE,
     "reward": BASE,
     "launcher": BASE,
+    "dashboard": BASE,
     "protocol": BASE,
     "agents": BASE | {"protocol"},
     "inference": BASE | {"weights", "protocol"},

@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": ("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on"),
     "plan": ("arealite.cli.plan", "print what a configuration would start, and where"),
     "serve": ("arealite.cli.serve", "serve a model over HTTP with the embedded engine"),
+    "dashboard": ("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards"),
     "report": ("arealite.cli.report", "show steps, times and rollouts of a run"),
     "doctor": ("arealite.cli.doctor", "check versions, devices and free space of this machine"),
 }

@@ -1,0 +1,161 @@
+"""The dashboard: an aiohttp app that shows run directories, during a run and afterwards.
+
+Handlers read files on threads and return plain values, which become JSON there too: the event loop never waits for a
+disk. Nothing is ever written to a run directory. Errors are JSON objects with one message.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from arealite.api.errors import AReaLiteError, RequestError
+from arealite.dashboard.access import HEADERS, Access
+from arealite.dashboard.runs import Run, Runs
+from arealite.utils.connections import Connections
+from arealite.utils.http_server import run_beside
+from arealite.utils.text import clean
+
+logger = logging.getLogger("arealite.dashboard")
+RUNS = web.AppKey("runs", Runs)
+ACCESS = web.AppKey("access", Access)
+CONNECTIONS = web.AppKey("connections", Connections)
+_SLOTS = web.AppKey("slots", asyncio.Semaphore)
+STATIC = Path(str(files("arealite.dashboard"))) / "static"
+# Threads that read at once.
+_MAX_READERS = 8
+_MAX_NUMBER = 2**62
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Reads something of a run. The second argument has the parameters of the request.
+Reader = Callable[[Run, "Query"], Any]
+
+
+class Query:
+    """The parameters of a request: values of the path and of the query string."""
+
+    def __init__(self, request: web.Request):
+        self._values = {**request.query, **request.match_info}
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._values.get(name, default)
+
+    def number(self, name: str) -> float | None:
+        """Return a number; None if it is not given."""
+        value = self._values.get(name, "")
+        if not value:
+            return None
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not abs(number) < _MAX_NUMBER:
+            raise RequestError(f"{name} must be a finite number, got {value!r:.60}")
+        return number
+
+    def integer(self, name: str, default: int, low: int = 0, high: int = _MAX_NUMBER) -> int:
+        """Return a whole number, moved into its range."""
+        value = self._values.get(name, "")
+        digits = value.removeprefix("-")
+        if value and not (digits.isascii() and digits.isdecimal() and len(digits) < 19):
+            raise RequestError(f"{name} must be a whole number, got {value!r:.60}")
+        return min(max(int(value), low), high) if value else default
+
+
+def make_app(roots: list[Path], host: str = "127.0.0.1", token: str | None = None) -> web.Application:
+    """Make the app that shows the runs below `roots`."""
+    app = web.Application(middlewares=[answer_all], client_max_size=1024)
+    app[RUNS], app[ACCESS] = Runs(roots), Access(host, token)
+    app[CONNECTIONS], app[_SLOTS] = Connections(), asyncio.Semaphore(_MAX_READERS)
+    app.router.add_get("/", _index)
+    app.router.add_get("/api/runs", _list_runs)
+    for path, reader in _READERS.items():
+        app.router.add_get(f"/api/runs/{{run}}/{path}", _of_run(reader))
+    app.router.add_static("/static/", STATIC, follow_symlinks=False)
+    return app
+
+
+@web.middleware
+async def answer_all(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Check who asks, answer every error with a status and a JSON body, and add the security headers."""
+    connection, is_known = request.app[CONNECTIONS].of(request), False
+    try:
+        request.app[ACCESS].check(request)
+        is_known = True
+        # Connections of others count as ones that have sent no request.
+        if connection is not None:
+            connection.begin_request()
+        response = await handler(request)
+    except ConnectionResetError:  # the client has closed the connection
+        raise
+    except Exception as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
+            raise
+        status, message = _describe(request, error)
+        response = web.Response(body=orjson.dumps({"error": message}), status=status, content_type="application/json")
+    finally:
+        if is_known and connection is not None:
+            connection.end_request()
+    if not is_known:
+        response.force_close()
+    if not response.prepared:
+        response.headers.update(HEADERS)
+        response.headers.setdefault("Cache-Control", "no-store" if request.path.startswith("/api/") else "no-cache")
+    return response
+
+
+def _describe(request: web.Request, error: Exception) -> tuple[int, str]:
+    """Return the status and the message of an error. An unexpected one is logged with its traceback."""
+    if isinstance(error, RequestError):
+        status, message = 400, str(error)
+    elif isinstance(error, web.HTTPException):
+        status, message = error.status, error.reason or error.text or ""
+    elif isinstance(error, FileNotFoundError):
+        status, message = 404, "the run does not have this file, or it was removed"
+    elif isinstance(error, OSError):
+        status, message = 503, f"cannot read a file of the run: {error.strerror}"
+    elif isinstance(error, sqlite3.Error | AReaLiteError):
+        status, message = 503, str(error)
+    else:
+        logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        status, message = 500, f"bug in the dashboard, its log has the traceback: {type(error).__name__}"
+    return status, clean(message)[:2000]
+
+
+async def answer(request: web.Request, read: Callable[[], Any]) -> web.Response:
+    """Answer with what `read` returns, as JSON. It is called on a thread."""
+    async with request.app[_SLOTS]:
+        body = await run_beside(lambda: orjson.dumps(read(), option=orjson.OPT_SERIALIZE_NUMPY))
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _index(request: web.Request) -> web.StreamResponse:
+    accepted = request.app[ACCESS].accept_token(request)
+    return accepted or web.FileResponse(STATIC / "index.html")
+
+
+async def _list_runs(request: web.Request) -> web.Response:
+    return await answer(request, lambda: {"runs": [run.summary() for run in request.app[RUNS].all()]})
+
+
+def _of_run(reader: Reader) -> Handler:
+    """Make the handler that answers with what `reader` returns for a run."""
+
+    async def handle(request: web.Request) -> web.Response:
+        runs, query = request.app[RUNS], Query(request)
+        return await answer(request, lambda: reader(runs.get(query.text("run")), query))
+
+    return handle
+
+
+def _stats(run: Run, query: Query) -> dict[str, Any]:
+    return run.stats.rows(query.integer("since", 0))
+
+
+_READERS: dict[str, Reader] = {"stats": _stats}

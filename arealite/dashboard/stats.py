@@ -1,0 +1,109 @@
+"""Reads stats.jsonl of a run as columns, line by line as the file grows.
+
+A row is a line: the statistics of a step, or of one evaluation. Damaged lines are left out. A file that was replaced or
+cut, as when a run recovers, is read again from its start.
+"""
+
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+# Positions are numbers that say which reading of the file they belong to: a page that still shows rows of an earlier
+# one gets everything again. JavaScript has 53 bits.
+_ROW_BITS = 32
+_MAX_COLUMNS = 4_000
+_MAX_STEP = 2**53
+
+
+class StatsFile:
+    """The rows of one stats.jsonl; safe to use from several threads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = threading.Lock()
+        self._columns: dict[str, list[float | None]] = {}
+        self._num_rows = 0
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+        self._generation = random.getrandbits(20) + 1
+
+    def update(self) -> None:
+        """Read what was appended since the last call."""
+        with self._lock:
+            self._read_new()
+
+    def rows(self, since: int = 0) -> dict[str, Any]:
+        """Return columns from a position on, and the position of the next call."""
+        with self._lock:
+            self._read_new()
+            generation, first = since >> _ROW_BITS, since & (1 << _ROW_BITS) - 1
+            is_reset = since > 0 and (generation != self._generation or first > self._num_rows)
+            first = 0 if is_reset or since <= 0 else first
+            answer: dict[str, Any] = {
+                "next": self._generation << _ROW_BITS | self._num_rows,
+                "columns": {name: values[first:] for name, values in self._columns.items()},
+            }
+            return answer | {"reset": True} if is_reset else answer
+
+    def column(self, name: str) -> list[float | None]:
+        """Return one column of what was read so far."""
+        with self._lock:
+            return list(self._columns.get(name, ()))
+
+    def names(self) -> list[str]:
+        """Return the names of all columns read so far."""
+        with self._lock:
+            return list(self._columns)
+
+    def _read_new(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
+                    self._forget()
+                    self._identity = state.st_dev, state.st_ino
+                if state.st_size == self._offset:
+                    return
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            if self._num_rows:
+                self._forget()
+            return
+        # The last line may still be being written.
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            self._add(line)
+
+    def _forget(self) -> None:
+        self._columns, self._num_rows, self._offset = {}, 0, 0
+        self._identity = None
+        self._generation = self._generation % (1 << 20) + 1
+
+    def _add(self, line: bytes) -> None:
+        try:
+            values = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return
+        if not isinstance(values, dict) or not _is_step(values.get("step")):
+            return
+        for name, value in values.items():
+            column = self._columns.get(name)
+            if column is None:
+                if len(self._columns) >= _MAX_COLUMNS:
+                    continue
+                column = self._columns[name] = [None] * self._num_rows
+            column.append(value if type(value) in (int, float) and abs(value) < 1e300 else None)
+        self._num_rows += 1
+        for column in self._columns.values():
+            if len(column) < self._num_rows:
+                column.append(None)
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and abs(value) < _MAX_STEP
