@@ -5,7 +5,7 @@ JOBS ?= 2
 REAL := slurm or ray or vllm or sglang
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all soak lint format docs clean
+.PHONY: help setup demo test test-all soak lint format docs diagrams clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make lint      ruff and pyright"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make docs      build the documentation into site/; see it with: $(PY) -m http.server -d site"
+	@echo "make diagrams  render docs/architecture/*.puml again where they changed (needs PlantUML)"
 	@echo "make setup     only make .venv"
 	@echo 'pytest options: make test ARGS="-x tests/engine"'
 
@@ -47,6 +48,9 @@ format: setup
 docs:
 	@scripts/setup dev,docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+diagrams: setup
+	@$(PY) scripts/diagrams.py
 
 clean:
 	@rm -rf .venv site .pytest_cache .ruff_cache *.egg-info
