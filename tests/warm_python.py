@@ -40,7 +40,13 @@ from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS_ENV = "AREALITE_TESTS_WARM_PYTHON"
-PRELOAD = ("arealite.cli.main", "arealite.cli.serve", "transformers.models.qwen2.modeling_qwen2")
+PRELOAD = (
+    "arealite.trainer.ppo",
+    "arealite.trainer.sft",
+    "arealite.cli.main",
+    "arealite.cli.server",
+    "transformers.models.qwen2.modeling_qwen2",
+)
 _PR_SET_PDEATHSIG = 1
 
 _server: subprocess.Popen | None = None

@@ -1,9 +1,11 @@
-"""Checks this machine and says what to do: `python -m arealite.cli.doctor [FILEROOT]`.
+"""Checks this machine and says what to do: `arealite doctor [FILEROOT]`.
 
 Checks versions, GPUs, shared memory, free space, ports and optional packages. Exits with 1 if something that every run
 needs is wrong.
 """
 
+import importlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -12,9 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import transformers
-
+from arealite.cli.arguments import ArgumentParser
 from arealite.utils.config import run_main
 from arealite.utils.network import free_port, release_port
 
@@ -40,15 +40,9 @@ def check_machine(fileroot: Path) -> Iterator[Finding]:
     """Yield all findings, most important first."""
     where = f"{platform.machine()}, {os.cpu_count()} cores"
     yield Finding("ok", f"Python {platform.python_version()} on {where}")
-    yield _check_version("torch", torch.__version__, (2, 11))
-    yield _check_version("transformers", transformers.__version__, (5, 12))
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(i)
-            name = torch.cuda.get_device_name(i)
-            yield Finding("ok", f"GPU {i}: {name}, {free / _GB:.0f} of {total / _GB:.0f} GB free")
-    else:
-        yield Finding("note", "no GPU: everything runs on the CPU, in float32 (set dtype=float32)")
+    yield _check_version("torch", (2, 11))
+    yield _check_version("transformers", (5, 12))
+    yield from _check_gpus()
     shm = Path("/dev/shm")
     yield _check_space(str(shm), shm, 1, "rollout.weight_update=shm needs room for the weights")
     yield _check_space(f"run directories in {fileroot}", _nearest_existing(fileroot), 5, "checkpoints go there")
@@ -67,12 +61,29 @@ def _check_option(name: str, found: object, otherwise: str, purpose: str) -> Fin
     return Finding("ok", f"{name} found ({purpose.split(': pip')[0]})")
 
 
-def _check_version(name: str, version: str, least: tuple[int, int]) -> Finding:
-    have = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if have >= least:
-        return Finding("ok", f"{name} {version}")
+def _check_gpus() -> Iterator[Finding]:
+    try:
+        torch = importlib.import_module("torch")
+    # OSError: a library of CUDA is missing or does not fit.
+    except (ImportError, OSError) as error:
+        yield Finding("wrong", f"torch cannot be imported: {error}")
+        return
+    if not torch.cuda.is_available():
+        yield Finding("note", "no GPU: everything runs on the CPU, in float32 (set dtype=float32)")
+        return
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        yield Finding("ok", f"GPU {i}: {torch.cuda.get_device_name(i)}, {free / _GB:.0f} of {total / _GB:.0f} GB free")
+
+
+def _check_version(name: str, least: tuple[int, int]) -> Finding:
     need = f"{least[0]}.{least[1]} or later is needed: pip install -U {name}"
-    return Finding("wrong", f"{name} {version}, but {need}")
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("wrong", f"{name} is not installed: {need}")
+    have = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return Finding("ok", f"{name} {version}") if have >= least else Finding("wrong", f"{name} {version}, but {need}")
 
 
 def _check_space(what: str, path: Path, least_gb: float, why: str) -> Finding:
@@ -89,10 +100,9 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
-    found = list(check_machine(Path(argv[0] if argv else "runs")))
+    parser = ArgumentParser("doctor", __doc__, "arealite doctor", "arealite doctor /shared/runs")
+    parser.add_argument("fileroot", nargs="?", default="runs", help="folder of run directories (default: runs)")
+    found = list(check_machine(Path(parser.parse_args(argv).fileroot)))
     for finding in found:
         print(f"{finding.state:5}  {finding.text}")
     return int(any(finding.state == "wrong" for finding in found))

@@ -1,62 +1,88 @@
 """The `arealite` command: one entry for all command-line tools of the package.
 
-Imports a tool only when it is called, so that `arealite --help` and `arealite --version` take no time.
+Imports a tool only when it is called, and nothing at all for its own help, so that `arealite --help`, `--version` and
+completions take no time.
 """
 
 import difflib
 import importlib
 import sys
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from arealite import __version__
 from arealite.api.errors import ConfigError
-from arealite.utils.config import run_main
 
-# Module and one line of help of each command.
+
+class Command(NamedTuple):
+    """A command: its module (its `main(argv)` runs it), one line of help, and where help lists it."""
+
+    module: str
+    text: str
+    group: str
+
+
+_RUN, _LOOK, _SET_UP = "train and serve", "look at runs", "set up"
 COMMANDS = {
-    "run": ("arealite.cli.main", "train or evaluate from a configuration alone"),
-    "train": ("arealite.cli.main", "the same as run"),
-    "launch local": ("arealite.launcher.local", "run a script on this machine"),
-    "launch torchrun": ("arealite.launcher.torchrun", "run a script with torchrun on one or several machines"),
-    "launch ray": ("arealite.launcher.ray", "run a script on a Ray cluster"),
-    "launch slurm": ("arealite.launcher.slurm", "run a script on a Slurm cluster"),
-    "evaluate": ("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on"),
-    "plan": ("arealite.cli.plan", "print what a configuration would start, and where"),
-    "serve": ("arealite.cli.serve", "serve a model over HTTP with the embedded engine"),
-    "dashboard": ("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards"),
-    "report": ("arealite.cli.report", "show steps, times and rollouts of a run"),
-    "doctor": ("arealite.cli.doctor", "check versions, devices and free space of this machine"),
+    "train": Command("arealite.cli.main", "train from a configuration alone", _RUN),
+    "eval": Command("arealite.cli.eval", "evaluate a model from a configuration alone", _RUN),
+    "serve": Command("arealite.cli.serve", "serve a model over HTTP with the embedded engine", _RUN),
+    "launch local": Command("arealite.launcher.local", "run a script on this machine", _RUN),
+    "launch torchrun": Command("arealite.launcher.torchrun", "run a script with torchrun", _RUN),
+    "launch ray": Command("arealite.launcher.ray", "run a script on a Ray cluster", _RUN),
+    "launch slurm": Command("arealite.launcher.slurm", "run a script on a Slurm cluster", _RUN),
+    "dashboard": Command("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards", _LOOK),
+    "report": Command("arealite.cli.report", "show steps, times and rollouts of a run", _LOOK),
+    "evaluate": Command("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on", _LOOK),
+    "plan": Command("arealite.cli.plan", "print what a script would start, and where", _SET_UP),
+    "doctor": Command("arealite.cli.doctor", "check versions, devices and free space of this machine", _SET_UP),
 }
+_EXAMPLES = """examples:
+  arealite train trainer.grpo.actor.path=Qwen/Qwen2-0.5B --dry-run
+  arealite report runs/arealite/grpo
+
+arealite COMMAND --help explains a command."""
 
 
 def usage() -> str:
-    """Return the help text: one line per command."""
-    lines = [f"  arealite {name:<16} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: arealite COMMAND [arguments]", "", *lines, "", "arealite COMMAND --help explains a command."]
-    )
+    """Return the help text: one line per command, in groups."""
+    lines = ["usage: arealite COMMAND [arguments]", "       arealite --version"]
+    for group in dict.fromkeys(command.group for command in COMMANDS.values()):
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<16} {command.text}" for name, command in COMMANDS.items() if command.group == group]
+    return "\n".join([*lines, "", _EXAMPLES])
 
 
 def run_command(argv: list[str]) -> int | None:
     """Run the command that `argv` names; returns its exit code."""
+    if argv[:1] == ["help"] and len(argv) > 1:
+        argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
         print(f"arealite {__version__}")
         return 0
+    launchers = [name for name in COMMANDS if name.startswith("launch ")]
+    if argv[0] == "launch" and argv[1:] in (["-h"], ["--help"]):
+        print("usage: arealite launch LAUNCHER SCRIPT.py [--config FILE.yaml]... [key=value]... [--dry-run]\n")
+        print("\n".join(f"  {name:<16} {COMMANDS[name].text}" for name in launchers))
+        return 0
     size = 2 if argv[0] == "launch" else 1
     name = " ".join(argv[:size])
     if name not in COMMANDS:
-        launchers = [command for command in COMMANDS if command.startswith("launch ")]
-        near = launchers if name == "launch" else difflib.get_close_matches(name, COMMANDS, n=1) or ["run"]
-        raise ConfigError(f"unknown command {name!r}: did you mean {' or '.join(near)}? `arealite --help` lists all")
-    return importlib.import_module(COMMANDS[name][0]).main(argv[size:])
+        near = launchers if name == "launch" else difflib.get_close_matches(name, COMMANDS, n=2)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"unknown command {name!r}: {guess}`arealite --help` lists all")
+    return importlib.import_module(COMMANDS[name].module).main(argv[size:])
 
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    run_main(run_command, sys.argv[1:])
+    argv = sys.argv[1:]
+    if argv and argv[0] in ("-h", "--help", "-V", "--version"):
+        raise SystemExit(run_command(argv))
+    importlib.import_module("arealite.utils.config").run_main(run_command, argv)
+    raise AssertionError("unreachable")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ TensorBoard files under the checkpoint's step, answers to `evaluations/`. A chec
 evaluated again. The command ends when the run has ended, or with --once after the checkpoints that there are.
 """
 
-import argparse
+import importlib
 import re
 import shutil
 import tempfile
@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 
 from arealite.api.cli_args import EvalConfig
 from arealite.api.errors import ConfigError
+from arealite.cli.arguments import ArgumentParser
+from arealite.cli.main import loop_file
 from arealite.launcher.job import StopEvent
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import INTERRUPTED
-from arealite.trainer import evaluate
 from arealite.trainer.eval_metrics import powers_of_two
 from arealite.trainer.stats_logger import read_stats
-from arealite.trainer.tasks import check_data
 from arealite.utils.config import load_config, load_plain, run_main, to_yaml
 from arealite.utils.rundir import RunDir
 
@@ -51,8 +51,11 @@ class Checkpoint:
 
 def main(argv: list[str]) -> int:
     """Follow a run until it ends; returns 1 if a checkpoint could not be evaluated."""
-    parser = argparse.ArgumentParser(
-        prog="arealite evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(
+        "evaluate",
+        __doc__,
+        "arealite evaluate runs/gsm8k/trial0",
+        "arealite evaluate runs/gsm8k/trial0 --once eval_gconfig.n_samples=8",
     )
     parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval_gconfig.n_samples=8")
@@ -60,7 +63,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(argv)
     run_dir = RunDir(options.run_dir)
     settings = read_settings(run_dir, options.overrides)
-    check_data(settings, None)
+    importlib.import_module("arealite.trainer.tasks").check_data(settings, None)
     tried: set[Checkpoint] = set()
     num_idle = num_failed = 0
     with StopEvent() as stop:
@@ -168,7 +171,7 @@ def evaluate_checkpoint(settings: EvalConfig, checkpoint: Checkpoint) -> int:
         file = Path(folder) / "config.yaml"
         file.write_text(to_yaml(config))
         try:
-            code = launch(Path(str(evaluate.__file__)), ["--config", str(file)])
+            code = launch(loop_file(None), ["--config", str(file)])
         except ConfigError:
             # A run deletes the best model when it has a better one.
             if path.exists():

@@ -1,16 +1,18 @@
 """Train or evaluate from a configuration alone, without a script.
 
-    python -m arealite.cli.main trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B
-    python -m arealite.cli.main trainer.type=null valid_dataset.path=…/gsm8k/test.jsonl        (evaluate)
-    python -m arealite.cli.main mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo
+    arealite train trainer.type=grpo trainer.grpo.actor.path=Qwen/Qwen2-0.5B        (or python -m arealite.cli.main …)
+    arealite eval valid_dataset.path=…/gsm8k/test.jsonl                            (or trainer.type=null)
+    arealite train mode=ray allocation_mode=sglang.d16p1m1+d32p2m1 trainer.type=grpo
 
 Turns the tree below into the flat configuration of scripts, and runs the matching loop of `arealite/trainer/` with the
-launcher that `mode` names. `--help` lists all keys; `--dry-run` prints what would be started where.
+launcher that `mode` names. `--help` lists the keys; `--dry-run` prints what would be started where. What needs torch is
+imported when the configuration is known to be right.
 """
 
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import os
 import tempfile
 import typing
@@ -18,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.alloc_mode import AllocationMode
@@ -40,21 +41,35 @@ from arealite.api.cli_args import (
 from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.api.trainer_api import load_trainer
-from arealite.trainer import custom, dpo, evaluate, ppo, rw, sft
-from arealite.trainer.tasks import check_data
 from arealite.utils.config import load_config, public_yaml, run_main
+from arealite.utils.config_help import USAGE, CommandHelp
 from arealite.utils.rundir import RunDir, write_file
 
-# The loop and the configuration of each `trainer.type`.
-TRAINERS: dict[str | None, tuple[ModuleType, type[BaseExperimentConfig]]] = {
-    "grpo": (ppo, GRPOConfig),
-    "sft": (sft, SFTConfig),
-    "rw": (rw, RWConfig),
-    "dpo": (dpo, DPOConfig),
-    None: (evaluate, EvalConfig),
+# The configuration of each `trainer.type`.
+TRAINERS: dict[str | None, type[BaseExperimentConfig]] = {
+    "grpo": GRPOConfig,
+    "sft": SFTConfig,
+    "rw": RWConfig,
+    "dpo": DPOConfig,
+    None: EvalConfig,
 }
+# Its loop in `arealite.trainer`; any other type has `custom`.
+_LOOPS = {"grpo": "ppo", "sft": "sft", "rw": "rw", "dpo": "dpo", None: "evaluate"}
 MODES = ("local", "torchrun", "ray", "slurm")
 DEFAULT_MODEL = "Qwen/Qwen2-0.5B"
+HELP = CommandHelp(
+    f"arealite train {USAGE} [--dry-run]",
+    "Train from a configuration alone: reinforcement learning, supervised, reward model, preferences. A script of "
+    "your own has the same keys without `trainer.TYPE.`; `arealite launch local SCRIPT.py` runs it.",
+    (
+        ("arealite train trainer.grpo.actor.path=Qwen/Qwen2-0.5B --dry-run", "what would be started where"),
+        ("arealite train trainer.type=sft train_dataset.path=chats.jsonl", "supervised fine-tuning"),
+        ("arealite train train_dataset.path=mine.jsonl reward=mine:score", "your own data and reward function"),
+        ("arealite train --config run.yaml seed=2", "a file, and one value changed"),
+        ("arealite train --help actor", "the keys of one part"),
+        ("arealite train --help lr", "all keys with a word in their name"),
+    ),
+)
 
 
 def _own_fields(config_class: type, **defaults: Callable[[], Any]) -> Any:
@@ -133,7 +148,7 @@ class MainConfig(BaseExperimentConfig):
 
 def _config_class(kind: str | None) -> type[BaseExperimentConfig]:
     """Return the configuration of a `trainer.type`."""
-    return TRAINERS[kind][1] if kind in TRAINERS else load_trainer(str(kind)).config_class
+    return TRAINERS[kind] if kind in TRAINERS else load_trainer(str(kind)).config_class
 
 
 def _section(config_class: type[BaseExperimentConfig]) -> str:
@@ -201,26 +216,41 @@ def _config_file(flat: BaseExperimentConfig, folder: Path) -> Iterator[Path]:
 
 
 def main(argv: list[str]) -> int:
+    return run(argv, HELP)
+
+
+def run(argv: list[str], about: CommandHelp) -> int:
+    """Run what the arguments configure; returns the exit code."""
     dry_run = "--dry-run" in argv
-    config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig)
+    config = load_config([argument for argument in argv if argument != "--dry-run"], MainConfig, about)
     kind = config.trainer.type
     is_own = kind not in TRAINERS
-    loop = custom if is_own else TRAINERS[kind][0]
     flat = flatten(config)
     # A trainer of the user's own may have data of its own.
     if not dry_run and not is_own:
-        check_data(flat, kind)
+        _check_data(flat, kind)
     with (
         tempfile.TemporaryDirectory() as scratch,
         _config_file(flat, Path(scratch) if dry_run else RunDir(flat).path) as path,
     ):
         # Only one launcher is imported: Ray is optional.
         launcher = importlib.import_module(f"arealite.launcher.{config.mode}")
-        code = launcher.launch(Path(str(loop.__file__)), ["--config", str(path)], dry_run)
+        code = launcher.launch(loop_file(kind), ["--config", str(path)], dry_run)
     if dry_run and not is_own:
         # After the plan, so that it is printed also for data that cannot be used.
-        check_data(flat, kind)
+        _check_data(flat, kind)
     return code
+
+
+def loop_file(kind: str | None) -> Path:
+    """Return the script that runs on every rank. It is not imported: that would import torch."""
+    spec = importlib.util.find_spec(f"arealite.trainer.{_LOOPS.get(kind, 'custom')}")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
+
+
+def _check_data(flat: BaseExperimentConfig, kind: str | None) -> None:
+    importlib.import_module("arealite.trainer.tasks").check_data(flat, kind)
 
 
 if __name__ == "__main__":

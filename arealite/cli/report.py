@@ -1,10 +1,9 @@
-"""Summarizes a run: `python -m arealite.cli.report RUN_DIR [--steps N] [--rollouts N]`.
+"""Summarizes a run: `arealite report RUN_DIR [--steps N] [--rollouts N]`.
 
 Shows a sample of the steps, the time per phase, all evaluations, the outcome of the episodes, and a few rollouts as
 text. Only reads the run directory.
 """
 
-import argparse
 import contextlib
 import sqlite3
 from functools import partial
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from arealite.api.errors import CheckpointError, ConfigError
+from arealite.cli.arguments import ArgumentParser
 from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
@@ -28,7 +28,7 @@ _right = partial(rich_table.Column, justify="right")
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m arealite.cli.report", description=__doc__)
+    parser = ArgumentParser("report", __doc__, "arealite report runs/demo/reverse --steps 30 --rollouts 0")
     parser.add_argument("run_dir", help="the run directory, such as runs/demo/reverse")
     parser.add_argument("--steps", type=int, default=15, help="rows of the table of steps")
     parser.add_argument("--rollouts", type=int, default=3, help="rollouts shown as text")

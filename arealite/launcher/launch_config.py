@@ -140,6 +140,8 @@ def _reads_datasets(tree: ast.Module) -> bool:
 
 def _resolve_in_script(script: str, argv: list[str]) -> str:
     """Run the script up to its `load_config`, which writes the configuration and ends the process."""
+    if {"-h", "--help"} & set(argv):
+        raise SystemExit(subprocess.run([sys.executable, script, *argv], timeout=_CHECK_TIMEOUT_S).returncode)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "config.yaml"
         command, env = [sys.executable, script, *argv], {**os.environ, CHECK_ONLY_ENV: str(answer)}

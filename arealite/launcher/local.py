@@ -61,13 +61,18 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
     raise AssertionError("unreachable")
 
 
+def _examples(name: str) -> str:
+    lines = ("--config run.yaml actor.path=/models/mine", "--config run.yaml --dry-run", "--help actor")
+    return "\n".join(["examples:", *(f"  arealite launch {name} train.py {line}" for line in lines)])
+
+
 def command_line(name: str, launch: Callable[..., int], doc: str | None) -> Callable[[list[str]], int]:
     """Make the `main` of a launcher's module, which reads SCRIPT, its arguments and --dry-run."""
 
     def main(argv: list[str]) -> int:
         if not argv or argv[0] in ("-h", "--help"):
             arguments = "SCRIPT.py [--config FILE.yaml]... [key=value]... [--dry-run]"
-            print(f"usage: python -m arealite.launcher.{name} {arguments}\n\n{doc}")
+            print(f"usage: arealite launch {name} {arguments}\n\n{(doc or '').strip()}\n\n{_examples(name)}")
             return 0 if argv else 2
         arguments = [argument for argument in argv[1:] if argument != "--dry-run"]
         return launch(argv[0], arguments, dry_run="--dry-run" in argv)

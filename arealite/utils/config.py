@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import KEY_REFERENCE
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError
+from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_text, type_name
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.startup import prepare_process
 from arealite.utils.text import CleanFormatter, clean, clean_process_output
@@ -27,7 +28,6 @@ from arealite.utils.yaml_reader import (
     MAX_CHARACTERS,
     MAX_DEPTH,
     dataclass_of,
-    is_union,
     kind_inside,
     named_sections,
     read_yaml,
@@ -46,16 +46,20 @@ COLLAPSED = 3
 _PERMANENT = (ConfigError, DatasetError, CheckpointError)
 # Each is merged on its own, so that an error can name it.
 MAX_OVERRIDES = 500
-USAGE = "arguments: [--config FILE.yaml]... [key=value]... [--help]"
+_OPTIONS = ("--config", "--help", "--dry-run")
 
 
-def load_config(argv: list[str], cls: type[T]) -> T:
-    """Load and check the configuration of the arguments. `--help` prints its keys and exits."""
-    if "--help" in argv or "-h" in argv:
-        _print_to_pipe(help_text(cls))
+def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None) -> T:
+    """Load and check the configuration of the arguments. `--help` prints its keys and exits.
+
+    `about` is what a command's help says besides.
+    """
+    part = _wanted_help(argv)
+    if part is not None:
+        _print_to_pipe(help_text(cls, part, about))
         raise SystemExit(0)
     node = OmegaConf.structured(cls)
-    for source, values in _sources(argv, cls):
+    for source, values in read_sources(argv, cls):
         _check_keys(values, cls, source)
         try:
             node = OmegaConf.merge(node, values)
@@ -71,10 +75,21 @@ def load_config(argv: list[str], cls: type[T]) -> T:
     return config
 
 
+def _wanted_help(argv: list[str]) -> str | None:
+    """Return the part of the configuration that `--help` asks for: empty for an overview, None without `--help`."""
+    for i, argument in enumerate(argv):
+        if argument in ("-h", "--help"):
+            after = argv[i + 1] if i + 1 < len(argv) else ""
+            return "" if "=" in after or after.startswith("-") else after
+        if argument.startswith("--help="):
+            return argument.removeprefix("--help=")
+    return None
+
+
 def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
     """Merge the same arguments without a schema. Values of keys that are text in `cls` stay as written."""
     node = OmegaConf.create({})
-    for source, values in _sources(argv, cls):
+    for source, values in read_sources(argv, cls):
         try:
             node = OmegaConf.merge(node, values)
         except (OmegaConfBaseException, TypeError) as error:
@@ -144,7 +159,7 @@ def log_to_file() -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
-def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:
+def read_sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfig]]:
     """Yield (name of the source, nested values): all files in order, then all overrides."""
     files, overrides = [], []
     arguments = iter(argv)
@@ -152,14 +167,15 @@ def _sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictConfi
         if argument == "--config":
             path = next(arguments, None)
             if path is None:
-                raise ConfigError(f"--config needs a file after it\n{USAGE}")
+                raise ConfigError(f"--config needs a file after it: {USAGE}")
             files.append(path)
         elif argument.startswith("--config="):
             files.append(argument.removeprefix("--config="))
         elif "=" in argument and not argument.startswith("-"):
             overrides.append(argument)
         else:
-            raise ConfigError(f"cannot read the argument {argument!r}\n{USAGE}")
+            near = nearest_text(argument, _OPTIONS) or f"arguments are {USAGE}"
+            raise ConfigError(f"cannot read the argument {argument!r}: {near}")
     if len(overrides) > MAX_OVERRIDES:
         raise ConfigError(f"{len(overrides)} overrides are given; at most {MAX_OVERRIDES}. Write a --config file")
     for path in files:
@@ -233,7 +249,7 @@ def _check_keys(values: DictConfig, cls: type, source: str, prefix: str = "") ->
         child, named, node = dataclass_of(kinds[key]), named_sections(kinds[key]), values._get_node(key)
         expected = {list: ListConfig, dict: DictConfig}.get(typing.get_origin(without_null(kinds[key])))
         if expected is not None and isinstance(node, DictConfig | ListConfig) and not isinstance(node, expected):
-            raise ConfigError(f"{path} in {source} must be {_type_name(kinds[key])}")
+            raise ConfigError(f"{path} in {source} must be {type_name(kinds[key])}")
         if named is not None and isinstance(node, DictConfig) and not node._is_none():
             for name in map(str, node):
                 _check_section(node, name, named, source, f"{path}.{name}")
@@ -256,14 +272,14 @@ def _nearest(key: str, cls: type, prefix: str) -> str:
     siblings = [field.name for field in dataclasses.fields(cls)]
     near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
     # The key may have been written one level too high: search for its name in nested sections.
-    near = near or [p for p, *_ in _leaves(cls, prefix) if p.rsplit(".", 1)[-1] == key][:3]
+    near = near or [each.path for each in keys_of(cls, prefix) if each.path.rsplit(".", 1)[-1] == key][:3]
     return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
 
 def bad_value(error: OmegaConfBaseException, source: str, cls: type) -> ConfigError:
     """Return the error for a value that OmegaConf rejects: its key, the type it must have, and why."""
     key = error.full_key or "a value"
-    kinds = {path: kind for path, kind, *_ in _leaves(cls, "")}
+    kinds = {each.path: each.kind for each in keys_of(cls)}
     expected = f" (expected {kinds[key]})" if key in kinds else ""
     reason = _shorten(str(error.msg or error).splitlines()[0])
     return ConfigError(f"{key} in {source}{expected}: {reason}")
@@ -277,21 +293,11 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
     except OmegaConfBaseException as error:
         raise bad_value(error, "the merged configuration", cls) from error
     if missing:
-        helps = {path: text for path, _, _, text in _leaves(cls, "")}
+        helps = {key.path: key.text for key in keys_of(cls)}
         lines = "".join(f"\n  {key}=…   {helps.get(key, '')}" for key in missing)
         raise ConfigError(f"values are missing; set them in a file or as key=value:{lines}")
     assert isinstance(config, cls)
     return config
-
-
-def help_text(cls: type) -> str:
-    """Return all keys as plain text, in the order of declaration: key, type, default, help."""
-    rows = [(path, f"{kind} = {default}", text) for path, kind, default, text in _leaves(cls, "")]
-    width = max(len(path) for path, *_ in rows)
-    middle = max(len(kind) for _, kind, _ in rows)
-    lines = [USAGE, "", (cls.__doc__ or "").strip(), ""]
-    lines += [f"  {path:<{width}}  {kind:<{middle}}  {text}".rstrip() for path, kind, text in rows]
-    return "\n".join(lines)
 
 
 def _print_to_pipe(text: str) -> None:
@@ -301,43 +307,3 @@ def _print_to_pipe(text: str) -> None:
     except BrokenPipeError:
         # Discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (path, type, default, help) of every value; an optional section also has a row of its own."""
-    kinds = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind, path = kinds[field.name], f"{prefix}{field.name}"
-        text = field.metadata.get("help", "")
-        child = dataclass_of(kind)
-        if child is None:
-            words = " | ".join(field.metadata.get("words", ()))
-            text += f" ({words})" if words else ""
-            yield path, _type_name(kind), _default_text(field), text
-            named = named_sections(kind)
-            if named is not None:
-                yield from _leaves(named, f"{path}.NAME.")
-            continue
-        if kind is not child and field.default is None:
-            yield path, _type_name(kind), "null", text
-        yield from _leaves(child, f"{path}.")
-
-
-def _default_text(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return str(field.default_factory())
-    if field.default is dataclasses.MISSING or field.default == MISSING:
-        return "(required)"
-    if isinstance(field.default, bool):
-        return str(field.default).lower()
-    return "null" if field.default is None else str(field.default) or "''"
-
-
-def _type_name(kind: Any) -> str:
-    if is_union(kind):
-        return " | ".join(_type_name(option) for option in typing.get_args(kind))
-    if kind is type(None):
-        return "null"
-    if named_sections(kind) is not None:
-        return "dict[str, section]"
-    return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))

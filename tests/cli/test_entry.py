@@ -1,4 +1,4 @@
-"""The `arealite` command."""
+"""The `arealite` command: its list of commands, the help of each, and what help imports."""
 
 import subprocess
 import sys
@@ -9,21 +9,42 @@ from arealite import __version__
 from arealite.api.errors import ConfigError
 from arealite.cli.entry import COMMANDS, run_command
 
-QUICK = ("plan", "report", "launch local", "launch torchrun", "launch ray", "launch slurm")
+HEAVY = ("torch", "transformers", "ray", "aiohttp")
 HELP = f"""
-import importlib, sys
-from arealite.cli.entry import COMMANDS, run_command
-run_command(["--help"])
-for name in {QUICK}:
-    importlib.import_module(COMMANDS[name][0])
-sys.exit("torch" in sys.modules)
+import sys
+from arealite.cli import entry
+sys.argv = ["arealite", *sys.argv[1:]]
+try:
+    entry.main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print("imported:", *(name for name in {HEAVY} if name in sys.modules))
+print("config:", "arealite.utils.config" in sys.modules)
 """
 
 
-def test_help_and_commands_that_compute_nothing_do_not_import_torch():
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+def show_help(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", HELP, *argv], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command_and_imports_nothing():
+    done = show_help("--help")
     assert done.returncode == 0, done.stderr
-    assert all(f"arealite {name} " in done.stdout for name in COMMANDS)
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert done.stdout.endswith("imported:\nconfig: False\n")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "dashboard"])
+def test_help_of_a_command_has_usage_and_examples_and_imports_nothing_that_computes(name):
+    done = show_help(*name.split(), "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: arealite {name} ")
+    assert "\nexamples:\n  " in done.stdout and "\nimported:\n" in done.stdout
+
+
+def test_help_of_launch_lists_the_launchers(capsys):
+    assert run_command(["launch", "--help"]) == 0
+    assert "launch slurm" in capsys.readouterr().out
 
 
 def test_version(capsys):
@@ -31,22 +52,19 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"arealite {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (["launch", "local", "--help"], "usage: python -m arealite.launcher.local SCRIPT.py"),
-        (["plan", "--help"], "usage: python -m arealite.cli.plan SCRIPT.py"),
-        (["doctor", "--help"], "python -m arealite.cli.doctor"),
-    ],
-)
-def test_arguments_after_the_command_go_to_it(argv, shown, capsys):
-    assert run_command(argv) == 0
-    assert shown in capsys.readouterr().out
+def test_no_command_shows_help_and_fails(capsys):
+    assert run_command([]) == 2
+    assert "usage: arealite COMMAND" in capsys.readouterr().out
+
+
+def test_help_of_a_command_by_its_name(capsys):
+    assert run_command(["help", "plan"]) == 0
+    assert "usage: arealite plan SCRIPT.py" in capsys.readouterr().out
 
 
 def test_every_command_has_a_main():
-    for module, _ in COMMANDS.values():
-        assert callable(__import__(module, fromlist=["main"]).main)
+    for command in COMMANDS.values():
+        assert callable(__import__(command.module, fromlist=["main"]).main)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +73,13 @@ def test_every_command_has_a_main():
         (["serv"], "did you mean serve"),
         (["launch"], "launch local or launch torchrun"),
         (["launch", "rey"], "launch ray"),
+        (["xyzzy"], "unknown command 'xyzzy': `arealite --help` lists all"),
+        (["report", "--stepz", "3"], "--steps"),
+        (["train", "--dryrun"], "did you mean --dry-run"),
+        (["eval", "trainer.type=sft"], "use `arealite train`"),
+        (["train", "--help", "actr"], "did you mean actor"),
     ],
 )
-def test_an_unknown_command_names_the_nearest(argv, message):
+def test_wrong_arguments_name_the_nearest(argv, message):
     with pytest.raises(ConfigError, match=message):
         run_command(argv)

@@ -1,3 +1,5 @@
+"""`arealite plan` and `arealite doctor`."""
+
 import pytest
 
 from arealite.api.errors import AllocationError, ConfigError
@@ -21,6 +23,15 @@ def test_doctor_finds_this_machine_fit(tmp_path, capsys, monkeypatch):
     assert doctor.main([str(tmp_path / "not" / "there")]) == 0
     out = capsys.readouterr().out
     assert "torch 2." in out and "GB free" in out and "ray" in out
-    monkeypatch.setattr(doctor.torch, "__version__", "2.4.0")
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.4.0")
     assert doctor.main([]) == 1
     assert "2.11 or later is needed" in capsys.readouterr().out
+
+
+def test_doctor_finds_a_torch_that_cannot_be_imported(capsys, monkeypatch):
+    def fail(name):
+        raise OSError("libcudart.so.13 is missing")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", fail)
+    assert doctor.main([]) == 1
+    assert "torch cannot be imported: libcudart.so.13" in capsys.readouterr().out
