@@ -11,7 +11,7 @@ from arealite.utils.config_help import fill_text, nearest_text
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Reads the arguments of `arealite NAME`. A wrong argument is a `ConfigError` with the nearest option."""
+    """Reads the arguments of `arealite NAME`; a wrong one is a `ConfigError` with the nearest option."""
 
     def __init__(self, name: str, doc: str | None, *examples: str):
         text = "\n".join(["examples:", *(f"  {example}" for example in examples)])

@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CommandHelp:
-    """What `--help` shows around the keys: how the command is called, what it does, examples with a remark."""
+    """What `--help` shows around the keys: usage, what the command does, examples with a remark."""
 
     usage: str = f"python SCRIPT.py {USAGE}"
     text: str = ""
