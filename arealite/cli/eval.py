@@ -1,4 +1,4 @@
-"""Evaluates a model from a configuration alone: `arealite eval valid_dataset.path=… trainer.grpo.actor.path=…`.
+"""Evaluates a model from a configuration alone: `arealite eval valid_dataset.path=…`.
 
 The same as `arealite train trainer.type=null`. `arealite evaluate RUN_DIR` evaluates the checkpoints of a run instead.
 """

@@ -76,7 +76,7 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
 
 
 def _wanted_help(argv: list[str]) -> str | None:
-    """Return the part of the configuration that `--help` asks for: empty for an overview, None without `--help`."""
+    """Return the part that `--help` asks for: empty for an overview, None without `--help`."""
     for i, argument in enumerate(argv):
         if argument in ("-h", "--help"):
             after = argv[i + 1] if i + 1 < len(argv) else ""

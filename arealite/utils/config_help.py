@@ -1,4 +1,4 @@
-"""Describes the keys of config dataclasses: help text in parts, nearest names, types and defaults as text.
+"""Describes the keys of config dataclasses as text: help in parts, nearest names, types and defaults.
 
 Used by `config` for `--help` and error messages, and by the commands that show configurations. Imports nothing that
 computes, so that help is shown at once.
