@@ -1,0 +1,203 @@
+"""Runs the code blocks of Markdown pages in a folder that looks like a clone, with a tiny model and tiny settings.
+
+What is replaced, so that a block that names a real model runs on two cores without a network:
+
+- `REPLACED`: names of models and files in the text of a block.
+- `SMALL`: settings that are appended to commands that train.
+- `python`, `arealite`, `make` and their paths in `.venv/bin` are those of this test's interpreter and checkout.
+
+A comment before a block says how it is tested: `<!-- test: check -->` appends `--dry-run` to each command, because the
+block needs GPUs or a cluster; `<!-- test: tests/x/test_y.py -->` names the test that runs it. Other blocks of bash and
+Python run. A block whose first line is `# name.py` or `# name.yaml` is written to that file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from arealite.api.cli_args import GRPOConfig
+from arealite.cli.main import MainConfig
+from tests.chat_templates import make_chat_tokenizer
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"(?:^<!-- test: (?P<test>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+# A first line such as `# my_reward.py` or `# configs/mine.yaml`.
+FILE_NAME = re.compile(r"# ([\w./-]+\.(?:py|yaml|sh))\n")
+REPLACED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": "tiny",
+    "Qwen/Qwen2.5-1.5B-Instruct": "tiny",
+    "/path/to/model": "tiny",
+    "/path/to/gsm8k/": "gsm8k/",
+}
+# Keys of `arealite train`, by the command's words; those of scripts under a launcher.
+SMALL_TRAIN = [
+    *("total_train_steps=2", "train_dataset.batch_size=4", "launcher.threads_per_process=1"),
+    *("trainer.grpo.gconfig.max_new_tokens=8", "trainer.grpo.gconfig.n_samples=2"),
+    *("trainer.grpo.actor.dtype=float32", "trainer.grpo.actor.optimizer.lr=1e-4"),
+    *("trainer.sft.model.dtype=float32", "trainer.rw.model.dtype=float32"),
+]
+SMALL_SCRIPT = [
+    *("total_train_steps=2", "train_dataset.batch_size=4", "launcher.threads_per_process=1"),
+    *("gconfig.max_new_tokens=8", "gconfig.n_samples=2", "actor.dtype=float32"),
+]
+SMALL_SFT = ["total_train_steps=2", "train_dataset.batch_size=4", "model.dtype=float32"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page, and how it is tested."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    test: str
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that the block is, by its first line."""
+        match = FILE_NAME.match(self.text)
+        return match[1] if match else None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line} ({self.language})"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the code blocks of a page, in order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, found.start("text")), found["language"], found["text"], found["test"] or "run")
+        for found in FENCE.finditer(text)
+    ]
+
+
+class Workspace:
+    """A folder in which the blocks of one page run, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("examples", "benchmark", "arealite"):
+            (folder / name).symlink_to(ROOT / name)
+        make_tiny_chat_model(folder / "tiny")
+        self._write_data()
+        self._write_commands()
+
+    def run(self, block: Block, timeout_s: float = 300.0) -> str:
+        """Run a block and return its output. Raises AssertionError with the output if it fails."""
+        text = self.substitute(block.text)
+        if block.file_name:
+            path = self.folder / block.file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            if block.language != "python":
+                return ""
+            return self._execute(["python", "-c", f"import {path.stem}"], block, timeout_s)
+        if block.language == "python":
+            script = self.folder / f"block{block.line}.py"
+            script.write_text(text)
+            return self._execute(["python", script.name], block, timeout_s)
+        return self._execute(["bash", "-euo", "pipefail", "-c", text], block, timeout_s)
+
+    def substitute(self, text: str) -> str:
+        """Replace models and files by tiny ones."""
+        for name, tiny in REPLACED.items():
+            text = text.replace(name, tiny)
+        return text
+
+    def _execute(self, command: list[str], block: Block, timeout_s: float) -> str:
+        environment = {
+            **os.environ,
+            "PATH": f"{self.folder / '.venv/bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{self.folder}",
+            "PAGE_CHECK": "1" if block.test == "check" else "",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-6000:]}"
+        return done.stdout
+
+    def _write_data(self) -> None:
+        """Write invented rows in the format of GSM8K."""
+        for name, count in (("train", 32), ("test", 8)):
+            rows = [
+                {
+                    "question": f"Tom has {i} pens and gets {i + 1}. How many?",
+                    "answer": f"{i}+{i + 1}\n#### {2 * i + 1}",
+                }
+                for i in range(count)
+            ]
+            path = self.folder / "gsm8k" / f"{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def _write_commands(self) -> None:
+        """Write `python`, `arealite` and `make`, which append settings to commands that train."""
+        folder = self.folder / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        small = {name: " ".join(words) for name, words in (("T", SMALL_TRAIN), ("S", SMALL_SCRIPT), ("F", SMALL_SFT))}
+        shim = f"""#!/usr/bin/env bash
+# The words of a command, then small settings. PAGE_CHECK: only check it.
+dry=${{PAGE_CHECK:+--dry-run}}
+case "$*" in
+    -m\\ arealite.cli.main*|-m\\ arealite.cli.entry\\ train*) set -- "$@" {small["T"]} $dry ;;
+    -m\\ arealite.launcher.*_sft.py*) set -- "$@" {small["F"]} $dry ;;
+    -m\\ arealite.launcher.*|-m\\ arealite.cli.entry\\ launch*) set -- "$@" {small["S"]} $dry ;;
+esac
+exec {sys.executable} "$@"
+"""
+        scripts = {
+            "python": shim,
+            "arealite": f'#!/usr/bin/env bash\nexec {folder / "python"} -m arealite.cli.entry "$@"\n',
+            "make": f"#!/usr/bin/env bash\nexec {sys.executable} {ROOT}/examples/arealite/$1.py\n",
+        }
+        for name, text in scripts.items():
+            path = folder / name
+            path.write_text(text)
+            path.chmod(0o755)
+
+
+def check_yaml(block: Block) -> None:
+    """Check keys and types of a block against the configuration of scripts, or of `arealite train`."""
+    values = OmegaConf.create(block.text)
+    schema = MainConfig if "trainer" in values else GRPOConfig
+    OmegaConf.merge(OmegaConf.structured(schema), values)
+
+
+def make_tiny_chat_model(folder: Path) -> None:
+    """Write a random model with a chat template that knows tools, and one token per character."""
+    tokenizer = make_chat_tokenizer("qwen25")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
