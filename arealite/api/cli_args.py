@@ -176,6 +176,9 @@ class BaseExperimentConfig(Section):
         "warn", "stop", "rollback",
     )  # fmt: skip
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
+    dashboard: bool | int = _help(
+        "Show the run in a browser while it goes on: true, or the port to listen on (0: a free one).", False, PORT
+    )
 
     def problems(self) -> Iterator[str]:
         yield from self._data_problems()

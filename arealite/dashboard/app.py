@@ -17,6 +17,9 @@ from aiohttp import web
 
 from arealite.api.errors import AReaLiteError, RequestError
 from arealite.dashboard.access import HEADERS, Access
+from arealite.dashboard.csv_export import to_csv
+from arealite.dashboard.evaluations import read_evaluations
+from arealite.dashboard.files import LOG_BYTES, compare_configs, list_logs, read_config, read_log
 from arealite.dashboard.runs import Run, Runs
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import run_beside
@@ -75,8 +78,11 @@ def make_app(roots: list[Path], host: str = "127.0.0.1", token: str | None = Non
     app[CONNECTIONS], app[_SLOTS] = Connections(), asyncio.Semaphore(_MAX_READERS)
     app.router.add_get("/", _index)
     app.router.add_get("/api/runs", _list_runs)
+    app.router.add_get("/api/compare", _compare)
     for path, reader in _READERS.items():
         app.router.add_get(f"/api/runs/{{run}}/{path}", _of_run(reader))
+    for name, reader in _DOWNLOADS.items():
+        app.router.add_get(f"/api/runs/{{run}}/{name}", _download(name, reader))
     app.router.add_static("/static/", STATIC, follow_symlinks=False)
     return app
 
@@ -144,6 +150,11 @@ async def _list_runs(request: web.Request) -> web.Response:
     return await answer(request, lambda: {"runs": [run.summary() for run in request.app[RUNS].all()]})
 
 
+async def _compare(request: web.Request) -> web.Response:
+    runs, query = request.app[RUNS], Query(request)
+    return await answer(request, lambda: compare_configs(runs.get(query.text("a")), runs.get(query.text("b"))))
+
+
 def _of_run(reader: Reader) -> Handler:
     """Make the handler that answers with what `reader` returns for a run."""
 
@@ -154,8 +165,34 @@ def _of_run(reader: Reader) -> Handler:
     return handle
 
 
-def _stats(run: Run, query: Query) -> dict[str, Any]:
-    return run.stats.rows(query.integer("since", 0))
+def _download(name: str, reader: Reader) -> Handler:
+    """Make the handler that answers with the CSV that `reader` returns for a run."""
+
+    async def handle(request: web.Request) -> web.Response:
+        runs, query = request.app[RUNS], Query(request)
+        async with request.app[_SLOTS]:
+            body = await run_beside(lambda: reader(runs.get(query.text("run")), query))
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return web.Response(body=body, content_type="text/csv", charset="utf-8", headers=headers)
+
+    return handle
 
 
-_READERS: dict[str, Reader] = {"stats": _stats}
+def _stats_csv(run: Run, _: Query) -> bytes:
+    columns = run.stats.rows()["columns"]
+    return to_csv(list(columns), zip(*columns.values(), strict=True))
+
+
+def _log(run: Run, query: Query) -> dict[str, Any]:
+    end = query.integer("end", -1, low=0)
+    return read_log(run, query.text("name"), None if end < 0 else end, query.integer("size", LOG_BYTES))
+
+
+_READERS: dict[str, Reader] = {
+    "stats": lambda run, query: run.stats.rows(query.integer("since", 0)),
+    "evaluations": lambda run, _: read_evaluations(run.stats),
+    "config": lambda run, _: read_config(run),
+    "logs": lambda run, _: list_logs(run),
+    "logs/{name}": _log,
+}
+_DOWNLOADS: dict[str, Reader] = {"stats.csv": _stats_csv}

@@ -44,6 +44,7 @@ class LaunchConfig:
     sglang: dict[str, Any] = field(default_factory=dict)
     vllm: dict[str, Any] = field(default_factory=dict)
     controller: bool = False
+    dashboard: bool | int = False
     # The fields below are derived from other sections of the script's configuration.
     model_path: str = ""
     train_device: str = "auto"

@@ -100,12 +100,15 @@ class NodePart:
         self.began = time.monotonic()
         self.elastic = elastic_names(job.run_dir)
         self.mps: Child | None = None
+        self.dashboard: Child | None = None
         self.mps_env: dict[str, str] = {}
         if self.placement.shares_gpus:
             self.config = halve_gpu_memory(self.config)
 
     def run(self) -> None:
         """Start servers and ranks, and return when the ranks of the job have ended."""
+        if self.node == 0 and self.config.dashboard is not False:
+            self.start_dashboard(self.config.dashboard)
         if self.placement.shares_gpus:
             self.start_mps()
         for server in self.placement.servers_on(self.node):
@@ -142,6 +145,8 @@ class NodePart:
                     raise NodeFailure(child.describe_end(), 1 if code in INTERRUPTED else code)
             elif child is self.mps:
                 print(f"warning: {child.describe_end()}; processes share the GPUs by time slices", flush=True)
+            elif child is self.dashboard:
+                print(f"warning: {child.describe_end()}; the run goes on without its dashboard", flush=True)
             else:
                 self.handle_server_end(child)
         self.check_other_nodes()
@@ -178,6 +183,13 @@ class NodePart:
         self.mps_env = {f"CUDA_MPS_{kind}_DIRECTORY": folder for kind in ("PIPE", "LOG")}
         spec = ChildSpec("mps", [command, "-f"], self.logs / "mps.log", self.mps_env)
         self.mps = self.supervisor.start(spec)
+
+    def start_dashboard(self, port: bool | int) -> None:
+        """Show the run in a browser until it ends. The process prints its address."""
+        command = [sys.executable, "-m", "arealite.cli.dashboard", str(self.job.run_dir.path)]
+        command += [] if port is True else ["--port", str(port)]
+        spec = ChildSpec("dashboard", command, self.logs / "dashboard.log", echo=True, cwd=Path(self.job.cwd))
+        self.dashboard = self.supervisor.start(spec)
 
     def start_server(self, server: ServerPlacement) -> None:
         backend = self.placement.mode.gen_backend

@@ -1,0 +1,107 @@
+"""Reads the files of a run that are shown as they are: configuration and logs.
+
+Only regular files directly in `logs/` can be named, and links are not followed: nothing else of the machine can be
+read, and nothing of `private/`.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from arealite.api.errors import RequestError
+from arealite.dashboard.runs import Run
+from arealite.utils.text import clean, clean_stream
+from arealite.utils.yaml_reader import MAX_CHARACTERS, read_yaml
+
+_MAX_LOG_FILES, _MAX_LOG_BYTES, LOG_BYTES = 10_000, 1 << 20, 1 << 16
+
+
+def read_config(run: Run) -> dict[str, str]:
+    """Return the configuration as the run wrote it."""
+    data = _read(run.dir.config_path, 0, 4 * MAX_CHARACTERS)
+    return {"yaml": clean(data.decode(errors="replace"))}
+
+
+def compare_configs(a: Run, b: Run) -> dict[str, Any]:
+    """Return the keys in which the configurations of two runs differ; null where one has no such key."""
+    first, second = (_flat_config(run) for run in (a, b))
+    keys = sorted({*first, *second})
+    rows = [{"key": key, "a": first.get(key), "b": second.get(key)} for key in keys]
+    return {"rows": [row for row in rows if row["a"] != row["b"]]}
+
+
+def _flat_config(run: Run) -> dict[str, str]:
+    text = read_config(run)["yaml"]
+    try:
+        return dict(_leaves(read_yaml(text, None), ""))
+    except ValueError as error:
+        raise RequestError(f"config.yaml of {run.name} cannot be read: {error}") from error
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, value) of all values in nested sections; a list is one value."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    elif path:
+        yield path, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def list_logs(run: Run) -> dict[str, Any]:
+    """Return the names and sizes of the logs."""
+    try:
+        with os.scandir(_logs(run)) as entries:
+            found = [(e.name, e.stat(follow_symlinks=False)) for e in islice(entries, _MAX_LOG_FILES)]
+    except FileNotFoundError:
+        found = []
+    files = [{"name": clean(name), "size": state.st_size} for name, state in found if stat.S_ISREG(state.st_mode)]
+    return {"files": sorted(files, key=lambda file: file["name"])}
+
+
+def read_log(run: Run, name: str, end: int | None, size: int) -> dict[str, Any]:
+    """Return the part of a log that ends at a position, by default at its end. It begins with a whole line."""
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise web.HTTPNotFound(reason="there is no such log")
+    path, size = _logs(run) / name, min(max(size, 1), _MAX_LOG_BYTES)
+    total = _size(path)
+    end = total if end is None else min(end, total)
+    start = max(0, end - size)
+    data = _read(path, start, end - start)
+    cut = data.find(b"\n") + 1 if start else 0
+    # A line that is longer than the whole part is shown from its middle.
+    if cut < len(data):
+        data, start = data[cut:], start + cut
+    return {
+        "text": clean_stream(data.decode(errors="replace")),
+        "start": start,
+        "end": start + len(data),
+        "size": total,
+    }
+
+
+def _logs(run: Run) -> Path:
+    if run.dir.logs.is_symlink():
+        raise web.HTTPNotFound(reason="the folder of logs is a link, which is not followed")
+    return run.dir.logs
+
+
+def _size(path: Path) -> int:
+    return path.stat(follow_symlinks=False).st_size
+
+
+def _read(path: Path, start: int, size: int) -> bytes:
+    """Read a part of a regular file; anything else counts as absent."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise FileNotFoundError(path) from error
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileNotFoundError(path)
+        file.seek(start)
+        return file.read(size)
