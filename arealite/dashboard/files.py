@@ -18,7 +18,7 @@ from arealite.dashboard.runs import Run
 from arealite.utils.text import clean, clean_stream
 from arealite.utils.yaml_reader import MAX_CHARACTERS, read_yaml
 
-_MAX_LOG_FILES, _MAX_LOG_BYTES, LOG_BYTES = 10_000, 1 << 20, 1 << 16
+_MAX_NAME, _MAX_LOG_FILES, _MAX_LOG_BYTES, LOG_BYTES = 255, 10_000, 1 << 20, 1 << 16
 
 
 def read_config(run: Run) -> dict[str, str]:
@@ -64,8 +64,8 @@ def list_logs(run: Run) -> dict[str, Any]:
 
 
 def read_log(run: Run, name: str, end: int | None, size: int) -> dict[str, Any]:
-    """Return the part of a log that ends at a position, by default at its end. It begins with a whole line."""
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
+    """Return the part of a log that ends at a position, by default its end; it begins with a whole line."""
+    if not name or name.startswith(".") or "/" in name or "\0" in name or len(name) > _MAX_NAME:
         raise web.HTTPNotFound(reason="there is no such log")
     path, size = _logs(run) / name, min(max(size, 1), _MAX_LOG_BYTES)
     total = _size(path)

@@ -1,0 +1,188 @@
+import json
+import os
+
+import pytest
+
+from tests.dashboard.client import Dashboard
+from tests.dashboard.make_run import make_run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    make_run(tmp_path / "runs" / "exp" / "a", steps=40, rollouts=80)
+    make_run(tmp_path / "runs" / "exp" / "b", steps=20, rollouts=40, seed=1)
+    return tmp_path / "runs"
+
+
+def test_list_of_runs(runs):
+    with Dashboard(runs) as page:
+        found = {run["name"]: run for run in page.json("/api/runs")["runs"]}
+        assert set(found) == {"exp/a", "exp/b"}
+        run = found["exp/a"]
+        assert (run["experiment"], run["trial"], run["steps"], run["live"]) == ("exp", "a", 40, False)
+        assert run["path"] == str(runs / "exp" / "a")
+        assert 0 < run["reward"] < 1 and run["updated"] > 1e9
+
+
+def test_a_run_directory_itself_and_a_folder_far_above(runs):
+    with Dashboard(runs / "exp" / "a") as page:
+        assert [run["name"] for run in page.json("/api/runs")["runs"]] == ["exp/a"]
+    with Dashboard(runs.parent) as page:
+        assert {run["name"] for run in page.json("/api/runs")["runs"]} == {"runs/exp/a", "runs/exp/b"}
+    # The same run below two folders is one run.
+    with Dashboard(runs, runs / "exp" / "a") as page:
+        assert len(page.json("/api/runs")["runs"]) == 2
+
+
+def test_a_run_in_use_is_live(runs):
+    run_dir = make_run(runs / "exp" / "live", steps=2, rollouts=8)
+    with run_dir.lock(), Dashboard(runs) as page:
+        assert {run["trial"] for run in page.json("/api/runs")["runs"] if run["live"]} == {"live"}
+
+
+def test_stats_in_portions(runs):
+    path = runs / "exp" / "a" / "stats.jsonl"
+    with Dashboard(runs) as page:
+        url = f"/api/runs/{page.run_id('exp/a')}/stats"
+        first = page.json(url)
+        columns = first["columns"]
+        # 40 steps and 2 evaluations.
+        assert len(columns["step"]) == 42 and {len(column) for column in columns.values()} == {42}
+        assert columns["grad_norm"][3] is None and "reset" not in first
+        assert page.json(f"{url}?since={first['next']}")["columns"]["step"] == []
+        with path.open("a") as file:
+            file.write('{"step": 40, "time": 1.0, "reward": 0.5, "new": 7}\n{"step": 41, "rew')
+        more = page.json(f"{url}?since={first['next']}")
+        assert more["columns"]["step"] == [40] and more["columns"]["new"] == [7] and more["columns"]["loss"] == [None]
+        with path.open("a") as file:
+            file.write('ard": 0.25}\n')
+        assert page.json(f"{url}?since={more['next']}")["columns"]["reward"] == [0.25]
+
+
+def test_stats_that_a_recovery_rewrote(runs):
+    path = runs / "exp" / "a" / "stats.jsonl"
+    with Dashboard(runs) as page:
+        url = f"/api/runs/{page.run_id('exp/a')}/stats"
+        first = page.json(url)
+        lines = path.read_text().splitlines(keepends=True)
+        aside = path.with_name("aside")
+        # Longer than before: only its identity shows that it was replaced.
+        aside.write_text("".join(lines[:5]) + '{"step": 5, "reward": 1.0}\n' * 100)
+        aside.replace(path)
+        again = page.json(f"{url}?since={first['next']}")
+        assert again["reset"] and len(again["columns"]["step"]) == 105
+        path.write_text(lines[0])
+        assert page.json(f"{url}?since={again['next']}")["columns"]["step"] == [0]
+        path.unlink()
+        assert page.json(url)["columns"] == {}
+
+
+def test_damaged_stats(runs):
+    path = runs / "exp" / "a" / "stats.jsonl"
+    lines = [
+        b"\xff\xfe not UTF-8", b"[1, 2]", b"null", b'{"reward": 1}', b'{"step": "x"}', b'{"step": 1e400}',
+        b'{"step": 0, "reward": "<script>", "list": [1], "deep": {"a": 1}, "huge": 1e308}',
+        b'{"step": 0, "big": 1234567890123456789012}',
+        b"[" * 100_000, b'{"step": 1, "nan": NaN}', b'{"step": 99999999999999999999}', b'{"step": 2, "reward": 0.5}',
+    ]  # fmt: skip
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with Dashboard(runs) as page:
+        columns = page.json(f"/api/runs/{page.run_id('exp/a')}/stats")["columns"]
+    assert columns["step"] == [0, 0, 2] and columns["reward"] == [None, None, 0.5]
+
+
+def test_evaluations(runs):
+    with Dashboard(runs) as page:
+        rows = page.json(f"/api/runs/{page.run_id('exp/a')}/evaluations")["rows"]
+    assert {(row["step"], row["set"], row["metric"]) for row in rows} >= {
+        (19, "gsm8k", "pass@1"),
+        (39, "math", "maj@8"),
+    }
+    row = next(row for row in rows if row["metric"] == "pass@1")
+    assert row["low"] < row["value"] < row["high"] and row["version"] == row["step"] + 1
+
+
+def test_configuration_and_comparison(runs):
+    with Dashboard(runs) as page:
+        a, b = page.run_id("exp/a"), page.run_id("exp/b")
+        assert "optimizer" in page.json(f"/api/runs/{a}/config")["yaml"]
+        rows = {row["key"]: (row["a"], row["b"]) for row in page.json(f"/api/compare?a={a}&b={b}")["rows"]}
+        assert rows["actor.optimizer.lr"] == ("1e-06", "2e-06") and "experiment_name" not in rows
+        assert page.json(f"/api/compare?a={a}&b={a}") == {"rows": []}
+        (runs / "exp" / "b" / "config.yaml").write_text("a: [1\n")
+        assert "config.yaml of exp/b" in page.get(f"/api/compare?a={a}&b={b}").json["error"]
+        assert page.get(f"/api/compare?a={a}").status == 404
+
+
+def test_logs(runs):
+    logs = runs / "exp" / "a" / "logs"
+    (logs / "long.log").write_text("".join(f"line {i}\n" for i in range(10_000)))
+    with Dashboard(runs) as page:
+        url = f"/api/runs/{page.run_id('exp/a')}/logs"
+        names = [file["name"] for file in page.json(url)["files"]]
+        assert names == ["long.log", "rank0.log", "server0.log"]
+        part = page.json(f"{url}/long.log?size=1000")
+        size = (logs / "long.log").stat().st_size
+        assert part["end"] == part["size"] == size and part["text"].endswith("line 9999\n")
+        assert part["text"].startswith("line ") and part["end"] - part["start"] == len(part["text"])
+        before = page.json(f"{url}/long.log?size=1000&end={part['start']}")
+        assert (
+            before["end"] == part["start"]
+            and (before["text"] + part["text"]).count("\n") == (size - before["start"]) // 10
+        )
+        assert "\x1b" not in page.json(f"{url}/server0.log")["text"]
+
+
+def test_logs_are_only_those_of_the_run(runs):
+    run = runs / "exp" / "a"
+    os.symlink(run / "private" / "api_key", run / "logs" / "link.log")
+    os.mkfifo(run / "logs" / "pipe.log")
+    (run / "logs" / ".hidden").write_text("hidden")
+    with Dashboard(runs) as page:
+        url = f"/api/runs/{page.run_id('exp/a')}/logs"
+        bad = (
+            "link.log",
+            "pipe.log",
+            ".hidden",
+            "..",
+            "../private/api_key",
+            "..%2Fprivate%2Fapi_key",
+            "%00",
+            "none.log",
+        )
+        for name in (*bad, "%2Fetc%2Fpasswd", "rank0.log%00", "a" * 5000):
+            answer = page.get(f"{url}/{name}")
+            assert answer.status == 404 and b"the key" not in answer.body and "error" in answer.json, name
+        assert "link.log" not in str(page.json(url)["files"])
+        (run / "logs").rename(run / "moved")
+        os.symlink(run / "private", run / "logs")
+        assert page.get(f"{url}/api_key").status == 404 and page.get(url).status == 404
+
+
+def test_csv_of_statistics(runs):
+    with Dashboard(runs) as page:
+        answer = page.get(f"/api/runs/{page.run_id('exp/a')}/stats.csv")
+    lines = answer.body.decode().splitlines()
+    assert (
+        answer.headers["Content-Type"].startswith("text/csv") and "attachment" in answer.headers["Content-Disposition"]
+    )
+    assert lines[0].startswith("step,time,reward") and len(lines) == 43
+
+
+def test_a_run_that_is_removed_while_shown(runs):
+    with Dashboard(runs) as page:
+        run_id = page.run_id("exp/a")
+        (runs / "exp" / "a").rename(runs.parent / "elsewhere")
+        for what in ("stats", "config", "logs", "evaluations"):
+            answer = page.get(f"/api/runs/{run_id}/{what}")
+            assert answer.status == 404 and "removed" in answer.json["error"]
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    (tmp_path / "e" / "t" / "logs").mkdir(parents=True)
+    (tmp_path / "e" / "t" / "config.yaml").write_text("seed: 1\n")
+    with Dashboard(tmp_path) as page:
+        (run,) = page.json("/api/runs")["runs"]
+        assert run["steps"] == 0 and run["reward"] is None
+        assert page.json(f"/api/runs/{run['id']}/stats")["columns"] == {}
+        json.dumps(run)
