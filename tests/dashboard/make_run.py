@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from arealite.core.ledger import EpisodeRow, Ledger, RolloutRow
+from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
 from arealite.utils.rundir import RunDir
 
 SAMPLES = 8
