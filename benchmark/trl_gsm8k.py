@@ -32,18 +32,19 @@ class Recorder(TrainerCallback):
 
     def __init__(self, path: str):
         self.file = open(path, "w")  # noqa: SIM115 - open for the whole run
-        self.start, self.rewards = time.perf_counter(), []
+        self.start, self.reward, self.num_steps = time.perf_counter(), 0.0, 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "reward" not in logs:
+        if not logs or "loss" not in logs:
             return
-        self.rewards.append(logs["reward"])
-        if len(self.rewards) % MINIBATCHES == 0:
+        # Only the first optimizer step on a generation logs its reward.
+        self.reward, self.num_steps = logs.get("reward", self.reward), self.num_steps + 1
+        if self.num_steps % MINIBATCHES == 0:
             seconds = time.perf_counter() - self.start
-            row = {"seconds": seconds, "reward": self.rewards[-1], "samples": PROMPTS * GROUP_SIZE}
+            row = {"seconds": seconds, "reward": float(self.reward), "samples": PROMPTS * GROUP_SIZE}
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
             print(row, flush=True)
