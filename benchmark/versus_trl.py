@@ -9,6 +9,7 @@ seconds (of training, without start-up) until the mean reward of the last five b
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import subprocess
@@ -46,7 +47,8 @@ def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
     script = str(Path(__file__).with_name("trl_gsm8k.py"))
     options = ["compile"] if args.compile_trl else []
     command = [*shlex.split(args.trl_python), script, args.model, args.train, str(out), str(args.trl_steps), *options]
-    with (args.out / "trl.log").open("w") as log:
+    # What it wrote until its time limit counts.
+    with (args.out / "trl.log").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, stdout=log, stderr=log, check=False, timeout=args.trl_timeout)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     return [(row["seconds"], row["reward"]) for row in rows]
