@@ -5,13 +5,15 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
-from arealite.engine.fsdp.memory import MemoryPlan, choose_sizes, plan_memory
+from arealite.engine.fsdp.memory import plan_memory
+from arealite.utils.memory import MemoryPlan, choose_sizes
+from arealite.utils.model_size import ModelSize
 
 GB = 1e9
 
 
 @pytest.fixture(scope="module")
-def half_billion():
+def model():
     """A model of 0.5B parameters without memory."""
     config = Qwen2Config(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -19,6 +21,15 @@ def half_billion():
     )  # fmt: skip
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def half_billion(model):
+    return ModelSize.of(model.config.to_dict())
+
+
+def test_parameters_are_counted_from_the_config(model, half_billion):
+    assert half_billion.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
 
 
 def config(**settings) -> TrainEngineConfig:
@@ -62,5 +73,5 @@ def test_a_frozen_model_keeps_no_activations(half_billion):
     assert plan.max_tokens_per_mb == 32768 and not plan.gradient_checkpointing
 
 
-def test_sizes_on_cpu_do_not_depend_on_memory(half_billion):
-    assert plan_memory(half_billion, config(), "cpu") == MemoryPlan(16384, False, 1024)
+def test_sizes_on_cpu_do_not_depend_on_memory(model):
+    assert plan_memory(model, config(), "cpu") == MemoryPlan(16384, False, 1024)

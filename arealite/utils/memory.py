@@ -1,0 +1,249 @@
+"""Formulas for the memory of training and of serving a model, per device, without torch.
+
+Training engines choose the sizes of micro-batches with `choose_sizes`; launchers print the estimates before a run.
+What a layer keeps for its backward pass is derived from its operations. `benchmark/memory.py` compares the estimates
+with measured peaks.
+
+N parameters, T tokens of a micro-batch, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+from arealite.api.alloc_mode import ParallelStrategy
+from arealite.api.cli_args import ServerConfig, TrainEngineConfig
+from arealite.utils.model_size import ModelSize
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Larger micro-batches gain little and need more memory.
+MOST_TOKENS = 32768
+# Activations are recomputed if micro-batches without that would be smaller than this; on CPU it is the default size.
+FEW_TOKENS = 16384
+CPU_CHUNK = 1024
+# Share of the free memory that is planned; the rest is for fragmentation and temporaries.
+_PLANNED_SHARE = 0.8
+# Bytes of both optimizer states per parameter; others have the type of the parameter.
+_STATE_BYTES = {"adamw_bf16": 4.0, "adamw_8bit": 2.1}
+# Bytes per number of the largest tensor that an optimizer with small states needs at once, all of it in 32 bits.
+_UPDATE_BYTES = 28
+# CUDA's context with its kernels, and the libraries' workspaces.
+CUDA_CONTEXT = 0.65e9
+# Python with torch and transformers.
+PROCESS = 0.7e9
+# Share of what passes allocate and free that the allocator cannot use again.
+_FRAGMENTS = 0.05
+# Most of the KV cache on CPU, where a trainer usually shares the memory.
+_CPU_CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes of a training engine's passes."""
+
+    max_tokens_per_mb: int
+    gradient_checkpointing: bool
+    logprob_chunk_size: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes by part: what stays, and what one pass or update has on top of it at its peak."""
+
+    lasting: dict[str, float]
+    passing: dict[str, float] = field(default_factory=dict)
+    # On the host, if the rest is on a GPU.
+    host: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.lasting.values()) + sum(self.passing.values())
+
+
+def layer_numbers(size: ModelSize, compiled: bool, tensor: int = 1) -> float:
+    """Return how many numbers a layer keeps per token for its backward pass.
+
+    Eager norms keep their input in 32 bits, its normalized form and the output; the compiled graph recomputes them, but
+    keeps queries and keys before and after rotation.
+    """
+    if compiled:
+        return 2 * size.hidden + 3 * (size.query_width + size.key_width + size.inner) / tensor
+    return 8 * size.hidden + (2 * size.query_width + 2 * size.key_width + 4 * size.inner) / tensor
+
+
+def logit_bytes(compiled: bool) -> int:
+    """Return the bytes per logit of a chunk: fp32 logits with a gradient in 16 bits; eager also fp32 temporaries."""
+    return 6 if compiled else 12
+
+
+def activation_bytes(size: ModelSize, config: TrainEngineConfig, recomputes: bool, tensor: int = 1) -> float:
+    """Return the bytes of activations per token of a micro-batch."""
+    item = ITEM_BYTES[config.dtype]
+    layer = item * layer_numbers(size, config.compile, tensor)
+    if config.optimizer is None:
+        return layer
+    if recomputes:
+        # The input of each layer, and one layer at a time in the backward pass.
+        return item * size.hidden * size.layers + 2 * layer
+    return layer * size.layers
+
+
+def choose_sizes(size: ModelSize, config: TrainEngineConfig, free_bytes: float) -> MemoryPlan:
+    """Return the sizes that fit into `free_bytes` beside weights, gradients and optimizer."""
+    budget = max(0.0, _PLANNED_SHARE * free_bytes)
+    per_logit = logit_bytes(config.compile) * size.vocab
+    chunk = config.logprob_chunk_size or _power_of_two(budget / 10 / per_logit, 256, 4096)
+    budget -= per_logit * chunk
+    recomputes = config.gradient_checkpointing
+    if recomputes is None:
+        kept = activation_bytes(size, config, recomputes=False)
+        recomputes = config.optimizer is not None and budget < kept * (config.max_tokens_per_mb or FEW_TOKENS)
+    fits = int(budget / activation_bytes(size, config, recomputes)) // 1024 * 1024
+    return MemoryPlan(config.max_tokens_per_mb or min(max(fits, 1024), MOST_TOKENS), recomputes, chunk)
+
+
+def cpu_sizes(config: TrainEngineConfig) -> MemoryPlan:
+    """Return the sizes on CPU, which do not depend on its memory."""
+    return MemoryPlan(
+        config.max_tokens_per_mb or FEW_TOKENS,
+        bool(config.gradient_checkpointing),
+        config.logprob_chunk_size or CPU_CHUNK,
+    )
+
+
+def reserved_bytes(config: TrainEngineConfig, own_trained: float, gathered: float) -> float:
+    """Return what gradients, optimizer states and gathered weights will need besides the weights.
+
+    `own_trained` parameters of this rank have gradients; `gathered` are there in the compute type during a pass.
+    """
+    copy = ITEM_BYTES[config.dtype] * gathered
+    if config.optimizer is None or config.cpu_offload:
+        return copy
+    item = ITEM_BYTES[config.param_dtype]
+    return copy + (item + _STATE_BYTES.get(config.optimizer.type, 2 * item)) * own_trained
+
+
+def training_needs(
+    size: ModelSize,
+    config: TrainEngineConfig,
+    plan: MemoryPlan,
+    on_gpu: bool,
+    parallel: ParallelStrategy | None = None,
+    step_tokens: int | None = None,
+    scalar_head: bool = False,
+) -> Needs:
+    """Return what one rank needs for a model: weights, gradients and optimizer; activations and logits of a pass.
+
+    `step_tokens` are the most tokens of one optimizer step; None: more than one micro-batch.
+    """
+    layout = parallel or ParallelStrategy()
+    tensor, shards = layout.tensor, layout.data * layout.pipeline * layout.context
+    whole = size.parameters / tensor
+    own = whole / shards
+    trained = own if config.optimizer is not None else 0.0
+    if config.lora_rank:
+        own += size.adapter_parameters(config.lora_rank) / tensor / shards
+        trained = size.adapter_parameters(config.lora_rank) / tensor / shards
+    item, small = ITEM_BYTES[config.param_dtype], ITEM_BYTES[config.dtype]
+    is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
+    state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
+    stays = {"weights": item * own, "optimizer": state * trained}
+    tokens = plan.max_tokens_per_mb / layout.context
+    several = step_tokens is None or step_tokens > plan.max_tokens_per_mb
+    # A compiled engine tries the largest micro-batch before the first step.
+    if step_tokens is not None and not (config.compile and on_gpu):
+        tokens = min(tokens, step_tokens / layout.context)
+    passing: dict[str, float] = {}
+    if not is_plain:
+        gathered = whole if shards == 1 else (size.ends + 2 * (size.parameters - size.ends) / size.layers) / tensor
+        passing["gathered weights"] = small * gathered
+    if trained:
+        head = 0.0 if scalar_head else size.embedding / tensor
+        passing |= _backward_needs(size, config, plan, tokens, several, trained, head, item if is_plain else 4, tensor)
+    else:
+        passing["activations"] = activation_bytes(size, config, False, tensor) * tokens
+        passing["logits"] = 0.0 if scalar_head else 8.0 * plan.logprob_chunk_size * size.vocab / tensor
+    if on_gpu:
+        passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
+    host = {}
+    if config.cpu_offload:
+        host = {**stays, "gradients": item * trained}
+        stays, passing["gradients"] = {}, 0.0
+    notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
+    return Needs(_nonzero(stays), _nonzero(passing), host, notes)
+
+
+def _backward_needs(
+    size: ModelSize,
+    config: TrainEngineConfig,
+    plan: MemoryPlan,
+    tokens: float,
+    several: bool,
+    trained: float,
+    head: float,
+    grad_item: int,
+    tensor: int,
+) -> dict[str, float]:
+    """Return gradients, activations and logits at the moment of their peak, or those of the optimizer's update.
+
+    The head's backward pass comes first: all activations are there, but no gradients unless of an earlier micro-batch.
+    """
+    assert config.optimizer is not None
+    gradients = grad_item * trained
+    activations = activation_bytes(size, config, plan.gradient_checkpointing, tensor) * tokens
+    trains_head = head > 0 and not config.lora_rank
+    chunk = min(plan.logprob_chunk_size, tokens)
+    logits = logit_bytes(config.compile) * chunk * size.vocab / tensor if head else 0.0
+    logits += 4 * head if trains_head else 0.0
+    begin = {"gradients": gradients if several else 0.0, "activations": activations, "logits": logits}
+    # At the end all gradients are there, and those of the embedding are summed in 32 bits.
+    end = {"gradients": gradients + (4 * head if trains_head else 0.0)}
+    largest = size.embedding / tensor if not config.lora_rank else config.lora_rank * size.inner
+    if config.optimizer.type != "adamw":
+        end["optimizer update"] = _UPDATE_BYTES * largest
+    return max(begin, end, key=lambda parts: sum(parts.values()))
+
+
+def server_needs(
+    size: ModelSize, config: ServerConfig, total_bytes: float | None, on_gpu: bool, is_updated: bool = True
+) -> Needs:
+    """Return what one rank of the embedded server needs on a device with `total_bytes` (None: not known).
+
+    `is_updated`: a trainer sends weights, which are staged beside the old ones.
+    """
+    tensor = config.tensor_parallel
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    item = ITEM_BYTES[dtype]
+    weights = item * size.parameters / tensor
+    sampling = 4.0 * config.max_running_requests * size.vocab / tensor
+    kv_token = 2.0 * size.layers * -(-size.kv_heads // tensor) * size.head_dim * item
+    context = min(config.context_length or size.context, size.context)
+    tokens = float(config.max_total_tokens or config.max_running_requests * context)
+    if config.max_total_tokens is None:
+        tokens = min(tokens, _cache_limit(config, total_bytes, weights + sampling, on_gpu) / kv_token)
+    lasting = {"weights": weights, "KV cache": kv_token * tokens, "sampling": sampling}
+    passing = {"weight update": weights if is_updated and on_gpu else 0.0}
+    if on_gpu:
+        # Temporaries of the largest prefill: while kernels are compiled, and in the memory of the graphs.
+        wide = 8 * size.hidden + item * (2 * size.query_width + 2 * size.key_width + 3 * size.inner) / tensor
+        lasting["graphs"] = 2 * config.max_prefill_tokens * wide + 0.25e9
+    else:
+        # Sequences that are decoded have their keys and values in one piece too.
+        passing["decoding"] = 2 * kv_token * min(tokens, config.max_running_requests * context)
+    return Needs(_nonzero(lasting), _nonzero(passing), notes={"KV cache": f"{tokens:,.0f} tokens"})
+
+
+def _cache_limit(config: ServerConfig, total_bytes: float | None, own: float, on_gpu: bool) -> float:
+    if total_bytes is None:
+        return float("inf")
+    if on_gpu:
+        return config.mem_fraction * max(0.0, total_bytes - own)
+    return min(config.mem_fraction * total_bytes / 3, _CPU_CACHE_BYTES)
+
+
+def _nonzero(parts: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in parts.items() if value}
+
+
+def _power_of_two(limit: float, least: int, most: int) -> int:
+    """Return the largest power of two up to `limit`, within bounds."""
+    return max(least, min(most, 1 << max(int(limit).bit_length() - 1, 0)))

@@ -1,0 +1,133 @@
+"""Sizes of a model, read from the JSON of its folder: what memory estimates need.
+
+Needs neither torch nor transformers, so launchers can estimate before they start a process. Training engines use the
+same class for the model that they have loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+# A header that is longer is damaged.
+_LONGEST_HEADER = 1 << 28
+# Families whose layers have two matrices after attention instead of three.
+_WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "falcon", "bloom", "starcoder2")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Widths of a decoder's layers and its number of parameters."""
+
+    hidden: int
+    # Width of the layer after attention; of mixtures of experts, of all experts that a token takes.
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    is_tied: bool
+    # All parameters, also of a vision tower.
+    parameters: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> "ModelSize":
+        """Return the sizes of the model that `config` (config.json) describes; counts parameters unless given."""
+        text = config.get("text_config") or config
+
+        def number(*names: str, default: int = 0) -> int:
+            found = next((text[name] for name in names if text.get(name)), default)
+            return max(found) if isinstance(found, list) else found
+
+        hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head", default=1)
+        vocab, layers = number("vocab_size"), number("num_hidden_layers", "n_layer")
+        inner = number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+        kv_heads = number("num_key_value_heads", default=heads)
+        head_dim = number("head_dim", default=hidden // heads)
+        experts = number("num_experts", "num_local_experts", "n_routed_experts")
+        expert = number("moe_intermediate_size", default=inner)
+        shared = number("shared_expert_intermediate_size") or expert * number("n_shared_experts")
+        all_inner = experts * expert + shared if experts else inner
+        is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
+        if parameters is None:
+            matrices = 2 if text.get("model_type") in _WITHOUT_GATE else 3
+            layer = 2 * hidden * (heads + kv_heads) * head_dim + matrices * hidden * all_inner + 2 * hidden
+            parameters = layers * layer + vocab * hidden * (1 if is_tied else 2)
+        return cls(
+            hidden=hidden,
+            inner=number("num_experts_per_tok", "top_k_experts", default=1) * expert + shared if experts else inner,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab=vocab,
+            context=number("max_position_embeddings", "n_positions", default=2048),
+            is_tied=is_tied,
+            parameters=parameters,
+        )
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the token embedding; an untied head has as many again."""
+        return self.vocab * self.hidden
+
+    @property
+    def ends(self) -> int:
+        """Parameters outside of layers: embedding and head."""
+        return self.embedding * (1 if self.is_tied else 2)
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of LoRA adapters of all linear layers but the head."""
+        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
+        return rank * self.layers * (attention + 3 * (self.hidden + self.inner))
+
+
+def read_model_size(path: str) -> ModelSize | None:
+    """Return the sizes of the model in a folder, or of a hub name that was downloaded; None if there is none."""
+    folder = _local_folder(path)
+    if folder is None:
+        return None
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = ModelSize.of(config)
+    counts = [_count_numbers(file) for file in folder.glob("*.safetensors")]
+    return ModelSize.of(config, sum(counts)) if sum(counts) > size.ends else size
+
+
+def _local_folder(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if not path or path.count("/") > 1 or path.startswith(("/", ".", "~")):
+        return None
+    found = try_to_load_from_cache(path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _count_numbers(file: Path) -> int:
+    """Return how many numbers the tensors of a safetensors file have; 0 if its header cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if 0 < length < _LONGEST_HEADER else {}
+        total = 0
+        for name, tensor in header.items():
+            count = 1 if name != "__metadata__" else 0
+            for width in tensor.get("shape", ()):
+                count *= width
+            total += count
+        return total
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 0
