@@ -30,8 +30,8 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
-from arealite.utils.memory import CUDA_CONTEXT, Needs, server_needs, training_needs
-from arealite.utils.model_size import read_model_size
+from arealite.utils.memory.estimate import CUDA_CONTEXT, Needs, server_needs, training_needs
+from arealite.utils.memory.model_size import read_model_size
 
 # Qwen2.5: hidden, inner, layers, heads, KV heads, vocabulary, tied.
 SHAPES = {

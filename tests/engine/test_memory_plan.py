@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.engine.fsdp.memory import plan_memory
-from arealite.utils.memory import MemoryPlan, choose_sizes
-from arealite.utils.model_size import ModelSize
+from arealite.utils.memory.estimate import MemoryPlan, choose_sizes
+from arealite.utils.memory.model_size import ModelSize
 
 GB = 1e9
 

@@ -1,7 +1,7 @@
 """Chooses sizes of micro-batches and logit chunks, and whether activations are recomputed.
 
 Used by `FSDPEngine` for the keys of its config that are null, by the free memory of the device when the first batch
-arrives. What a config sets is kept. The formulas are in `arealite.utils.memory`.
+arrives. What a config sets is kept. The formulas are in `arealite.utils.memory.estimate`.
 """
 
 import logging
@@ -14,8 +14,8 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
-from arealite.utils.memory import MemoryPlan, choose_sizes, cpu_sizes, reserved_bytes
-from arealite.utils.model_size import ModelSize
+from arealite.utils.memory.estimate import MemoryPlan, choose_sizes, cpu_sizes, reserved_bytes
+from arealite.utils.memory.model_size import ModelSize
 
 logger = logging.getLogger("arealite.engine")
 

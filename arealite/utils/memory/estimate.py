@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ServerConfig, TrainEngineConfig
-from arealite.utils.model_size import ModelSize
+from arealite.utils.memory.model_size import ModelSize
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Larger micro-batches gain little and need more memory.

@@ -1,0 +1,1 @@
+"""How much memory a model needs, from its sizes: formulas without torch."""
