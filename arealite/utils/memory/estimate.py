@@ -71,7 +71,7 @@ def layer_numbers(size: ModelSize, compiled: bool, tensor: int = 1) -> float:
 
 
 def logit_bytes(compiled: bool) -> int:
-    """Return the bytes per logit of a chunk: fp32 logits with a gradient in 16 bits; eager also fp32 temporaries."""
+    """Return the bytes per logit of a chunk: fp32 and a gradient in 16 bits; eager has temporaries too."""
     return 6 if compiled else 12
 
 

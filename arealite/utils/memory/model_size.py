@@ -37,7 +37,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> "ModelSize":
-        """Return the sizes of the model that `config` (config.json) describes; counts parameters unless given."""
+        """Return the sizes of the model of a config.json; its parameters are counted unless given."""
         text = config.get("text_config") or config
 
         def number(*names: str, default: int = 0) -> int:
