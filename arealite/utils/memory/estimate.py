@@ -131,7 +131,7 @@ def training_needs(
     step_tokens: int | None = None,
     scalar_head: bool = False,
 ) -> Needs:
-    """Return what one rank needs for a model: weights, gradients and optimizer; activations and logits of a pass.
+    """Return what one rank needs to train a model, or to evaluate it if it has no optimizer.
 
     `step_tokens` are the most tokens of one optimizer step; None: more than one micro-batch.
     """
@@ -183,7 +183,7 @@ def _backward_needs(
     grad_item: int,
     tensor: int,
 ) -> dict[str, float]:
-    """Return gradients, activations and logits at the moment of their peak, or those of the optimizer's update.
+    """Return gradients, activations and logits at the peak of a backward pass or of an update.
 
     The head's backward pass comes first: all activations are there, but no gradients unless of an earlier micro-batch.
     """
@@ -206,7 +206,7 @@ def _backward_needs(
 def server_needs(
     size: ModelSize, config: ServerConfig, total_bytes: float | None, on_gpu: bool, is_updated: bool = True
 ) -> Needs:
-    """Return what one rank of the embedded server needs on a device with `total_bytes` (None: not known).
+    """Return what one rank of the embedded server needs; `total_bytes` of the device may be unknown.
 
     `is_updated`: a trainer sends weights, which are staged beside the old ones.
     """

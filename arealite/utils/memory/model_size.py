@@ -96,7 +96,7 @@ class ModelSize:
 
 
 def read_model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model in a folder, or of a hub name that was downloaded; None if there is none."""
+    """Return the sizes of the model in a folder or in the hub's cache; None if there is none."""
     folder = _local_folder(path)
     if folder is None:
         return None
@@ -117,7 +117,7 @@ def _local_folder(path: str) -> Path | None:
 
 
 def _count_numbers(file: Path) -> int:
-    """Return how many numbers the tensors of a safetensors file have; 0 if its header cannot be read."""
+    """Return how many numbers a safetensors file holds; 0 if its header cannot be read."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
