@@ -33,7 +33,9 @@ COMMANDS = {
     "dashboard": Command("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards", _LOOK),
     "report": Command("arealite.cli.report", "show steps, times and rollouts of a run", _LOOK),
     "evaluate": Command("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on", _LOOK),
+    "config": Command("arealite.cli.config", "show a configuration with origins, its help, differences", _SET_UP),
     "plan": Command("arealite.cli.plan", "print what a script would start, and where", _SET_UP),
+    "completion": Command("arealite.cli.completion", "print a script for the completion of your shell", _SET_UP),
     "doctor": Command("arealite.cli.doctor", "check versions, devices and free space of this machine", _SET_UP),
 }
 _EXAMPLES = """examples:

@@ -91,6 +91,20 @@ def read_launch_config(script: str, argv: list[str], has_controller_mode: bool =
     return config
 
 
+def find_config_class(script: str) -> type | None:
+    """Return the class of `arealite.api.cli_args` that a script loads; None for a class of its own, or none."""
+    cls = getattr(cli_args, _config_class_name(_parse(script)) or "", None)
+    return cls if isinstance(cls, type) and dataclasses.is_dataclass(cls) else None
+
+
+def resolve_config(script: str, argv: list[str]) -> str:
+    """Return the whole configuration of a script as YAML. Raises for all that the script would reject."""
+    text = _resolve(script, _parse(script), argv)
+    if not text:
+        raise ConfigError(f"{script} loads no configuration: it does not call load_config(argv, CLASS)")
+    return text
+
+
 def _parse(script: str) -> ast.Module:
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")

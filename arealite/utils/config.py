@@ -56,7 +56,7 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
     """
     part = _wanted_help(argv)
     if part is not None:
-        _print_to_pipe(help_text(cls, part, about))
+        print_to_pipe(help_text(cls, part, about))
         raise SystemExit(0)
     node = OmegaConf.structured(cls)
     for source, values in read_sources(argv, cls):
@@ -300,7 +300,7 @@ def _to_dataclass(node: Any, cls: type[T]) -> T:
     return config
 
 
-def _print_to_pipe(text: str) -> None:
+def print_to_pipe(text: str) -> None:
     """Print a text. A reader that closes the pipe early (`--help | head`) is not an error."""
     try:
         print(text, flush=True)

@@ -36,12 +36,13 @@ _MIN_TABLE_WIDTH = 100
 
 
 class Key(NamedTuple):
-    """One value of a configuration: its path, type and default as text, its line of help."""
+    """One value of a configuration: path, type and default as text, line of help, words that it may be."""
 
     path: str
     kind: str
     default: str
     text: str
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def keys_of(cls: type, prefix: str = "", defaults: Any = None) -> Iterator[Key]:
         text, default = field.metadata.get("help", ""), getattr(defaults, field.name, _default_of(field))
         child = dataclass_of(kind)
         if child is None:
-            words = " | ".join(field.metadata.get("words", ()))
-            text += f" ({words})" if words else ""
-            yield Key(path, type_name(kind), _default_text(default), text)
+            words = field.metadata.get("words", ())
+            text += f" ({' | '.join(words)})" if words else ""
+            yield Key(path, type_name(kind), _default_text(default), text, words)
             named = named_sections(kind)
             if named is not None:
                 yield from keys_of(named, f"{path}.NAME.")
