@@ -61,8 +61,7 @@ OPTIONS = {
     "evaluate": ("--once", "--help"),
     "report": ("--steps", "--rollouts", "--help"),
     "dashboard": ("--port", "--host", "--token", "--help"),
-    "doctor": ("--help",),
-    "completion": ("--help",),
+    **dict.fromkeys(("init", "doctor", "completion"), ("--help",)),
 }
 _CLASSES = {"train": MainConfig, "eval": MainConfig, "serve": ServerConfig, "evaluate": EvalConfig}
 

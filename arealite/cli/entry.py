@@ -33,6 +33,7 @@ COMMANDS = {
     "dashboard": Command("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards", _LOOK),
     "report": Command("arealite.cli.report", "show steps, times and rollouts of a run", _LOOK),
     "evaluate": Command("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on", _LOOK),
+    "init": Command("arealite.cli.init", "write a small project that trains as it is", _SET_UP),
     "config": Command("arealite.cli.config", "show a configuration with origins, its help, differences", _SET_UP),
     "plan": Command("arealite.cli.plan", "print what a script would start, and where", _SET_UP),
     "completion": Command("arealite.cli.completion", "print a script for the completion of your shell", _SET_UP),
@@ -40,6 +41,7 @@ COMMANDS = {
 }
 _EXAMPLES = """examples:
   arealite train trainer.grpo.actor.path=Qwen/Qwen2-0.5B --dry-run
+  arealite init my-task
   arealite report runs/arealite/grpo
 
 arealite COMMAND --help explains a command."""
