@@ -105,7 +105,7 @@ def _class_of(target: str) -> type | None:
 
 
 def _read_run(folder: str, argv: list[str]) -> tuple[Any, dict[str, str]]:
-    """Return the values of a run. It has written all of them, so those that equal the default count as such."""
+    """Return the values of a run, and which of them differ from the default: a run writes all of them."""
     if argv:
         raise ConfigError(f"the configuration of a run does not change: leave {argv[0]!r} out")
     path = _config_file(folder)

@@ -92,7 +92,7 @@ def read_launch_config(script: str, argv: list[str], has_controller_mode: bool =
 
 
 def find_config_class(script: str) -> type | None:
-    """Return the class of `arealite.api.cli_args` that a script loads; None for a class of its own, or none."""
+    """Return the class of `arealite.api.cli_args` that a script loads; None if it loads no such class."""
     cls = getattr(cli_args, _config_class_name(_parse(script)) or "", None)
     return cls if isinstance(cls, type) and dataclasses.is_dataclass(cls) else None
 
