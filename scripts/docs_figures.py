@@ -1,11 +1,12 @@
 """Draws the figures of docs/concepts.md from recorded runs and from benchmark/results.
 
-    python scripts/docs_figures.py                                draw again from runs.json and benchmark/results
-    python scripts/docs_figures.py --record SYNC_RUN ASYNC_RUN    take runs.json from two run directories first
+    python scripts/docs_figures.py                               draw again from runs.json and benchmark/results
+    python scripts/docs_figures.py --record SYNC ASYNC DEMO      take runs.json from three run directories first
 
-The two runs are the demo's task with η = 0 and η = 2 (`make demo`; `examples/arealite/demo.py
-rollout.max_head_offpolicyness=0`). runs.json keeps of each: what the trainer did in a window of some seconds, how many
-episodes were in flight, and how old episodes were when they were trained on.
+SYNC and ASYNC are `examples/arealite/demo.py total_train_steps=40`, the first with
+`rollout.max_head_offpolicyness=0`, one after the other on the same machine; DEMO is `make demo`. runs.json keeps what
+the trainer did in a window of some seconds and how many episodes were in flight, and of DEMO how old episodes were when
+they were trained on.
 """
 
 import argparse
@@ -39,8 +40,8 @@ def window_of(run: Path) -> float:
     return times[FIRST_STEP + NUM_STEPS] - times[FIRST_STEP]
 
 
-def record(run: Path, window_s: float) -> dict[str, Any]:
-    """Return what the figures need of a run directory."""
+def record_window(run: Path, window_s: float) -> dict[str, Any]:
+    """Return phases of the trainer and episodes in flight during a window."""
     trace = json.loads((run / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     phases = [event for event in events if event["ph"] == "X" and event["name"] in COLOURS]
@@ -49,21 +50,29 @@ def record(run: Path, window_s: float) -> dict[str, Any]:
     ends = [(event["ts"] + event["dur"]) / 1e6 for event in phases if event["name"] == "save"]
     offset = statistics.median(step["time"] - end for step, end in zip(steps, ends, strict=True))
     start = steps[FIRST_STEP]["time"]
-    with contextlib.closing(sqlite3.connect(f"file:{run / 'run.sqlite'}?mode=ro", uri=True)) as ledger:
-        times = ledger.execute("SELECT started_at, ended_at FROM episodes WHERE source = 'stream'").fetchall()
-        ages = ledger.execute(
-            "SELECT step, step - oldest_version, count(*) FROM episodes WHERE state = 'trained' GROUP BY 1, 2"
-        ).fetchall()
-        spans = ledger.execute("SELECT newest_version - oldest_version, count(*) FROM rollouts GROUP BY 1").fetchall()
+    spans = [(e["name"], e["ts"] / 1e6 + offset - start, e["dur"] / 1e6) for e in phases]
+    times = query(run, "SELECT started_at, ended_at FROM episodes WHERE source = 'stream'")
     moments = [start + i * window_s / NUM_MOMENTS for i in range(NUM_MOMENTS)]
-    spans_shown = [(e["name"], e["ts"] / 1e6 + offset - start, e["dur"] / 1e6) for e in phases]
     return {
-        "phases": [(n, round(t, 4), round(d, 4)) for n, t, d in spans_shown if t + d > 0 and t < window_s],
         "window_s": window_s,
+        "phases": [(n, round(t, 4), round(d, 4)) for n, t, d in spans if t + d > 0 and t < window_s],
         "in_flight": [sum(begin <= now < (end or now + 1) for begin, end in times) for now in moments],
-        "ages": ages,
-        "versions_spanned": dict(spans),
     }
+
+
+def record_ages(run: Path) -> dict[str, Any]:
+    """Return how many trained episodes had which age at each step, and how many versions samples span."""
+    ages = query(
+        run, "SELECT step, step - oldest_version, count(*) FROM episodes WHERE state = 'trained' GROUP BY 1, 2"
+    )
+    spans = query(run, "SELECT newest_version - oldest_version, count(*) FROM rollouts GROUP BY 1")
+    return {"ages": ages, "versions_spanned": dict(spans)}
+
+
+def query(run: Path, sql: str) -> list[tuple[Any, ...]]:
+    """Return rows of a run's ledger."""
+    with contextlib.closing(sqlite3.connect(f"file:{run / 'run.sqlite'}?mode=ro", uri=True)) as ledger:
+        return ledger.execute(sql).fetchall()
 
 
 def draw_timeline(runs: dict[str, Any], out: Path) -> None:
@@ -78,7 +87,9 @@ def draw_timeline(runs: dict[str, Any], out: Path) -> None:
         counts = runs[name]["in_flight"]
         moments = [j * window_s / NUM_MOMENTS for j in range(NUM_MOMENTS)]
         server.fill_between(moments, counts, step="post", color="#9558b2", alpha=0.6)
-        server.set(ylabel="episodes\nin flight", ylim=(0, 1.05 * max(max(runs[n]["in_flight"]) for n in runs)))
+        server.set(
+            ylabel="episodes\nin flight", ylim=(0, 1.05 * max(max(runs[n]["in_flight"]) for n in ("sync", "async")))
+        )
     axes[-1].set_xlabel("seconds")
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in LABELS]
     figure.legend(handles, LABELS.values(), loc="upper right", ncols=3, fontsize=9, frameon=False)
@@ -87,7 +98,7 @@ def draw_timeline(runs: dict[str, Any], out: Path) -> None:
 
 def draw_ages(runs: dict[str, Any], out: Path) -> None:
     """Draw how old the episodes of each batch were."""
-    ages = runs["async"]["ages"]
+    ages = runs["demo"]["ages"]
     steps, kinds = range(1 + max(step for step, _, _ in ages)), sorted({age for _, age, _ in ages})
     counts = Counter({(step, age): count for step, age, count in ages})
     figure, axis = plt.subplots(figsize=(9, 2.4))
@@ -152,13 +163,13 @@ def save(figure: Any, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", nargs=2, type=Path, metavar=("SYNC_RUN", "ASYNC_RUN"), help="run directories")
+    parser.add_argument("--record", nargs=3, type=Path, metavar=("SYNC", "ASYNC", "DEMO"), help="run directories")
     parser.add_argument("--out", type=Path, default=FIGURES, help="folder of the figures")
     options = parser.parse_args()
     if options.record:
-        sync, asynchronous = options.record
-        window_s = window_of(sync)
-        recorded = {"sync": record(sync, window_s), "async": record(asynchronous, window_s)}
+        window_s = window_of(options.record[0])
+        sync, asynchronous = (record_window(run, window_s) for run in options.record[:2])
+        recorded = {"sync": sync, "async": asynchronous, "demo": record_ages(options.record[2])}
         RECORDED.write_text(json.dumps(recorded) + "\n")
     runs = json.loads(RECORDED.read_text())
     plt.rcParams.update(

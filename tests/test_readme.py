@@ -1,4 +1,4 @@
-"""The code and the package layout that README shows are those of the package."""
+"""The code and the package layout that README shows are those of the package; README.zh.md says the same in Chinese."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from tests.server_process import server_process
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CHINESE = (ROOT / "README.zh.md").read_text()
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def python_blocks(page: str = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
 def test_workflow_of_readme_runs_episodes(model_path, tokenizer):
@@ -40,8 +42,9 @@ def test_workflow_of_readme_runs_episodes(model_path, tokenizer):
     assert torch.equal(batch["loss_mask"] == 1, batch["versions"] >= 0)
 
 
-def test_loss_of_readme_trains(model_path):
-    (block,) = [b for b in python_blocks() if "def reinforce" in b]
+def test_loss_of_the_tutorial_trains(model_path):
+    page = (ROOT / "docs" / "tutorials" / "own-workflow.md").read_text()
+    (block,) = [b for b in python_blocks(page) if "def reinforce" in b]
     torch.manual_seed(1)
     actor = FSDPPPOActor(PPOActorConfig(path=str(model_path), dtype="float32", device="cpu"))
     actor.initialize(FinetuneSpec(1, 8, 4))
@@ -49,20 +52,20 @@ def test_loss_of_readme_trains(model_path):
     ones = torch.ones_like(ids)
     names: dict = {"actor": actor, "batch": {"input_ids": ids, "attention_mask": ones}}
     names["batch"] |= {"loss_mask": ones, "advantages": torch.ones(4, 9)}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block, "own-workflow.md", "exec"), names)
     actor.destroy()
     assert names["stats"]["loss"] > 0 and names["stats"]["grad_norm"] > 0
 
 
 def test_readme_lists_every_folder_of_the_package():
     (tree,) = re.findall(r"```\w*\n(arealite/\n.*?)```", README, re.DOTALL)
-    root = Path(__file__).parents[1] / "arealite"
+    root = ROOT / "arealite"
     folders = sorted(path.parent.name for path in root.glob("*/__init__.py"))
     assert [name for name in folders if f"  {name}/" not in tree] == []
 
 
 def test_line_counts_in_readme_are_true():
-    root = Path(__file__).parents[1] / "arealite"
+    root = ROOT / "arealite"
 
     def count(*rooms: str) -> int:
         return sum(f.read_text().count("\n") for room in rooms for f in (root / room).rglob("*.py"))
@@ -70,3 +73,21 @@ def test_line_counts_in_readme_are_true():
     core, total = (int(n.replace(",", "")) for n in re.findall(r"about ([\d,]+) lines", README))
     assert abs(count("algo", "core", "workflow", "trainer") - core) < 0.03 * core
     assert abs(count(".") - total) < 0.03 * total
+
+
+def test_readme_is_short():
+    assert README.count("\n") <= 150
+
+
+def test_both_languages_say_the_same():
+    """The same headings in the same order, identical code, links and numbers of the results."""
+    code = re.compile(r"^(?:<!-- test: .*? -->\n)?```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert code.findall(README) == code.findall(CHINESE)
+    english, chinese = (code.sub("", page) for page in (README, CHINESE))
+    levels = [re.findall(r"^(#+) ", page, re.MULTILINE) for page in (english, chinese)]
+    assert levels[0] == levels[1]
+    links = [re.findall(r"\]\(([^)]+)\)", page) for page in (english, chinese)]
+    assert [link for link in links[0] if "README" not in link] == [link for link in links[1] if "README" not in link]
+    rows = [re.findall(r"^\|.*\|$", page, re.MULTILINE) for page in (english, chinese)]
+    for ours, theirs in zip(*rows, strict=True):
+        assert sorted(re.findall(r"\d+(?:\.\d+)?", ours)) == sorted(re.findall(r"\d+(?:\.\d+)?", theirs)), theirs

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.workspace import ROOT, Workspace, blocks_of, check_yaml
 
-PAGES = [ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 # Languages that are not code: trees, tables and output of commands.
 PLAIN = {"", "text", "json"}
 

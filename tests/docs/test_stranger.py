@@ -1,1 +1,76 @@
-"""What a stranger does first: the demo of the quickstart trains a model and leaves a run directory."""
+"""A stranger's path: README's commands alone lead to own data, a trained model, its evaluation and the page.
+
+Runs them as they stand on README, with their own settings; it takes some minutes on two cores. Only `make` is replaced:
+it would install packages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.docs.workspace import ROOT, Workspace, blocks_of
+
+README = ROOT / "README.md"
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a block of bash."""
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [command for line in lines if (command := line.partition("  #")[0].strip())]
+
+
+def visit_dashboard(workspace: Workspace, command: str) -> str:
+    """Start the dashboard, return its first page, and end it."""
+    shell = ["bash", "-c", f"exec {command} --port 0"]
+    process = subprocess.Popen(
+        shell,
+        cwd=workspace.folder,
+        env=workspace.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        output = ""
+        for line in process.stdout:
+            output += line
+            found = re.search(r"http://[^\s/]+/\S*", line)
+            if found:
+                with urllib.request.urlopen(found[0], timeout=60) as answer:
+                    return answer.read().decode()
+        raise AssertionError(f"{command} ended without an address:\n{output}")
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_readme_leads_to_a_trained_model(tmp_path):
+    workspace = Workspace(tmp_path, is_small=False)
+    for block in blocks_of(README):
+        if block.test != "tests/docs/test_stranger.py":
+            continue
+        if block.file_name:
+            workspace.write(block)
+            continue
+        for command in commands(block.text):
+            if "arealite dashboard" in command:
+                assert "<html" in visit_dashboard(workspace, command)
+            else:
+                workspace.execute(["bash", "-c", command], str(block), timeout_s=600)
+    run = tmp_path / "runs" / "arealite" / "grpo"
+    steps = [json.loads(line) for line in (run / "stats.jsonl").read_text().splitlines()]
+    rewards = [step["reward"] for step in steps if "reward" in step]
+    assert sum(rewards[-5:]) / 5 > 0.8 > 2 * sum(rewards[:3]) / 3
+    checkpoints = sorted((run / "checkpoints").glob("step*"))
+    evaluated = {step["step"] for step in steps if "eval/valid/reward" in step}
+    assert {-1, *(int(path.name[4:]) - 1 for path in checkpoints)} <= evaluated
+    AutoModelForCausalLM.from_pretrained(checkpoints[-1])

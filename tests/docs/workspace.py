@@ -83,10 +83,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Workspace:
-    """A folder in which the blocks of one page run, one after the other."""
+    """A folder in which the blocks of one page run, one after the other; without `is_small` with their own settings."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, is_small: bool = True) -> None:
+        self.folder, self.is_small = folder, is_small
         for name in ("examples", "benchmark", "arealite"):
             (folder / name).symlink_to(ROOT / name)
         make_tiny_chat_model(folder / "tiny")
@@ -96,18 +96,24 @@ class Workspace:
     def run(self, block: Block, timeout_s: float = 300.0) -> str:
         """Run a block and return its output. Raises AssertionError with the output if it fails."""
         text = self.substitute(block.text)
+        command = ["bash", "-euo", "pipefail", "-c", text]
         if block.file_name:
-            path = self.folder / block.file_name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path = self.write(block)
             if block.language != "python":
                 return ""
-            return self._execute(["python", "-c", f"import {path.stem}"], block, timeout_s)
-        if block.language == "python":
+            command = ["python", "-c", f"import {path.stem}"]
+        elif block.language == "python":
             script = self.folder / f"block{block.line}.py"
             script.write_text(text)
-            return self._execute(["python", script.name], block, timeout_s)
-        return self._execute(["bash", "-euo", "pipefail", "-c", text], block, timeout_s)
+            command = ["python", script.name]
+        return self.execute(command, str(block), block.test == "check", timeout_s)
+
+    def write(self, block: Block) -> Path:
+        """Write the file that a block is."""
+        path = self.folder / (block.file_name or "")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.substitute(block.text))
+        return path
 
     def substitute(self, text: str) -> str:
         """Replace models and files by tiny ones."""
@@ -115,24 +121,28 @@ class Workspace:
             text = text.replace(name, tiny)
         return text
 
-    def _execute(self, command: list[str], block: Block, timeout_s: float) -> str:
-        environment = {
+    def environment(self, is_check: bool = False) -> dict[str, str]:
+        """Return the environment of commands."""
+        return {
             **os.environ,
             "PATH": f"{self.folder / '.venv/bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}:{self.folder}",
-            "PAGE_CHECK": "1" if block.test == "check" else "",
+            "PAGE_CHECK": "1" if is_check else "",
             "OMP_NUM_THREADS": "1",
         }
+
+    def execute(self, command: list[str], name: str, is_check: bool = False, timeout_s: float = 300.0) -> str:
+        """Run a command in the folder and return its output; raises AssertionError if it fails."""
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env=environment,
+            env=self.environment(is_check),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout_s,
         )
-        assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-6000:]}"
+        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{command[-1]}\n{done.stdout[-6000:]}"
         return done.stdout
 
     def _write_data(self) -> None:
@@ -153,7 +163,8 @@ class Workspace:
         """Write `python`, `arealite` and `make`, which append settings to commands that train."""
         folder = self.folder / ".venv" / "bin"
         folder.mkdir(parents=True)
-        small = {name: " ".join(words) for name, words in (("T", SMALL_TRAIN), ("S", SMALL_SCRIPT), ("F", SMALL_SFT))}
+        settings = {"T": SMALL_TRAIN, "S": SMALL_SCRIPT, "F": SMALL_SFT}
+        small = {name: " ".join(words) if self.is_small else "" for name, words in settings.items()}
         shim = f"""#!/usr/bin/env bash
 # The words of a command, then small settings. PAGE_CHECK: only check it.
 dry=${{PAGE_CHECK:+--dry-run}}
