@@ -88,7 +88,10 @@ class InferenceEngineConfig(Section):
     episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0, SECONDS)
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0, SECONDS)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64, AT_LEAST_1)
-    dump_rollouts: bool = _help("Keep finished episodes as text in run.sqlite.", True)
+    dump_rollouts: bool = _help("Keep rollouts in run.sqlite, as text and tokens.", True)
+    max_dump_tokens: int = _help(
+        "Tokens of each training batch (and of each evaluation) kept there, in whole groups.", 32_768, NOT_NEGATIVE
+    )
 
     def problems(self) -> Iterator[str]:
         for address in self.server_addrs:

@@ -5,9 +5,9 @@ A training batch is a `dict[str, torch.Tensor]` and nothing else:
   packed form  `[N]` with `cu_seqlens [B + 1]` and `max_seqlen`.
 Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprobs` (of the policy that sampled),
 `versions` (weight version per token, -1 on tokens that were not generated), `rewards [B]`, `group_ids [B]`, `truncated
-[B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`. Index `t` always refers to
-token `t`: its log-prob is that of token `t` given the tokens before it. Columns `stats/NAME [B]` are numbers that
-workflows report, NaN where a row has none.
+[B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`, `train_logp`. Index `t`
+always refers to token `t`: its log-prob is that of token `t` given the tokens before it. Columns `stats/NAME [B]` are
+numbers that workflows report, NaN where a row has none.
 Optional keys, for samples of several rows (the branches of an agent's session) and rewards of turns: `sample_ids [B]`,
 the sample of its group that a row belongs to (without it every row is a sample), and `token_rewards [B, T]`, the return
 of the turn that sampled each token. All rows of a sample have its reward in `rewards`.

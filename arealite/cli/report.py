@@ -16,6 +16,7 @@ from rich.table import Table
 
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.arguments import ArgumentParser
+from arealite.core.ledger.reading import open_ledger
 from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
         console.print("no step is finished yet; see logs/", markup=False)
     if run_dir.db_path.exists():
         try:
-            with contextlib.closing(sqlite3.connect(f"file:{run_dir.db_path}?mode=ro", uri=True)) as database:
+            with contextlib.closing(open_ledger(run_dir.db_path)) as database:
                 console.print(episodes_table(database))
                 _print_rollouts(console, database, options.rollouts)
         except sqlite3.Error as error:
@@ -106,8 +107,9 @@ def episodes_table(database: sqlite3.Connection) -> Table:
 def _print_rollouts(console: Console, database: sqlite3.Connection, count: int) -> None:
     """Print the newest rollouts, one per prompt, as plain text: what a model writes is never markup."""
     query = (
-        "SELECT source, step, reward, oldest_version, newest_version, tokens, prompt, completion FROM rollouts "
-        "GROUP BY source, episode ORDER BY step DESC, episode DESC LIMIT ?"
+        "SELECT r.source, r.step, r.reward, r.oldest_version, r.newest_version, r.tokens, p.text, d.completion FROM "
+        "rollouts r JOIN prompts p ON p.id = r.prompt JOIN rollout_data d ON d.id = r.id WHERE r.sample = 0 "
+        "ORDER BY r.step DESC, r.episode DESC LIMIT ?"
     )
     for source, step, reward, oldest, newest, tokens, *texts in database.execute(query, (count,)):
         versions = f"versions {oldest}–{newest}"

@@ -50,7 +50,7 @@ class WorkflowExecutor:
     ):
         self.config = config
         self.engine = engine
-        self.accounts = EpisodeAccounts(ledger, config.dump_rollouts)
+        self.accounts = EpisodeAccounts(ledger, config.dump_rollouts, config.max_dump_tokens)
         self.staleness = StalenessManager(batch_size, config.max_head_offpolicyness, config.max_concurrent_rollouts)
         self.resume_state = ResumeState()
         self.runner = EpisodeRunner(

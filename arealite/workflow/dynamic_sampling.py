@@ -16,6 +16,8 @@ class DynamicSampling(RolloutWorkflow):
 
     def __init__(self, workflow: RolloutWorkflow):
         self.workflow = workflow
+        # The ledger writes answers as text with it.
+        self.tokenizer = getattr(workflow, "tokenizer", None)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         batch = await self.workflow.arun_episode(engine, data)

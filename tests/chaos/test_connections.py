@@ -131,7 +131,7 @@ sys.path.insert(0, sys.argv[2])
 from tests.core.conftest import Echo, StubEngine
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AReaLiteError
-from arealite.core.ledger import Ledger
+from arealite.core.ledger.store import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 config = InferenceEngineConfig(max_head_offpolicyness=9)
 executor = WorkflowExecutor(config, StubEngine(), 8, ledger=Ledger(sys.argv[1]))

@@ -4,7 +4,8 @@ import pytest
 
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.report import main
-from arealite.core.ledger import EpisodeRow, Ledger, RolloutRow
+from arealite.core.ledger.rollouts import RolloutRow
+from arealite.core.ledger.store import EpisodeRow, Ledger
 from arealite.utils.rundir import RunDir
 from tests import warm_python
 
@@ -60,7 +61,7 @@ def test_it_only_reads(run_dir):
 
 def test_a_ledger_of_another_version_is_one_clear_line(run_dir):
     with sqlite3.connect(run_dir.db_path) as database:
-        database.executescript("PRAGMA user_version = 1; ALTER TABLE rollouts DROP COLUMN tokens")
-    with pytest.raises(CheckpointError, match=r"no such column.*of another arealite version") as info:
+        database.executescript("PRAGMA user_version = 1; DROP TABLE rollout_data")
+    with pytest.raises(CheckpointError, match=r"no such table.*of another arealite version") as info:
         main([str(run_dir.path)])
     assert "\n" not in str(info.value)

@@ -11,7 +11,8 @@ import torch
 
 from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.core.episode import EpisodeId
-from arealite.core.ledger import EpisodeRow, Ledger, database, read_counts, store
+from arealite.core.ledger import database, store
+from arealite.core.ledger.store import EpisodeRow, Ledger, read_counts
 from tests.core.conftest import Echo, make_batch
 
 
@@ -268,7 +269,8 @@ def test_a_tokenizer_that_cannot_decode_loses_only_the_text(tmp_path, executors,
         executor.engine.version = version
         executor.set_version(version)
         executor.prepare_batch(data, workflow)
-    assert ledger.counts()["trained"] == 8 and ledger.counts()["failed"] >= 1
+    executor.stop()
+    assert read_counts(ledger.path)["trained"] == 8 and read_counts(ledger.path)["failed"] >= 1
     db = sqlite3.connect(ledger.path)
     assert db.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] == texts
     db.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arealite.api.cli_args import DatasetConfig, InferenceEngineConfig
-from arealite.core.ledger import Ledger, read_counts
+from arealite.core.ledger.store import Ledger, read_counts
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.dataset import StatefulDataLoader
 from tests.core.conftest import StubEngine

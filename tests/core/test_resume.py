@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from arealite.core.ledger import Ledger
+from arealite.core.ledger.store import Ledger
 from arealite.core.waits import NamedWait
 from tests.core.conftest import Echo
 

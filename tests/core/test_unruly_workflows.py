@@ -10,7 +10,7 @@ import torch
 from arealite.api.errors import TrainingError, WaitTimeout
 from arealite.core.diagnosis import FailureStreak, describe
 from arealite.core.episode import EpisodeId
-from arealite.core.ledger import Ledger
+from arealite.core.ledger.store import Ledger
 from arealite.reward.pool import RewardPool
 from tests.core.conftest import Echo, make_batch
 

@@ -373,3 +373,19 @@ def test_returns_of_turns_become_advantages_of_their_tokens(model_dirs):
     # Both samples have the mean return 2/3.
     expected = torch.tensor([[0, -1, -1, 0, 2, 0], [0, -4, 0, 2, 2, 0]]) / 6
     torch.testing.assert_close(batch["advantages"], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"ppo_n_minibatches": 2}, {"prox_logp": "recompute"}])
+def test_the_log_probs_of_the_trainer_are_kept_in_the_batch(model_dirs, options):
+    actor = make_actor(model_dirs["qwen2"], lr=1e-2, max_tokens_per_mb=32, **options)
+    batch = random_batch(LENGTHS)
+    batch["rewards"][:2] = 0.5  # a group without signal
+    expected = actor.compute_logp(batch)
+    if actor.config.prox_logp == "recompute":
+        batch["prox_logp"] = expected
+    actor.compute_advantages(batch)
+    actor.ppo_update(batch)
+    mask = batch["loss_mask"].bool()
+    mask[:, 0] = False
+    torch.testing.assert_close(batch["train_logp"][2:][mask[2:]], expected[2:][mask[2:]], atol=1e-4, rtol=1e-4)
+    assert batch["train_logp"][:2].isnan().all()

@@ -55,7 +55,7 @@ def test_evaluation_without_training_reports_the_mean_reward_and_keeps_all_answe
     answers = read_answers(RunDir(tmp_path / "arealite" / "eval").answers_path(0, "valid"))
     assert len(answers) == 32 * int(sampling[0].removeprefix("n_samples=")) and answers[-1].question == 31
     with sqlite3.connect(tmp_path / "arealite" / "eval" / "run.sqlite") as database:
-        answers = database.execute("SELECT reward, prompt, completion FROM rollouts").fetchall()
+        answers = database.execute("SELECT reward, preview FROM rollouts").fetchall()
     assert len(answers) == 32 * int(sampling[0].removeprefix("n_samples="))
     assert abs(sum(reward for reward, *_ in answers) / len(answers) - stats["eval/valid/reward"]) < 1e-6
     report([str(tmp_path / "arealite" / "eval"), "--rollouts", "32"])

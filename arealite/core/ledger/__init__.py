@@ -1,5 +1,1 @@
-"""The ledger of a run: one row per episode in `run.sqlite`, with what became of it."""
-
-from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow, read_counts
-
-__all__ = ["EpisodeRow", "Ledger", "RolloutRow", "read_counts"]
+"""The ledger of a run: `run.sqlite`, with what became of every episode, and what was generated and trained."""

@@ -4,30 +4,32 @@
 is closed exactly once.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import torch
+import numpy as np
 
+from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
-from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
+from arealite.core.ledger.rollouts import RolloutRecorder
+from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
 from arealite.utils.data import stats_means
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.executor")
-MAX_TEXTS_PER_STEP = 8
 
 
 class EpisodeAccounts:
-    """Writes to `ledger`, if there is one; with `dump_rollouts` also trajectories as text."""
+    """Writes to `ledger`, if there is one; with `dump_rollouts` also `max_dump_tokens` of each batch."""
 
-    def __init__(self, ledger: Ledger | None, dump_rollouts: bool):
+    def __init__(self, ledger: Ledger | None, dump_rollouts: bool, max_dump_tokens: int = 0):
         self.ledger = ledger
         self.dump_rollouts = dump_rollouts
+        self.rollouts = RolloutRecorder(max_dump_tokens)
         self.audit = Audit()
         # Statistics of the last batch; empty before the first.
         self.last_batch: dict[str, float] = {}
@@ -68,11 +70,23 @@ class EpisodeAccounts:
         if alarm is not None:
             logger.warning("%s", alarm)
             if self.ledger is not None:
-                self.ledger.event("alarm", alarm)
-        self._commit(episodes[:MAX_TEXTS_PER_STEP], version)
+                self.ledger.event("audit", alarm, version, "alarm")
         batch = join_trajectories(episodes)
         self.last_batch |= stats_means(batch)
+        self.record_trained()
+        if self.ledger is not None:
+            # Columns of their own: the trainer may replace those of its batch.
+            columns = {key: batch[key] for key in ("versions", "loss_mask")}
+            self.ledger.commit(ages=lambda: _age_rows(columns, version))
+            if self.dump_rollouts:
+                self.rollouts.give(batch, version, episodes)
         return batch
+
+    def record_trained(self) -> None:
+        """Write the rollouts of the last batch, with what the trainer has added to it, unless they are written."""
+        rows = self.rollouts.take()
+        if rows is not None and self.ledger is not None:
+            self.ledger.commit(rows)
 
     def close_direct(self, call: DirectCall) -> None:
         """Record the episodes of a direct call, all of them also as text: evaluation is for reading."""
@@ -82,18 +96,17 @@ class EpisodeAccounts:
             reason = call.reasons.get(episode.id.number)
             state = "failed" if reason is not None else "rejected" if episode.result is None else "evaluated"
             self.record(episode, state, reason, call.start_version)
-        self._commit(call.succeeded(), call.start_version)
-
-    def _commit(self, shown: list[Episode], version: int) -> None:
-        if self.ledger is not None:
-            self.ledger.commit(_rollout_rows(shown, version) if self.dump_rollouts else None)
+        self.ledger.commit(self.rollouts.direct_rows(call.succeeded(), call.start_version))
 
     def stats(self) -> dict[str, float]:
         return {**self.last_batch, **self.audit.stats()}
 
     def finish(self) -> None:
-        """Close the ledger."""
+        """Write the last rollouts and close the ledger."""
         if self.ledger is not None:
+            with contextlib.suppress(AReaLiteError):
+                # `close` reports what is wrong with the ledger.
+                self.record_trained()
             self.ledger.close()
 
 
@@ -116,35 +129,11 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
     )
 
 
-def _rollout_rows(episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
-    """Return a function that decodes the rows, for the ledger's thread: no batch waits for it."""
-    return lambda: (row for episode in episodes for row in _rows(episode, step))
-
-
-def _rows(episode: Episode, step: int) -> Iterator[RolloutRow]:
-    tokenizer = getattr(episode.workflow, "tokenizer", None)
-    assert episode.result is not None
-    batch = episode.result.batch
-    for sample in range(episode.result.num_samples):
-        length = int(batch["attention_mask"][sample].sum())
-        ids = batch["input_ids"][sample, :length]
-        versions = batch["versions"][sample, :length]
-        generated = versions >= 0
-        start = int(generated.int().argmax()) if generated.any() else length
-        yield RolloutRow(
-            episode.id.number,
-            sample,
-            step,
-            float(batch["rewards"][sample]),
-            int(versions[generated].min()) if generated.any() else -1,
-            int(versions.max()),
-            length,
-            _to_text(tokenizer, ids[:start]),
-            _to_text(tokenizer, ids[start:]),
-            episode.id.source,
-        )
-
-
-def _to_text(tokenizer: Any, ids: torch.Tensor) -> str:
-    tokens = ids.tolist()
-    return " ".join(map(str, tokens)) if tokenizer is None else clean(str(tokenizer.decode(tokens)))
+def _age_rows(batch: Batch, step: int) -> Iterator[AgeRow]:
+    """Count the trained tokens of a batch by age, and its rows by the age of their oldest token."""
+    versions, mask = (batch[key].numpy(force=True) for key in ("versions", "loss_mask"))
+    ages = np.where((mask != 0) & (versions >= 0), np.maximum(step - versions, 0), -1)
+    oldest = ages.max(axis=1)
+    tokens, samples = np.bincount(ages[ages >= 0]), np.bincount(oldest[oldest >= 0])
+    for age in np.flatnonzero(tokens).tolist():
+        yield AgeRow(step, age, int(samples[age]) if age < len(samples) else 0, int(tokens[age]))

@@ -25,7 +25,7 @@ _COMPANIONS = ("-wal", "-shm")
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _CANNOT_WRITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _SCHEMA = f"""
 PRAGMA user_version = {_SCHEMA_VERSION};
 CREATE TABLE IF NOT EXISTS episodes(
@@ -40,12 +40,34 @@ CREATE TABLE IF NOT EXISTS episodes(
   source TEXT NOT NULL,        -- stream (prepare_batch), submitted (submit), direct (rollout_batch)
   PRIMARY KEY(source, id));
 CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
-CREATE TABLE IF NOT EXISTS rollouts(
-  episode INTEGER, sample INTEGER, step INTEGER, reward REAL, oldest_version INTEGER, newest_version INTEGER,
-  tokens INTEGER, prompt TEXT, completion TEXT, source TEXT, PRIMARY KEY(source, episode, sample));
+CREATE TABLE IF NOT EXISTS prompts(id INTEGER PRIMARY KEY, text TEXT);    -- the id is a hash of the text
+CREATE TABLE IF NOT EXISTS rollouts(        -- narrow, so that it is fast to filter; see rollout_data
+  id INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT, episode INTEGER, sample INTEGER, step INTEGER, reward REAL,
+  oldest_version INTEGER, newest_version INTEGER, tokens INTEGER, answer_tokens INTEGER, turns INTEGER, images INTEGER,
+  truncated INTEGER, prompt INTEGER, preview TEXT, UNIQUE(source, episode, sample));
+CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts(step);
+CREATE INDEX IF NOT EXISTS rollouts_by_reward ON rollouts(reward);
+CREATE INDEX IF NOT EXISTS rollouts_by_tokens ON rollouts(tokens);
+CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts(prompt);
+CREATE TABLE IF NOT EXISTS rollout_data(    -- parts: statistics of the sample as JSON; record: see token_record.py
+  id INTEGER PRIMARY KEY, completion TEXT, parts TEXT, record BLOB);
+CREATE TRIGGER IF NOT EXISTS delete_rollout_data AFTER DELETE ON rollouts BEGIN
+  DELETE FROM rollout_data WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS vocabulary(id INTEGER PRIMARY KEY, bytes BLOB);   -- texts of the tokens in records
+CREATE TABLE IF NOT EXISTS ages(            -- trained samples by the age of their oldest token, tokens by their own
+  step INTEGER, age INTEGER, samples INTEGER, tokens INTEGER, PRIMARY KEY(step, age));
+CREATE TABLE IF NOT EXISTS servers(         -- counters are those of the server; NULL if it does not tell
+  time REAL, address TEXT, version INTEGER, is_open INTEGER, running INTEGER, waiting INTEGER, kv_used REAL,
+  prompt_tokens INTEGER, cached_tokens INTEGER, generated_tokens INTEGER, busy_s REAL);
+CREATE INDEX IF NOT EXISTS servers_by_time ON servers(time);
 CREATE TABLE IF NOT EXISTS buffer(          -- finished episodes that the checkpoint at `step` had not trained on yet
   step INTEGER, source TEXT, id INTEGER, tensors BLOB, PRIMARY KEY(step, source, id));
-CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT);
+CREATE TABLE IF NOT EXISTS events(time REAL, kind TEXT, text TEXT, step INTEGER, level TEXT);
+"""
+# Words of completions and prompts. Entries of rows that were deleted stay, and are ignored.
+_SEARCH_SCHEMA = """
+CREATE VIRTUAL TABLE IF NOT EXISTS rollout_search USING fts5(text, content='');
+CREATE VIRTUAL TABLE IF NOT EXISTS prompt_search USING fts5(text, content='');
 """
 
 
@@ -98,6 +120,12 @@ class Database:
                 f"{_SCHEMA_VERSION})"
             )
         self._db.executescript(_SCHEMA)
+        try:
+            self._db.executescript(_SEARCH_SCHEMA)
+        except sqlite3.OperationalError as error:
+            # An SQLite without this extension: readers then search through all texts.
+            if "no such module" not in str(error):
+                raise
 
     def _is_in_place(self) -> bool:
         try:

@@ -7,6 +7,7 @@ last checkpoint.
 """
 
 import contextlib
+import functools
 import logging
 import queue
 import sqlite3
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from safetensors.torch import load as load_tensors
 
@@ -23,6 +24,7 @@ from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import Batch
 from arealite.core.episode import EpisodeId, to_bytes
 from arealite.core.ledger.database import LOCK_TIMEOUT_S, Database, describe_error
+from arealite.core.ledger.rollouts import RolloutRow, write_rollouts
 from arealite.utils.console import show_message
 from arealite.utils.text import clean
 
@@ -35,7 +37,9 @@ _Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 _COUNT_ADMITTED = "SELECT state, COUNT(*) FROM episodes WHERE source != 'direct' GROUP BY state"
 _PUT_TIMEOUT_S, _WRITE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 60.0, 600.0, LOCK_TIMEOUT_S + 30.0
 _UPSERT_EPISODE = "INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"
-_UPSERT_ROLLOUT = "INSERT OR REPLACE INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?)"
+# What is recorded without a commit is on disk after so long, for those who watch the run.
+_FLUSH_INTERVAL_S = 2.0
+Level = Literal["info", "warning", "alarm"]
 
 
 class EpisodeRow(NamedTuple):
@@ -55,28 +59,54 @@ class EpisodeRow(NamedTuple):
     source: str = "stream"
 
 
-class RolloutRow(NamedTuple):
-    """One trajectory as text."""
+class ServerSample(NamedTuple):
+    """One row of the table `servers`: what a server did at a time. Unknown values are None."""
 
-    episode: int
-    sample: int
+    time: float
+    address: str
+    version: int
+    is_open: bool
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int | None = None
+    busy_s: float | None = None
+
+
+class AgeRow(NamedTuple):
+    """One row of the table `ages`."""
+
     step: int
-    reward: float
-    oldest_version: int
-    newest_version: int
+    age: int
+    samples: int
     tokens: int
-    prompt: str
-    completion: str
-    source: str = "stream"
+
+
+class _Pending:
+    """What was recorded and is not written yet."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[tuple[str, int], EpisodeRow] = {}
+        self.events: list[tuple[float, str, str, int | None, str]] = []
+        self.servers: list[ServerSample] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.episodes or self.events or self.servers)
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.executemany(_UPSERT_EPISODE, list(self.episodes.values()))
+        db.executemany("INSERT INTO events VALUES (?,?,?,?,?)", self.events)
+        db.executemany("INSERT INTO servers VALUES (?,?,?,?,?,?,?,?,?,?,?)", self.servers)
 
 
 class Ledger:
-    """Writes `run.sqlite`. Any thread may call `record` and `event`, the trainer's thread the rest."""
+    """Writes `run.sqlite`. Any thread may call `record`, `event` and `sample`, the trainer's thread the rest."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._pending: dict[tuple[str, int], EpisodeRow] = {}
-        self._events: list[tuple[float, str, str]] = []
+        self._pending = _Pending()
         self._lock = threading.Lock()
         self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=64)
         self._error: BaseException | None = None
@@ -89,30 +119,45 @@ class Ledger:
     def record(self, row: EpisodeRow) -> None:
         """Set the state of one episode; the next `commit` writes it."""
         with self._lock:
-            self._pending[row.source, row.id] = row
+            self._pending.episodes[row.source, row.id] = row
 
-    def event(self, kind: str, text: str) -> None:
-        """Record something that happened to the run; the next `commit` writes it."""
+    def event(self, kind: str, text: str, step: int | None = None, level: Level = "info") -> None:
+        """Record something that happened to the run, after `step` steps; the next `commit` writes it."""
         with self._lock:
-            self._events.append((time.time(), kind, clean(text)))
+            self._pending.events.append((time.time(), kind, clean(text), step, level))
 
-    def commit(self, rollouts: Callable[[], Iterable[RolloutRow]] | None = None) -> None:
+    def sample(self, rows: Iterable[ServerSample]) -> None:
+        """Record what servers do; the next `commit` writes it."""
+        with self._lock:
+            self._pending.servers += rows
+
+    def commit(
+        self,
+        rollouts: Callable[[], Iterable[RolloutRow]] | None = None,
+        ages: Callable[[], Iterable[AgeRow]] | None = None,
+    ) -> None:
         """Write everything recorded so far in one transaction, in the background.
 
-        The writer thread calls `rollouts`, so that decoding tokens delays nobody. If it raises, the rest is written
-        without it.
+        The writer thread calls `rollouts` and `ages`, so that reading tokens delays nobody. If `rollouts` raises, the
+        rest is written without it.
         """
-        with self._lock:
-            rows, self._pending = list(self._pending.values()), {}
-            events, self._events = self._events, []
+        pending = self._take_pending()
+        # A transaction that finds the file locked runs again; texts are decoded once.
+        rows = None if rollouts is None else functools.cache(lambda: self._decode(rollouts))
 
         def job(db: sqlite3.Connection) -> None:
-            texts = [] if rollouts is None else self._decode(rollouts)
-            db.executemany(_UPSERT_EPISODE, rows)
-            db.executemany("INSERT INTO events VALUES (?,?,?)", events)
-            db.executemany(_UPSERT_ROLLOUT, texts)
+            pending.write(db)
+            if rows is not None:
+                write_rollouts(db, rows())
+            if ages is not None:
+                db.executemany("INSERT OR REPLACE INTO ages VALUES (?,?,?,?)", ages())
 
         self._submit(job)
+
+    def _take_pending(self) -> _Pending:
+        with self._lock:
+            pending, self._pending = self._pending, _Pending()
+        return pending
 
     def flush(self) -> None:
         """Commit, and return once it is on disk."""
@@ -147,8 +192,9 @@ class Ledger:
             db.execute("DELETE FROM buffer WHERE step > ?", (step,))
             for table, key in (("episodes", "id"), ("rollouts", "episode")):
                 db.executemany(f"DELETE FROM {table} WHERE source = ? AND {key} = ?", undone)
+            db.execute("DELETE FROM ages WHERE step >= ?", (step,))
             text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"
-            db.execute("INSERT INTO events VALUES (?,?,?)", (time.time(), "recover", text))
+            db.execute("INSERT INTO events VALUES (?,?,?,?,?)", (time.time(), "recover", text, step, "info"))
             return buffered
 
         return self._run_now(job)
@@ -161,7 +207,8 @@ class Ledger:
                 for table in ("episodes", "rollouts", "buffer"):
                     db.execute(f"DELETE FROM {table} WHERE source = ?", (source,))
             if "stream" in sources:
-                db.execute("DELETE FROM events")
+                for table in ("events", "ages", "servers"):
+                    db.execute(f"DELETE FROM {table}")
 
         self._run_now(job)
 
@@ -242,7 +289,7 @@ class Ledger:
         job = None
         try:
             with contextlib.closing(Database(self.path)) as database:
-                while (job := self._jobs.get()) is not None:
+                while (job := self._next_job(database)) is not None:
                     work, future = job
                     future.set_result(database.run(work))
         # Callers that wait for a job get this error; without it they would wait for the timeout.
@@ -253,6 +300,15 @@ class Ledger:
                     if job is not None:
                         job[1].set_exception(error)
                     job = self._jobs.get_nowait()
+
+    def _next_job(self, database: Database) -> _Job | None:
+        """Return the next job; write what is recorded whenever none comes for a while."""
+        while True:
+            try:
+                return self._jobs.get(timeout=_FLUSH_INTERVAL_S)
+            except queue.Empty:
+                if pending := self._take_pending():
+                    database.run(pending.write)
 
 
 def read_counts(path: str | Path) -> dict[str, int]:

@@ -35,6 +35,7 @@ from arealite.api.engine_api import adds_columns, returns_column, returns_stats
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch, Stat, Stats
 from arealite.engine.fsdp_engine import FSDPEngine
+from arealite.engine.ppo.train_logp import ROW_INDEX, TrainLogp
 from arealite.utils.data import num_rows, select_rows, seq_lengths, sequence_of_token, split_minibatches
 from arealite.utils.distributed import broadcast_json
 
@@ -179,10 +180,13 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> list[dict[str, float]]:
         """Run `ppo_n_minibatches` optimizer steps; return the statistics of each, reduced over ranks.
 
-        A minibatch that measures a KL above `max_update_kl` makes no step and ends the update.
+        A minibatch that measures a KL above `max_update_kl` makes no step and ends the update. Adds the column
+        `train_logp` to the batch.
         """
         self._check(batch)
-        batch, length = dict(batch), self.config.max_answer_length
+        given, logps, length = batch, TrainLogp(batch), self.config.max_answer_length
+        batch = {**batch, ROW_INDEX: logps.rows}
+        given["train_logp"] = logps.column
         mask = _trained(batch)
         weights, norms = aggregation_weights(mask, self.objective.loss_mean, length)
         overall = self._batch_stats(batch)
@@ -201,7 +205,7 @@ class FSDPPPOActor(FSDPEngine):
                 later["prox_logp"] = self.compute_logp(later)
         region, rows = _TrustRegion(self.config.max_update_kl, self.parallel.instance_size), []
         for minibatch in minibatches:
-            rows.append(overall | self._minibatch_step(minibatch, region))
+            rows.append(overall | self._minibatch_step(minibatch, region, logps))
             if region.is_left:
                 break
         skipped = len(minibatches) - len(rows) + region.is_left
@@ -243,13 +247,20 @@ class FSDPPPOActor(FSDPEngine):
         kept["loss_norm"][0] += batch["loss_norm"][~active].sum()
         return kept
 
-    def _minibatch_step(self, minibatch: Batch, region: _TrustRegion) -> dict[str, float]:
+    def _minibatch_step(self, minibatch: Batch, region: _TrustRegion, logps: TrainLogp) -> dict[str, float]:
         """Run one optimizer step, or none if no rank has an advantage: it would only follow momentum."""
         idle = self.config.skip_zero_advantage and not bool((minibatch["advantages"] != 0).any())
         if self.reduce_stats({"idle": Stat(torch.tensor(float(idle)))})["idle"] == 1:
             return {"idle_steps": 1.0}
-        loss_fn = partial(policy_loss, config=self.config, objective=self.objective, version=self.get_version())
-        stats = self.train_batch(minibatch, loss_fn, _loss_norm, region.may_step) | {"idle_steps": 0.0}
+        settings = {"config": self.config, "objective": self.objective, "version": self.get_version()}
+
+        def may_step(stats: Stats) -> bool:
+            # Statistics have been read from the device, and the step is not queued yet: nothing is waited for.
+            logps.collect()
+            return region.may_step(stats)
+
+        loss_fn = partial(policy_loss, **settings, logps=logps)
+        stats = self.train_batch(minibatch, loss_fn, _loss_norm, may_step) | {"idle_steps": 0.0}
         square = stats.pop("behav_weight/mean_square", None)
         if square:
             stats["ess"] = stats["behav_weight/mean"] ** 2 / square
@@ -318,11 +329,20 @@ def _required(batch: Batch, key: str, setting: str, engine: str) -> torch.Tensor
     return batch[key]
 
 
-def policy_loss(outputs: Batch, mb: Batch, config: PPOActorConfig, objective: Objective, version: int) -> LossAndStats:
+def policy_loss(
+    outputs: Batch,
+    mb: Batch,
+    config: PPOActorConfig,
+    objective: Objective,
+    version: int,
+    logps: TrainLogp | None = None,
+) -> LossAndStats:
     """Return the loss of a packed micro-batch (policy, KL and entropy term) and its statistics."""
     logp, weights = outputs["logp"], mb["loss_weights"]
     mask = weights > 0
     owner = sequence_of_token(mb["cu_seqlens"])
+    if logps is not None:
+        logps.add(mb, owner, logp)
     prox = _proximal(logp, mb, config, version)
     behaviour, kept = behaviour_weights(
         prox, mb["logprobs"], mask, owner,

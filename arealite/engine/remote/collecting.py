@@ -20,7 +20,7 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import DirectCall
-from arealite.core.ledger import Ledger
+from arealite.core.ledger.store import Ledger
 from arealite.core.samples import Sample, samples_of
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
@@ -153,6 +153,8 @@ class CollectingEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._executor is not None:
+            # The batch before has been trained.
+            self._executor.accounts.record_trained()
             self._executor.set_version(version)
 
     def stats(self) -> dict[str, float]:
@@ -182,7 +184,10 @@ class CollectingEngine(InferenceEngine):
             cause = "rank 0 hangs: it has the same deadline and did not raise"
             raise wait.error("rank 0 has sent nothing", cause) from error
         shares = None if batch is None else split_groups(batch, distributed.data_size())
-        return scatter_batches(shares)
+        share = scatter_batches(shares)
+        if self._executor is not None:
+            self._executor.accounts.rollouts.replace(share)
+        return share
 
 
 def scatter_batches(shares: list[Batch] | None) -> Batch:

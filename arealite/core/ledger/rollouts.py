@@ -1,0 +1,202 @@
+"""Rows of the tables `rollouts`, `rollout_data`, `prompts` and `vocabulary`: what was generated and trained.
+
+`EpisodeAccounts` passes batches to `RolloutRecorder` after they were trained. Reading tokens as text and compressing
+them is done on the ledger's thread: no batch waits for it.
+"""
+
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.core.episode import Episode, EpisodeId
+from arealite.core.ledger.token_record import TokenRecord, token_bytes
+from arealite.utils.data import IMAGE_INDEX, group_rows
+from arealite.utils.text import clean
+
+MAX_PREVIEW = 200
+_TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "train_logp", "advantages")
+_ROW_COLUMNS = ("rewards", "truncated", "group_ids", IMAGE_INDEX, "num_images")
+
+
+class RolloutRow(NamedTuple):
+    """One row of `rollouts` and its long columns. `record` is None if tokens are not kept."""
+
+    episode: int
+    sample: int
+    step: int
+    reward: float
+    oldest_version: int
+    newest_version: int
+    tokens: int
+    prompt: str
+    completion: str
+    source: str = "stream"
+    answer_tokens: int = 0
+    turns: int = 1
+    images: int = 0
+    truncated: bool = False
+    parts: dict[str, float] = {}  # noqa: RUF012 - never changed
+    record: bytes | None = None
+    # Texts of the tokens in `record`, unless they are known from earlier rows.
+    vocabulary: tuple[tuple[int, bytes], ...] = ()
+
+
+def prompt_id(text: str) -> int:
+    """Return the id of a prompt: equal texts have equal ids."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") >> 1
+
+
+class RolloutRecorder:
+    """Makes rows of batches, `max_tokens` of each batch at most. Rows are made on the ledger's thread."""
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        # The last batch that was given to the trainer, which adds columns to it, with its version and tokenizer.
+        self._given: tuple[Batch, int] | None = None
+        self._tokenizer: Any = None
+        self._known_tokens: set[int] = set()
+
+    def give(self, batch: Batch, step: int, episodes: list[Episode] | None = None) -> None:
+        """Remember the batch that this process trains: `take` reads what the trainer has added to it."""
+        for episode in episodes or ():
+            # Episodes of a checkpoint have no workflow.
+            if episode.workflow is not None:
+                self._tokenizer = getattr(episode.workflow, "tokenizer", None)
+                break
+        self._given = batch, step
+
+    def replace(self, share: Batch) -> None:
+        """The trainer of this process gets `share` of the last batch only."""
+        if self._given is not None:
+            self._given = share, self._given[1]
+
+    def take(self) -> Callable[[], Iterator[RolloutRow]] | None:
+        """Return a function that makes the rows of the last batch; None if they were taken before."""
+        if self._given is None or not self.max_tokens:
+            return None
+        (batch, step), self._given = self._given, None
+        columns = {k: v for k, v in batch.items() if k in (*_TOKEN_COLUMNS, *_ROW_COLUMNS)}
+        columns |= {k: v for k, v in batch.items() if k.startswith(STATS_PREFIX)}
+        tokenizer = self._tokenizer
+
+        def rows() -> Iterator[RolloutRow]:
+            budget = self.max_tokens
+            reader = _BatchReader(columns, tokenizer, self._known_tokens)
+            for index, group in enumerate(group_rows(columns)):
+                group_id = int(columns["group_ids"][group[0]])
+                owner = EpisodeId("submitted", -1 - group_id) if group_id < 0 else EpisodeId("stream", group_id)
+                sizes = [reader.length(row) for row in group]
+                if sum(sizes) > budget and index:
+                    continue
+                for sample, row in enumerate(group):
+                    # The first group may be too large by itself: then a part of it is kept.
+                    if sizes[sample] <= budget or not (index or sample):
+                        budget -= sizes[sample]
+                        yield reader.row(owner, sample, row, step)
+
+        return rows
+
+    def direct_rows(self, episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
+        """Return a function that makes rows of all episodes of an evaluation, with tokens while there is room."""
+
+        def rows() -> Iterator[RolloutRow]:
+            budget = self.max_tokens
+            for episode in episodes:
+                assert episode.result is not None
+                tokenizer = getattr(episode.workflow, "tokenizer", None)
+                reader = _BatchReader(episode.result.batch, tokenizer, self._known_tokens)
+                budget -= episode.result.num_tokens
+                for sample in range(episode.result.num_samples):
+                    yield reader.row(episode.id, sample, sample, step, with_tokens=budget >= 0)
+
+        return rows
+
+
+class _BatchReader:
+    """Makes rows of one padded batch."""
+
+    def __init__(self, batch: Batch, tokenizer: Any, known_tokens: set[int]):
+        self.tokenizer, self.known_tokens = tokenizer, known_tokens
+        self.columns = {key: _array(value) for key, value in batch.items() if key in (*_TOKEN_COLUMNS, *_ROW_COLUMNS)}
+        self.parts = {k.removeprefix(STATS_PREFIX): v.tolist() for k, v in batch.items() if k.startswith(STATS_PREFIX)}
+
+    def length(self, row: int) -> int:
+        return int(np.count_nonzero(self.columns["attention_mask"][row]))
+
+    def row(self, owner: EpisodeId, sample: int, row: int, step: int, with_tokens: bool = True) -> RolloutRow:
+        length = self.length(row)
+        own = {key: self.columns[key][row, :length] for key in _TOKEN_COLUMNS if key in self.columns}
+        ids, versions = own["input_ids"], own["versions"]
+        generated = versions >= 0
+        start = int(generated.argmax()) if generated.any() else length
+        parts = {name: values[row] for name, values in self.parts.items() if math.isfinite(values[row])}
+        record = None
+        if with_tokens:
+            record = TokenRecord(
+                ids, own["loss_mask"], versions, own["logprobs"], own.get("train_logp"), own.get("advantages")
+            ).to_bytes()
+        return RolloutRow(
+            owner.number,
+            sample,
+            step,
+            float(self.columns["rewards"][row]),
+            int(versions[generated].min()) if generated.any() else -1,
+            int(versions.max()),
+            length,
+            self._text(ids[:start]),
+            self._text(ids[start:]),
+            owner.source,
+            int(generated.sum()),
+            int(np.count_nonzero(generated[1:] & ~generated[:-1])) + int(generated[:1].sum()),
+            self._num_images(row),
+            bool(self.columns["truncated"][row]) if "truncated" in self.columns else False,
+            parts,
+            record,
+            self._new_tokens(ids) if with_tokens else (),
+        )
+
+    def _text(self, ids: np.ndarray) -> str:
+        tokens = ids.tolist()
+        return " ".join(map(str, tokens)) if self.tokenizer is None else clean(str(self.tokenizer.decode(tokens)))
+
+    def _new_tokens(self, ids: np.ndarray) -> tuple[tuple[int, bytes], ...]:
+        new = set(ids.tolist()) - self.known_tokens
+        self.known_tokens |= new
+        return tuple((token, token_bytes(self.tokenizer, token)) for token in new)
+
+    def _num_images(self, row: int) -> int:
+        if IMAGE_INDEX not in self.columns or (index := int(self.columns[IMAGE_INDEX][row])) < 0:
+            return 0
+        return int(self.columns["num_images"][index]) if "num_images" in self.columns else 1
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    return tensor.numpy(force=True)
+
+
+def write_rollouts(db: sqlite3.Connection, rows: list[RolloutRow]) -> None:
+    """Write rows, instead of earlier ones of the same samples."""
+    has_search = bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_search'").fetchone())
+    for row in rows:
+        key = prompt_id(row.prompt)
+        is_new = db.execute("INSERT OR IGNORE INTO prompts VALUES (?,?)", (key, row.prompt)).rowcount
+        db.execute("DELETE FROM rollouts WHERE source=? AND episode=? AND sample=?", (row.source, *row[:2]))
+        numbers = (row.source, *row[:7], row.answer_tokens, row.turns, row.images, row.truncated)
+        preview = row.completion[:MAX_PREVIEW]
+        new = db.execute(f"INSERT INTO rollouts VALUES (NULL{',?' * 14})", (*numbers, key, preview)).lastrowid
+        parts = json.dumps(row.parts)
+        db.execute("INSERT INTO rollout_data VALUES (?,?,?,?)", (new, row.completion, parts, row.record))
+        db.executemany("INSERT OR REPLACE INTO vocabulary VALUES (?,?)", row.vocabulary)
+        if has_search:
+            db.execute("INSERT INTO rollout_search(rowid, text) VALUES (?,?)", (new, row.completion))
+            if is_new:
+                db.execute("INSERT INTO prompt_search(rowid, text) VALUES (?,?)", (key, row.prompt))
