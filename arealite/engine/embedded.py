@@ -12,9 +12,11 @@ from typing import Any
 from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
 from arealite.api.errors import ConfigError, ServerError
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.core.ledger.store import ServerSample
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.sampling import server_sample
 from arealite.engine.sglang_remote import sampling_params
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
@@ -73,6 +75,9 @@ class EmbeddedEngine(CollectingEngine):
 
     def server_info(self) -> list[dict[str, Any]]:
         return [self.engine.stats()]
+
+    async def take_samples(self) -> list[ServerSample]:
+        return [server_sample("embedded", self._version, True, self.engine.stats())]
 
     def read_probe(self, path: str) -> list[str]:
         return [read_probe(path)]

@@ -8,11 +8,12 @@ answers of the collapsed policy are off-policy data until they are too old.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 from arealite.api.errors import CheckpointError, CollapseError
 from arealite.api.io_struct import Stats, StepInfo
+from arealite.core.ledger.store import Level
 from arealite.trainer.alarms import Alarm, Alarms, StepStats
 from arealite.trainer.recover import Recover, list_complete
 from arealite.trainer.saver import on_all_ranks
@@ -45,6 +46,8 @@ class Guard:
         self.action, self.recover = action, recover
         self.alarms = Alarms()
         self.collapse: Alarm | None = None
+        # Called with kind, text, step and level of what happens.
+        self.on_event: Callable[[str, str, int | None, Level], None] = lambda kind, text, step, level: None
         self._state = _State()
         self._file = recover.folder / "guard.json"
         # Steps after a rollback whose answers may be of the collapsed policy.
@@ -68,13 +71,14 @@ class Guard:
                 self.alarms.restart(self._num_old_steps)
             self.alarms.check(stats)
 
-    def check(self, stats: Stats) -> Stats:
+    def check(self, stats: Stats, step: int | None = None) -> Stats:
         """Show new alarms; return how many there are, and `alarm/NAME` for each."""
         if rank() != 0:
             return {}
         found = self.alarms.check(stats)
         for alarm in found:
             show_message(f"alarm: {alarm.text}")
+            self.on_event("collapse" if alarm.is_collapse else "alarm", f"{alarm.name}: {alarm.text}", step, "alarm")
         self.collapse = next((alarm for alarm in found if alarm.is_collapse), None)
         counts = {"alarms": float(len(found)), **{f"alarm/{alarm.name}": 1.0 for alarm in found}}
         return counts | ({"rollbacks": float(self._state.num_rollbacks)} if self.rolls_back else {})
@@ -119,10 +123,12 @@ class Guard:
         self.recover.wait()
         self._write()
         if rank() == 0:
-            show_message(
+            text = (
                 f"rollback {state.num_rollbacks} of at most {MAX_ROLLBACKS}: went back to {state.good} after step "
                 f"{info.global_step + 1}; the learning rate is {state.lr_scale:g} of the configured one from now on"
             )
+            show_message(text)
+            self.on_event("rollback", text, info.global_step, "warning")
 
     def _scale_rates(self) -> None:
         for engine in self.recover.engines.values():

@@ -93,6 +93,8 @@ class Run:
         is_async = isinstance(config, GRPOConfig)
         max_staleness = config.rollout.max_head_offpolicyness if is_async else 0
         self.guard = Guard(config.on_collapse, self.recover, max_staleness)
+        if rollout is not None and hasattr(rollout, "record_event"):
+            self.guard.on_event = rollout.record_event
         self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
@@ -211,7 +213,7 @@ class Run:
         if num_tokens is not None:
             values["tokens_per_s"] = num_tokens / times["time/step"]
         self._warn_without_signal(values)
-        values |= self.guard.check(values)
+        values |= self.guard.check(values, step)
         # The model comes first at the end: a disk that is full for it is full for statistics too.
         failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)

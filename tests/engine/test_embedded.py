@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, ServerConfig
 from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.core.ledger.reading import open_ledger, read_events, read_rollout, read_servers
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
@@ -22,7 +24,7 @@ from arealite.workflow.rlvr import RLVRWorkflow
 def make(model_path):
     made = []
 
-    def build(batch_size=4, context_length=None, **config):
+    def build(batch_size=4, context_length=None, ledger_path=None, **config):
         server = ServerConfig(
             model_path=str(model_path),
             context_length=context_length,
@@ -31,7 +33,7 @@ def make(model_path):
             max_total_tokens=8192,
             deterministic=True,
         )
-        engine = EmbeddedEngine(InferenceEngineConfig(batch_timeout_s=60, **config), server)
+        engine = EmbeddedEngine(InferenceEngineConfig(batch_timeout_s=60, **config), server, 1, ledger_path)
         engine.initialize(train_batch_size=batch_size)
         made.append(engine)
         return engine
@@ -150,3 +152,21 @@ def test_an_update_that_takes_too_long_is_a_named_timeout(make, model_path, monk
     monkeypatch.setattr(engine.engine, "update", lambda *_: Future())
     with pytest.raises(WaitTimeout, match=r"rollout.setup_timeout_s\) for version 1"):
         engine.update_weights(WeightUpdateMeta("disk", str(model_path), 1))
+
+
+def test_what_the_engine_does_is_recorded(make, tokenizer, tmp_path):
+    engine = make(batch_size=2, ledger_path=tmp_path / "run.sqlite")
+    workflow = RLVRWorkflow(length, GenerationHyperparameters(n_samples=2, max_new_tokens=4), tokenizer)
+    batch = engine.prepare_batch([[{"prompt": "say 1"}, {"prompt": "say 2"}]], workflow)
+    batch["advantages"] = torch.ones(batch["input_ids"].shape)
+    engine.set_version(1)
+    engine.record_event("alarm", "a text", level="alarm")
+    engine.destroy()
+    with closing(open_ledger(tmp_path / "run.sqlite")) as db:
+        (server,) = read_servers(db)
+        (event,) = read_events(db)
+        detail = read_rollout(db, "stream", 1, 1)
+    assert server["address"] == "embedded" and server["columns"]["kv_used"][0] == 0.0
+    assert event["step"] == 1 and event["text"] == "a text"
+    assert detail is not None and detail["token_columns"]["advantage"] == [1.0] * detail["tokens"]
+    assert "".join(detail["token_columns"]["text"]) == detail["prompt"] + detail["completion"]

@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from arealite.api.errors import RequestError, ServerError, WaitTimeout, WeightUpdateError
 from arealite.api.io_struct import ModelRequest, WeightUpdateMeta
+from arealite.core.ledger.reading import open_ledger, read_events, read_servers
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.fleet import Fleet
 from arealite.engine.remote.progress import Piece
@@ -170,6 +172,14 @@ def test_a_hanging_server_loses_its_requests_and_recovers_later(model_path, conn
         one.signal(signal.SIGCONT)
         until(lambda: is_open(engine, one))
         assert len(run(engine, engine.agenerate(request(9))).output_tokens) == TOKENS
+        samples = {sample.address: sample for sample in run(engine, engine.take_samples())}
+        assert samples[steady.address].kv_used is not None and samples[steady.address].generated_tokens > 0
+        engine.destroy()
+        with closing(open_ledger(engine.ledger_path)) as db:
+            events = [(event["level"], event["text"]) for event in read_events(db)]
+            assert {server["address"] for server in read_servers(db)} == set(samples)
+        assert any(level == "warning" and "is given up" in text for level, text in events)
+        assert any(level == "info" and "is open with version" in text for level, text in events)
 
 
 @pytest.mark.timeout(120)

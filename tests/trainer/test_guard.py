@@ -1,6 +1,7 @@
 """What a run does when its policy collapses: `on_collapse` of warn, stop and rollback."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from arealite.api.io_struct import FinetuneSpec
 from arealite.engine.fsdp.parallel import local
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.trainer.evaluator import BlockingEvaluator
-from arealite.trainer.guard import MAX_ROLLBACKS
+from arealite.trainer.guard import MAX_ROLLBACKS, Guard
 from arealite.trainer.run import Run
 from arealite.utils.config import COLLAPSED, run_main
 from tests.engine.engine_testing import Ranks, engine_config
@@ -75,6 +76,16 @@ def test_a_warning_is_shown_once_and_recorded(config, capfd):
     assert 20 <= alarm <= 25 and stats[alarm]["alarm/reward"] == 1
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("alarm: ")]
     assert len(lines) == 1 and "the reward fell from 0.5" in lines[0] and "What to do: " in lines[0]
+
+
+def test_alarms_are_events_with_their_step(tmp_path):
+    events = []
+    guard = Guard("warn", SimpleNamespace(folder=tmp_path), 0)  # type: ignore[arg-type]
+    guard.on_event = lambda *event: events.append(event)
+    for step in range(4):
+        guard.check({"behav_kl/k3": 0.2}, step)
+    ((kind, text, step, level),) = events
+    assert (kind, step, level) == ("alarm", 1, "alarm") and text.startswith("behav_kl/k3: KL between")
 
 
 def test_stop_saves_the_model_and_ends_with_an_exit_code_of_its_own(config, capsys):

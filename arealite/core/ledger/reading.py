@@ -161,7 +161,7 @@ def read_same_prompt(
     return [dict(zip(names, row, strict=True)) for row in db.execute(query, (source, episode, sample, limit))]
 
 
-def _token_columns(db: sqlite3.Connection, record: TokenRecord) -> dict[str, list[Any] | None]:
+def _token_columns(db: sqlite3.Connection, record: TokenRecord) -> dict[str, Any]:
     ids = record.ids.tolist()
     wanted = json.dumps(sorted(set(ids)))
     query = "SELECT id, bytes FROM vocabulary WHERE id IN (SELECT value FROM json_each(?))"

@@ -21,6 +21,7 @@ from urllib.parse import quote
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, HttpError, RequestError, ServerError, WaitTimeout
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.core.ledger.store import ServerSample
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
 from arealite.engine.remote.client import PROBE_TIMEOUT_S, ServerClient
@@ -28,6 +29,7 @@ from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.remote.fleet import Fleet
 from arealite.engine.remote.membership import Members
 from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.sampling import server_sample
 from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
 from arealite.utils.json_client import UnreachableError
@@ -52,6 +54,7 @@ class RemoteEngine(CollectingEngine):
             members = Members(ledger_path and Path(ledger_path).parent, names)
         self.client = self.client_class(config)
         self.fleet = Fleet(config, self.client, members)
+        self.fleet.on_event = lambda text, level: self.record_event("server", text, level=level)
         # An update that `begin_update` has started.
         self._begun: Future[None] | None = None
 
@@ -204,6 +207,18 @@ class RemoteEngine(CollectingEngine):
     def server_info(self) -> list[dict[str, Any]]:
         """Return what each open server that can be reached says about itself (rank 0; empty elsewhere)."""
         return self._get_info("/server_info", [s for s in self.router.servers.values() if s.is_open])
+
+    async def take_samples(self) -> list[ServerSample]:
+        return list(await asyncio.gather(*map(self._sample, list(self.router.servers.values()))))
+
+    async def _sample(self, server: Server) -> ServerSample:
+        known = {"running": server.load}
+        # Other servers have no answer that is cheap for them. `ConfigError`: the connections are being closed.
+        if server.is_arealite and server.is_open:
+            with suppress(ServerError, ConfigError), server.parse_answer():
+                info = await self.client.http.get(f"{server.url}/server_info", timeout_s=PROBE_TIMEOUT_S)
+                return server_sample(server.address, server.version, server.is_open, info)
+        return server_sample(server.address, server.version, server.is_open, known)
 
     def read_probe(self, path: str) -> list[str]:
         infos = self._get_info(f"/server_info?probe={quote(path)}", [*self.router.servers.values()])

@@ -20,11 +20,12 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import DirectCall
-from arealite.core.ledger.store import Ledger
+from arealite.core.ledger.store import Ledger, Level, ServerSample
 from arealite.core.samples import Sample, samples_of
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.remote.progress import Piece, Progress
+from arealite.engine.remote.sampling import sample_servers
 from arealite.utils import distributed
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
@@ -52,6 +53,19 @@ class CollectingEngine(InferenceEngine):
         ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
         self._executor = WorkflowExecutor(self.config, self, train_batch_size, self.seed, ledger)
         self._executor.start()
+        if ledger is not None:
+            # Ends with the loop.
+            asyncio.run_coroutine_threadsafe(sample_servers(self.take_samples, ledger), self._executor.runner.loop)
+
+    async def take_samples(self) -> list[ServerSample]:
+        """Return what each server does now."""
+        return []
+
+    @returns_nothing
+    def record_event(self, kind: str, text: str, step: int | None = None, level: Level = "info") -> None:
+        """Record something that happened to the run in its ledger (rank 0)."""
+        if self._executor is not None and self._executor.accounts.ledger is not None:
+            self._executor.accounts.ledger.event(kind, text, self._version if step is None else step, level)
 
     def destroy(self) -> None:
         if self._executor is not None:

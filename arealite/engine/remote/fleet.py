@@ -15,6 +15,7 @@ from typing import Any
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdateError
+from arealite.core.ledger.store import Level
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
@@ -44,6 +45,8 @@ class Fleet:
         self._recovering: set[Server] = set()
         # In a rollout worker: the servers that the trainer has open, and the versions they hold.
         self._mirrored: dict[str, int] | None = None
+        # Called with what happens to servers.
+        self.on_event: Callable[[str, Level], None] = lambda text, level: None
 
     async def connect(self, addresses: list[str], wait: NamedWait) -> None:
         """Wait for the servers that the job starts with, then monitor them.
@@ -131,12 +134,14 @@ class Fleet:
         if server in self._recovering or server.address not in self.router.servers:
             return
         server.num_failures += 1
+        self.on_event(f"{server.address} failed: {error}", "warning")
         self._recovering.add(server)
         self._spawn(self._recover(server), f"recover {server.address}")
 
     def lose(self, server: Server, error: ServerError) -> None:
         """Give a silent server up: its requests are sent elsewhere."""
         logger.error("%s is given up: %s", server.address, error)
+        self.on_event(f"{server.address} is given up: its requests are sent elsewhere", "warning")
         server.give_up()
         self.suspect(server, error)
 
@@ -162,6 +167,7 @@ class Fleet:
                 if not server.num_failures:
                     self._compare_context_lengths(server)
                 server.num_failures = 0
+                self.on_event(f"{server.address} is open with version {server.version}", "info")
                 return
         finally:
             self._recovering.discard(server)
@@ -255,6 +261,7 @@ class Fleet:
 
     def _add(self, address: str) -> None:
         logger.info("%s joins", address)
+        self.on_event(f"{address} joins", "info")
         server = self.router.add(address)
         server.is_elastic = True
         self._recovering.add(server)
@@ -263,6 +270,7 @@ class Fleet:
 
     def _remove(self, server: Server) -> None:
         logger.info("%s has left", server.address)
+        self.on_event(f"{server.address} has left", "warning")
         self.router.remove(server.address)
         server.give_up()
 

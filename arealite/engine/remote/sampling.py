@@ -1,0 +1,46 @@
+"""Records what the inference servers do, every few seconds, in the ledger and the trace.
+
+Runs on the executor's event loop while the engine lives, if the run has a ledger.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from arealite.core.ledger.store import Ledger, ServerSample
+
+INTERVAL_S = 2.0
+# With more servers each is sampled less often.
+MAX_SAMPLES_PER_S = 4.0
+# After so many rows the interval doubles: a run of weeks has a bounded ledger.
+ROWS_PER_INTERVAL = 100_000
+
+
+def server_sample(address: str, version: int, is_open: bool, info: Mapping[str, Any]) -> ServerSample:
+    """Return a sample from what a server says about itself (`/server_info` of the embedded server)."""
+    total = info.get("total_blocks")
+    return ServerSample(
+        time.time(),
+        address,
+        version,
+        is_open,
+        info.get("running"),
+        info.get("waiting"),
+        1 - info["free_blocks"] / total if total else None,
+        info.get("prompt_tokens"),
+        info.get("cached_tokens"),
+        info.get("generated_tokens"),
+        info.get("busy_s"),
+    )
+
+
+async def sample_servers(take: Callable[[], Awaitable[list[ServerSample]]], ledger: Ledger) -> None:
+    """Record what `take` returns until cancelled."""
+    num_rows = 0
+    while True:
+        samples = await take()
+        ledger.sample(samples)
+        num_rows += len(samples)
+        interval_s = max(INTERVAL_S, len(samples) / MAX_SAMPLES_PER_S)
+        await asyncio.sleep(interval_s * 2 ** (num_rows // ROWS_PER_INTERVAL))
