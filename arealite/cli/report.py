@@ -5,6 +5,7 @@ text. Only reads the run directory.
 """
 
 import contextlib
+import re
 import sqlite3
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from arealite.utils.config import run_main
 from arealite.utils.console import COLUMNS, clock, step_table
 from arealite.utils.rundir import RunDir
 from arealite.utils.text import clean
+from arealite.utils.trace.trace_file import Lane, read_trace
 
 _MAX_TEXT = 400
 _right = partial(rich_table.Column, justify="right")
@@ -45,6 +47,8 @@ def main(argv: list[str]) -> None:
     if steps:
         console.print(steps_table(steps, options.steps))
         console.print(time_table(steps))
+        if waits := wait_seconds(read_trace(run_dir.trace_path)):
+            console.print(waits_table(waits))
         for line in alarm_lines(steps):
             console.print(line, markup=False, soft_wrap=True)
     evaluations = [(step["step"], step) for step in every if set_names(step)]
@@ -92,6 +96,26 @@ def time_table(steps: list[dict[str, Any]]) -> Table:
     for name, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
         share = spent_s / total_s if total_s else 0.0
         table.add_row(name.removeprefix("time/"), f"{spent_s:.1f}", f"{share:.0%}")
+    return table
+
+
+def wait_seconds(lanes: list[Lane]) -> dict[tuple[str, str], float]:
+    """Return the seconds of each kind of wait and of weight updates in the trace, by lane and name."""
+    seconds: dict[tuple[str, str], float] = {}
+    for lane in lanes:
+        for _, took_s, name, _ in lane.spans:
+            if took_s is not None and (name.startswith("wait:") or lane.group == "weights"):
+                # Without the version of an update.
+                key = lane.name, re.sub(r" v\d+$", "", name)
+                seconds[key] = seconds.get(key, 0.0) + took_s
+    return seconds
+
+
+def waits_table(seconds: dict[tuple[str, str], float]) -> Table:
+    """Tabulate who waited for what, from the trace."""
+    table = Table("lane", "waits and weight updates", _right("seconds"), title="from the trace")
+    for (lane, name), took_s in sorted(seconds.items(), key=lambda item: -item[1])[:12]:
+        table.add_row(escape(lane), escape(name), f"{took_s:.1f}")
     return table
 
 

@@ -79,6 +79,8 @@ class Episode:
     # Of an episode that the workflow rejected, if it returned them.
     rejected_rewards: torch.Tensor | None = None
     has_ended: bool = False
+    # Of the trace, if the episode is traced.
+    lane: str | None = None
 
     def set_result(self, returned: Any) -> None:
         """Take what the workflow returned: a batch, None, or the rewards of a rejected group alone."""

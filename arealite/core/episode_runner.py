@@ -20,6 +20,7 @@ from arealite.core.episode import Episode, copy_containers, episode_seed
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
+from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
@@ -107,13 +108,15 @@ class EpisodeRunner:
     async def _run(self, episode: Episode) -> None:
         data = {key: copy_containers(value) for key, value in episode.data.items()}
         assert episode.workflow is not None
+        episode.lane = tracing.begin_episode()
+        tracing.enter_episode(episode.lane)
         if "seed" not in data:
             data["seed"] = episode_seed(self.seed, episode.id.group_id)
         try:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
-                result = await self.pool.run_episode(episode.workflow, data)
+                result = await self.pool.run_episode(episode.workflow, data, episode.lane)
             episode.set_result(result)
             if episode.result is not None:
                 self._check_versions(episode, episode.result.oldest_version)
@@ -137,9 +140,20 @@ class EpisodeRunner:
         if self.is_stopping or episode.has_ended:
             return
         episode.has_ended = True
+        if episode.lane is not None:
+            self._trace(episode, episode.lane, error)
         if not self._ended:
             self.loop.call_soon(self._run_callback, self._report)
         self._ended.append((episode, error))
+
+    def _trace(self, episode: Episode, lane: str, error: BaseException | None) -> None:
+        seconds, result = time.monotonic() - episode.started_at, episode.result
+        args: dict[str, Any] = {"version": episode.start_version}
+        if error is not None:
+            args["error"] = type(error).__name__
+        elif result is not None:
+            args |= {"tokens": result.num_tokens, "samples": result.num_samples, "reward": result.mean_reward}
+        tracing.end_episode(lane, f"episode {episode.id}", time.time() - seconds, seconds, **args)
 
     def _report(self) -> None:
         ended, self._ended = self._ended, []

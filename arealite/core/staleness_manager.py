@@ -8,9 +8,12 @@ rejected + failed + stale, and accepted = buffered + trained.
 """
 
 import math
+import time
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, NamedTuple
+
+from arealite.utils.trace import tracing
 
 UNLIMITED = 1 << 30
 # The trainer always waits for the first batches.
@@ -148,6 +151,8 @@ class StalenessManager:
         self.lead = lead
         self.version = 0
         self.counts = Counts()
+        # Since when no episode may start, and why; for the trace.
+        self._full: tuple[float, str] | None = None
 
     @property
     def ahead(self) -> int:
@@ -156,6 +161,10 @@ class StalenessManager:
 
     def capacity(self) -> int:
         """Return how many episodes may start now; negative if more run than are allowed."""
+        return min(self._capacities())
+
+    def _capacities(self) -> tuple[int, int]:
+        """Return how many episodes may start now by the limit of concurrency, and by that of staleness."""
         counts = self.counts
         if self.batch_size is None:
             by_version = concurrent = UNLIMITED
@@ -165,7 +174,7 @@ class StalenessManager:
             concurrent = (self.max_staleness + 1) * self.batch_size
         if self.max_concurrent is not None:
             concurrent = self.max_concurrent
-        return min(concurrent - counts.running, by_version)
+        return concurrent - counts.running, by_version
 
     @property
     def oldest_allowed(self) -> int:
@@ -173,8 +182,16 @@ class StalenessManager:
         return self.version - self.max_staleness
 
     def admit(self, count: int = 1) -> None:
+        if count and self._full is not None:
+            since, reason = self._full
+            tracing.record_wait("trainer", "admission", reason, time.monotonic() - since)
+            self._full = None
         self.counts.admitted += count
         self.counts.running += count
+        concurrent, by_version = self._capacities()
+        if min(concurrent, by_version) <= 0 and self._full is None:
+            limit = "staleness" if by_version <= concurrent else "concurrency"
+            self._full = time.monotonic(), f"wait: {limit} limit"
 
     def accept(self) -> None:
         self.counts.running -= 1

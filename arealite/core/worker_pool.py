@@ -29,6 +29,7 @@ from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.utils.config import log_to_file
 from arealite.utils.process_pool import Channel, MessageError, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
 from arealite.utils.startup import prepare_process
+from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.executor")
 # Until a failed start is tried again, while other workers run on.
@@ -61,8 +62,10 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
         """Start all workers; raises `ServerError` if one cannot start."""
         await asyncio.gather(*(self._launch(RolloutWorker(*self._engine_args)) for _ in range(self.count)))
 
-    async def run_episode(self, workflow: RolloutWorkflow, data: dict[str, Any]) -> Batch | None:
-        """Run `workflow.arun_episode` in the worker with the fewest episodes."""
+    async def run_episode(
+        self, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None = None
+    ) -> Batch | None:
+        """Run `workflow.arun_episode` in the worker with the fewest episodes. `lane` is that of the trace."""
         self._workflows[id(workflow)] = workflow
         for _ in range(MAX_ATTEMPTS):
             while not self._workers:
@@ -72,7 +75,7 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             worker.waiting[number] = future
             try:
                 worker.send_workflow(workflow)
-                worker.send("run", number, (id(workflow), data))
+                worker.send("run", number, (id(workflow), data, lane))
                 kind, payload = await future
             except asyncio.CancelledError:
                 # The episode ran out of time: find out whether it blocks its worker.
@@ -111,6 +114,8 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
                 future = worker.waiting.get(number)
                 if kind == "pong":
                     worker.last_pong = number
+                elif kind == "spans":
+                    tracing.add(payload)
                 elif future is not None and not future.done():
                     future.set_result((kind, payload))
         for future in worker.waiting.values():
@@ -199,6 +204,7 @@ def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     die_with_owner()
     log_to_file()
     prepare_process()
+    tracing.start()
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(_Worker(engine_class(config), Channel(sock)).run())
@@ -237,14 +243,19 @@ class _Worker:
         elif kind == "cancel" and number in self.tasks:
             self.tasks[number].cancel()
         elif kind == "run":
-            workflow, data = self.workflows[payload[0]], payload[1]
-            task = asyncio.create_task(self._run_episode(number, workflow, data), name=f"episode-{number}")
+            workflow, data, lane = self.workflows[payload[0]], *payload[1:]
+            task = asyncio.create_task(self._run_episode(number, workflow, data, lane), name=f"episode-{number}")
             self.tasks[number] = task
             task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
-    async def _run_episode(self, number: int, workflow: RolloutWorkflow, data: dict[str, Any]) -> None:
+    async def _run_episode(
+        self, number: int, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None
+    ) -> None:
+        tracing.enter_episode(lane)
         try:
             batch = await workflow.arun_episode(self.engine, data)
+            if lane is not None and (spans := tracing.take()):
+                self.channel.send(("spans", number, spans))
             self.channel.send(("result", number, None if batch is None else to_bytes(batch)))
         # A workflow may raise anything, also CancelledError; the owner records it.
         except BaseException as error:

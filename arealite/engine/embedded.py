@@ -22,6 +22,7 @@ from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.inference.weights import WeightSource
 from arealite.utils import distributed
+from arealite.utils.trace import tracing
 from arealite.weights.sync import make_transport, read_probe
 
 
@@ -67,7 +68,8 @@ class EmbeddedEngine(CollectingEngine):
             _, images = await asyncio.wrap_future(self.engine.read_prompt(asking.input_ids, asking.images))
         request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), images=images)
         try:
-            outputs = await asyncio.wrap_future(self.engine.submit(request))
+            with tracing.part_of_episode("generate", samples=count):
+                outputs = await asyncio.wrap_future(self.engine.submit(request))
         except asyncio.CancelledError:
             self.engine.abort_request(request)
             raise
@@ -91,7 +93,8 @@ class EmbeddedEngine(CollectingEngine):
         if transport.is_in_process:
             source = WeightSource.received(transport.open(meta), meta.version)
         try:
-            self.engine.update(source, flush).result(limit)
+            with tracing.span("weights", "embedded", f"load v{meta.version}"):
+                self.engine.update(source, flush).result(limit)
         except TimeoutError:
             raise wait.error("the engine has not swapped its weights", "one of its steps hangs") from None
         self.set_version(meta.version)

@@ -33,6 +33,7 @@ from arealite.utils.process_pool import (
     die_with_owner,
     start_fork_server,
 )
+from arealite.utils.trace.tracing import part_of_episode
 
 # While jobs wait: how often to check whether more workers would help.
 _GROWTH_INTERVAL_S = 0.1
@@ -81,6 +82,10 @@ class RewardPool(ProcessPool[WorkerProcess]):
 
         A reward that returns a dict of parts becomes a `Score`: a number that has them.
         """
+        with part_of_episode("reward", rows=len(rows)):
+            return await self._run(fn, rows)
+
+    async def _run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:
         if is_async(fn):
             return check_rewards(fn, await self._await_all(fn, rows), len(rows))
         size = len(rows)

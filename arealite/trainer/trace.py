@@ -1,21 +1,23 @@
-"""The time of a training loop by named phases: as numbers for the statistics, and as a trace file.
+"""The time of a training loop by named phases: numbers for the statistics, and the run's trace.
 
 Wrap each part of a step in `with trace.phase("rollout"):`. `take()` returns the seconds since the last call, for
-stats.jsonl. The spans also go to trace.json in Chrome's format (open it in ui.perfetto.dev or chrome://tracing),
-flushed at each `take`.
+stats.jsonl. The phases, and what all of this process has recorded (`utils.trace.tracing`), go to trace.json: open it
+in ui.perfetto.dev or chrome://tracing.
 """
 
 import contextlib
-import json
 import logging
-import os
-import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from arealite.utils.trace import tracing
+from arealite.utils.trace.trace_file import TraceWriter
+
 logger = logging.getLogger("arealite.trace")
+# Phases that end later than this after the last write have all spans written, for those who watch a long step.
+_WRITE_INTERVAL_S = 5.0
+TRAINER_LANE = "steps"
 
 
 class Trace:
@@ -23,35 +25,30 @@ class Trace:
 
     def __init__(self, path: Path | None = None):
         self._path = path
-        self._start = time.perf_counter()
-        self._last_take = self._start
+        self._last_take = self._last_write = time.perf_counter()
         self._seconds: dict[str, float] = {}
-        self._events: list[dict] = []
-        self._tracks: set[str] = set()
+        self._writer: TraceWriter | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("[\n")
-            self._add({"name": "process_name", "ph": "M", "args": {"name": "trainer"}})
+            with self._disable_on_os_error():
+                self._writer = TraceWriter(path)
+                tracing.start()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step. Phases may nest; each counts its own full span."""
-        began = time.perf_counter()
+        began, start = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            took_s = time.perf_counter() - began
-            self._seconds[name] = self._seconds.get(name, 0.0) + took_s
-            self._add({"name": name, "ph": "X", "ts": _us(began - self._start), "dur": _us(took_s)})
+            now = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - start
+            tracing.record("trainer", TRAINER_LANE, name, began, now - start)
+            if now - self._last_write > _WRITE_INTERVAL_S:
+                self.flush()
 
     def span(self, name: str, began: float, took_s: float, track: str) -> None:
-        """Add a span of another process on a track of its own. `began` is `time.time()` of that process."""
-        start = began - time.time() + time.perf_counter() - self._start
-        where = {"tid": zlib.crc32(track.encode())}
-        if track not in self._tracks:
-            self._tracks.add(track)
-            self._add({"name": "thread_name", "ph": "M", "args": {"name": track}, **where})
-        self._add({"name": name, "ph": "X", "ts": _us(start), "dur": _us(took_s), **where})
+        """Add a span of another process on a lane of its own. `began` is `time.time()` of that process."""
+        tracing.record("trainer", track, name, began, took_s)
 
     def take(self) -> dict[str, float]:
         """Return seconds since the last call: `time/<phase>` for each phase, `time/step` for all."""
@@ -64,19 +61,19 @@ class Trace:
 
     def flush(self) -> None:
         """Write the recorded spans to the file."""
-        if self._path is not None and self._events:
-            with self._disable_on_os_error(), self._path.open("a") as file:
-                file.writelines(json.dumps(event) + ",\n" for event in self._events)
-        self._events.clear()
+        self._last_write = time.perf_counter()
+        if self._writer is not None:
+            with self._disable_on_os_error():
+                self._writer.write(tracing.take())
 
     def close(self) -> None:
-        """End the file so that it is strict JSON. Viewers do not need this, other programs do."""
+        """Write what is left and end the file."""
         self.flush()
-        if self._path is not None:
+        if self._writer is not None:
             with self._disable_on_os_error():
-                text = self._path.read_text().rstrip().removesuffix(",")
-                self._path.write_text(text + "\n]\n")
-            self._path = None
+                self._writer.close()
+            self._writer = None
+            tracing.stop()
 
     @contextlib.contextmanager
     def _disable_on_os_error(self) -> Iterator[None]:
@@ -85,12 +82,5 @@ class Trace:
             yield
         except OSError as error:
             logger.warning("tracing stops: cannot write %s: %s", self._path, error.strerror)
-            self._path = None
-
-    def _add(self, event: dict) -> None:
-        if self._path is not None:
-            self._events.append({"pid": os.getpid(), "tid": threading.get_native_id(), **event})
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+            self._writer = None
+            tracing.stop()

@@ -27,6 +27,7 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import public_yaml
 from arealite.utils.text import clean
+from arealite.utils.trace.trace_file import older_path
 
 logger = logging.getLogger("arealite.rundir")
 # A lock on a shared folder cannot notify: it is polled.
@@ -124,6 +125,7 @@ class RunDir:
     def earlier_results(self) -> list[Path]:
         """Return what a run of this name has left here; empty if there was none."""
         files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
+        files = (*files, older_path(self.trace_path))
         folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations)
         # SQLite keeps two more files beside a database.
         paths = [*files, *folders, *(self.db_path.with_name(f"{self.db_path.name}-{end}") for end in ("wal", "shm"))]

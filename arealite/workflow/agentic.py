@@ -19,6 +19,7 @@ from arealite.api.io_struct import Batch
 from arealite.api.rollout_api import Agent, Environment, RolloutWorkflow, Step
 from arealite.api.trajectory import Trajectory
 from arealite.utils.call_pool import CallError, CallPool, Lease
+from arealite.utils.trace.tracing import part_of_episode
 from arealite.workflow.groups import play_all
 
 MakeEnvironment = Callable[[], Environment]
@@ -127,7 +128,8 @@ class AgenticWorkflow(RolloutWorkflow):
                 # The first turn was accepted: the conversation has become longer than the model's context.
                 trajectory.truncated = True
                 return total, turn, False
-            observation, reward, terminated, truncated, _ = await environment.step(action)
+            with part_of_episode("environment"):
+                observation, reward, terminated, truncated, _ = await environment.step(action)
             total += reward * self.discount**turn
             if terminated or truncated:
                 trajectory.truncated = bool(truncated and not terminated)

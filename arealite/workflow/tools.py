@@ -20,6 +20,7 @@ from arealite.api.trajectory import Trajectory
 from arealite.protocol.tool_calls import ToolCall, decode_answer, parse_tool_calls, style_of
 from arealite.utils.call_pool import CallError, CallPool, CallTimeout
 from arealite.utils.text import clean
+from arealite.utils.trace.tracing import part_of_episode
 from arealite.workflow.groups import play_all
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -110,7 +111,8 @@ class ToolWorkflow(RLVRWorkflow):
         try:
             if tool is None or error is not None:
                 raise CallError(error)
-            result = await self._call(tool, call.arguments)
+            with part_of_episode("tool", tool=call.name):
+                result = await self._call(tool, call.arguments)
         except CallError as failure:
             counts["tool_timeouts" if isinstance(failure, CallTimeout) else "tool_failures"] += 1
             result = f"error: {failure}"

@@ -1,1 +1,1 @@
-"""The ledger of a run: `run.sqlite`, with what became of every episode, and what was generated and trained."""
+"""The ledger of a run, `run.sqlite`: what became of every episode, what was generated and trained."""

@@ -19,6 +19,7 @@ from arealite.core.ledger.rollouts import RolloutRecorder
 from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
 from arealite.utils.data import stats_means
 from arealite.utils.text import clean
+from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.executor")
 
@@ -66,6 +67,7 @@ class EpisodeAccounts:
         }
         for episode in episodes:
             self.close(episode, "trained", step=version)
+        tracing.record_wait("trainer", "steps", "wait: batch", waited_s, episodes=len(episodes), version=version)
         alarm = self.audit.alarm()
         if alarm is not None:
             logger.warning("%s", alarm)
@@ -83,7 +85,7 @@ class EpisodeAccounts:
         return batch
 
     def record_trained(self) -> None:
-        """Write the rollouts of the last batch, with what the trainer has added to it, unless they are written."""
+        """Write the rollouts of the last batch with what the trainer has added, unless that was done."""
         rows = self.rollouts.take()
         if rows is not None and self.ledger is not None:
             self.ledger.commit(rows)

@@ -1,4 +1,4 @@
-"""Reads `run.sqlite` of a run that may still be going on: rollouts, ages, flow of episodes, servers, events.
+"""Reads `run.sqlite`, also of a run that goes on: rollouts, ages, episodes, servers, events.
 
 Used by reports and the dashboard. It imports neither torch nor transformers. Functions take a connection of
 `open_ledger` and return plain values; the format of the tables is known here and where they are written.
@@ -39,7 +39,10 @@ def open_ledger(path: str | Path) -> sqlite3.Connection:
 
 
 class RolloutFilter(NamedTuple):
-    """Which rollouts are wanted. `text` has words that completion or prompt contains; the last may be incomplete."""
+    """Which rollouts are wanted.
+
+    `text` is a sequence of words in the completion or the prompt; the last one may be incomplete.
+    """
 
     text: str = ""
     source: str | None = None
@@ -117,7 +120,7 @@ def _rollout_row(row: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_rollout(db: sqlite3.Connection, source: str, episode: int, sample: int) -> dict[str, Any] | None:
-    """Return one rollout with whole texts, messages, parts of the reward and tokens; None if it is not kept."""
+    """Return a rollout with whole texts, messages, reward parts and tokens; None if it is not kept."""
     found = db.execute(
         f"SELECT {_COLUMNS}, p.text, d.completion, r.prompt, d.parts, d.record FROM rollouts r JOIN prompts p ON "
         "p.id = r.prompt JOIN rollout_data d ON d.id = r.id WHERE r.source = ? AND r.episode = ? AND r.sample = ?",
@@ -262,7 +265,7 @@ def read_flow(db: sqlite3.Connection, buckets: int = 200) -> dict[str, Any]:
 def read_servers(
     db: sqlite3.Connection, start: float | None = None, end: float | None = None, max_samples: int = 2000
 ) -> list[dict[str, Any]]:
-    """Return the samples of each server by time, thinned out to `max_samples`, with rates from its counters."""
+    """Return at most `max_samples` samples of each server by time, with rates from its counters."""
     query = "SELECT * FROM servers WHERE time >= ? AND time <= ? ORDER BY time"
     found: dict[str, list[Sequence[Any]]] = {}
     for row in db.execute(query, (start or 0.0, end or 1e18)):

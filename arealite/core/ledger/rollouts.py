@@ -1,4 +1,4 @@
-"""Rows of the tables `rollouts`, `rollout_data`, `prompts` and `vocabulary`: what was generated and trained.
+"""Makes and writes the rows of generated and trained answers (`rollouts` and its related tables).
 
 `EpisodeAccounts` passes batches to `RolloutRecorder` after they were trained. Reading tokens as text and compressing
 them is done on the ledger's thread: no batch waits for it.
@@ -104,7 +104,7 @@ class RolloutRecorder:
         return rows
 
     def direct_rows(self, episodes: list[Episode], step: int) -> Callable[[], Iterator[RolloutRow]]:
-        """Return a function that makes rows of all episodes of an evaluation, with tokens while there is room."""
+        """Return a function that makes rows of an evaluation; tokens are kept while there is room."""
 
         def rows() -> Iterator[RolloutRow]:
             budget = self.max_tokens

@@ -102,7 +102,7 @@ class _Pending:
 
 
 class Ledger:
-    """Writes `run.sqlite`. Any thread may call `record`, `event` and `sample`, the trainer's thread the rest."""
+    """Writes `run.sqlite`. Any thread may call `record`, `event`, `sample`, the trainer's the rest."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)

@@ -23,11 +23,11 @@ class TrainLogp:
         self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, mb: Batch, owner: torch.Tensor, logp: torch.Tensor) -> None:
-        """Keep the log-probs of a packed micro-batch on its device. `owner [N]` is the sequence of each token."""
+        """Keep the log-probs of a packed micro-batch; `owner [N]` is the sequence of each token."""
         self._parts.append((mb[ROW_INDEX][owner], mb["position_ids"], mb.get("prox_logp", logp.detach())))
 
     def collect(self) -> None:
-        """Copy what was added to the host. Call it after a synchronization, so that it does not wait by itself."""
+        """Copy what was added to the host. Called after a synchronization: it does not wait then."""
         for rows, positions, values in self._parts:
             self.column[rows.cpu(), positions.cpu()] = values.float().cpu()
         self._parts.clear()

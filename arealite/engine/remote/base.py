@@ -34,6 +34,7 @@ from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
 from arealite.utils.json_client import UnreachableError
 from arealite.utils.startup import startup_phase
+from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.remote")
 
@@ -130,8 +131,10 @@ class RemoteEngine(CollectingEngine):
             server = await self.router.acquire(wait, count, affinity=affinity, avoid=last)
             adapter = server.adapter
             try:
-                async with asyncio.timeout(wait.left_s):
-                    return await self._generate(server, progress, count)
+                args = {"server": server.address, "samples": count}
+                with tracing.part_of_episode("generate", **args):
+                    async with asyncio.timeout(wait.left_s):
+                        return await self._generate(server, progress, count)
             except TimeoutError:
                 state = f"{server.describe()}; {len(errors)} other attempts failed before"
                 raise wait.error(state, "its answer is very long, or the server very slow") from None

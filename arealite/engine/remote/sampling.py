@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from arealite.core.ledger.store import Ledger, ServerSample
+from arealite.utils.trace import tracing
 
 INTERVAL_S = 2.0
 # With more servers each is sampled less often.
@@ -41,6 +42,8 @@ async def sample_servers(take: Callable[[], Awaitable[list[ServerSample]]], ledg
     while True:
         samples = await take()
         ledger.sample(samples)
+        for one in samples:
+            tracing.count("server", one.address, running=one.running, waiting=one.waiting, kv_used=one.kv_used)
         num_rows += len(samples)
         interval_s = max(INTERVAL_S, len(samples) / MAX_SAMPLES_PER_S)
         await asyncio.sleep(interval_s * 2 ** (num_rows // ROWS_PER_INTERVAL))

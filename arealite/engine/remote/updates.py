@@ -16,6 +16,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.server import Router, Server
+from arealite.utils.trace import tracing
 from arealite.weights.fingerprint import Fingerprints, first_mismatch
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Transport
@@ -105,7 +106,8 @@ class WeightUpdater:
         return await asyncio.gather(*(self._load(s, meta) for s in servers), return_exceptions=True)
 
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
-        with server.track_request():
+        name = f"load v{meta.version}"
+        with server.track_request(), tracing.span("weights", server.address, name):
             if self.client.can_swap(server) and server.is_open:
                 # It reads while it generates and swaps between two steps: nothing has to stop.
                 await self._load_and_verify(server, meta)

@@ -1,0 +1,140 @@
+"""The trace of a run as a file: `trace.json` in Chrome's format, which ui.perfetto.dev opens.
+
+One event a line; times are unix times in microseconds. A file that has become too large is renamed to `trace.1.json`,
+instead of an earlier one, so that a run keeps at most two. `read_trace` reads both, also while they are written.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arealite.utils.trace.tracing import Span
+
+MAX_BYTES = 32 << 20
+# The processes that a viewer shows.
+GROUPS = ("trainer", "weights", "server", "rollout")
+
+
+def older_path(path: Path) -> Path:
+    """Return where the older part of a trace is kept."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+class TraceWriter:
+    """Appends events, and keeps what an earlier file has. Raises `OSError` if it cannot write."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES):
+        self.path, self.max_bytes = path, max_bytes
+        self._lanes: dict[tuple[str, str], int] = {}
+        # For each lane, when the last part in each of its rows ended.
+        self._rows: dict[tuple[str, str], list[float]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _end_file(path)
+            path.replace(older_path(path))
+        self._begin_file()
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Append spans; begins a new file if this one has become too large."""
+        lines = [json.dumps(event, separators=(",", ":")) for span in spans for event in self._events(span)]
+        if not lines:
+            return
+        with self.path.open("a") as file:
+            file.write("".join(f"{line},\n" for line in lines))
+            is_full = file.tell() > self.max_bytes
+        if is_full:
+            _end_file(self.path)
+            self.path.replace(older_path(self.path))
+            self._lanes.clear()
+            self._begin_file()
+
+    def close(self) -> None:
+        """End the file so that it is strict JSON. Viewers do not need this, other programs do."""
+        _end_file(self.path)
+
+    def _begin_file(self) -> None:
+        names = [{"name": "process_name", "ph": "M", "pid": _pid(g), "args": {"name": g}} for g in GROUPS]
+        self.path.write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in names))
+
+    def _events(self, span: Span) -> Iterator[dict[str, Any]]:
+        lane = span.lane
+        if span.is_part and span.seconds is not None:
+            row = self._row(span, span.began + span.seconds)
+            lane = lane if row == 0 else f"{lane} +{row}"
+        pid, tid = _pid(span.group), self._lanes.get((span.group, lane))
+        if tid is None:
+            tid = self._lanes[span.group, lane] = len(self._lanes) + 1
+            yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}}
+        event = {"name": span.name, "pid": pid, "tid": tid, "ts": round(span.began * 1e6), "args": span.args}
+        if span.seconds is None:
+            yield event | {"ph": "C"}
+        else:
+            yield event | {"ph": "X", "dur": max(1, round(span.seconds * 1e6))}
+
+    def _row(self, span: Span, end: float) -> int:
+        """Return a free row of the lane: parts that overlap would hide each other. Spans come as they end."""
+        ends = self._rows.setdefault((span.group, span.lane), [])
+        row = next((i for i, last in enumerate(ends) if last <= span.began + 1e-6), len(ends))
+        ends[row:] = [end, *ends[row + 1 :]]
+        return row
+
+
+def _pid(group: str) -> int:
+    return GROUPS.index(group) + 1
+
+
+def _end_file(path: Path) -> None:
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 2))
+        if file.read() == b",\n":
+            file.seek(size - 2)
+            file.truncate()
+            file.write(b"\n]\n")
+
+
+class Lane(NamedTuple):
+    """Spans of one lane, each `[began (unix seconds), seconds, name, args]`, in order of their beginning.
+
+    Samples of numbers have None as seconds.
+    """
+
+    group: str
+    name: str
+    spans: list[list[Any]]
+
+
+def read_trace(path: Path, start: float | None = None, end: float | None = None) -> list[Lane]:
+    """Return the lanes of a trace between two unix times, ordered by group and name."""
+    lanes: dict[tuple[str, str], list[list[Any]]] = {}
+    first, last = start or 0.0, end or time.time() + 1e9
+    for file in (older_path(path), path):
+        names: dict[tuple[int, int], str] = {}
+        for event in _read_events(file):
+            kind, where = event.get("ph"), (event.get("pid", 0), event.get("tid", 0))
+            if kind == "M" and event.get("name") == "thread_name":
+                names[where] = event["args"]["name"]
+            elif kind in ("X", "C"):
+                began, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else None
+                if began <= last and began + (seconds or 0.0) >= first:
+                    owner = GROUPS[where[0] - 1], names.get(where, "?")
+                    lanes.setdefault(owner, []).append([began, seconds, event["name"], event.get("args", {})])
+    order = sorted(lanes, key=lambda owner: (GROUPS.index(owner[0]), owner[1]))
+    return [Lane(*owner, sorted(lanes[owner], key=lambda span: span[0])) for owner in order]
+
+
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Read whole lines only: the last one may be half written, and one after a full disk may be damaged."""
+    try:
+        with path.open() as file:
+            for line in file:
+                text = line.strip().rstrip(",")
+                if text.startswith("{") and text.endswith("}"):
+                    try:
+                        yield json.loads(text)
+                    except ValueError:
+                        continue
+    except FileNotFoundError:
+        return
