@@ -41,10 +41,11 @@ export class AgeMap {
     this.canvas.height = Math.round(height * ratio);
     const ctx = this.canvas.getContext("2d");
     ctx.scale(ratio, ratio);
-    const top = Math.log1p(Math.max(1, ...counts.flat()));
     const size = (width - left - 6) / steps.length;
+    const sums = counts.map((column) => Math.max(1, column.reduce((sum, value) => sum + value, 0)));
+    // The colour is the share of the step's samples; the root keeps small shares visible.
     counts.forEach((column, i) => ages.forEach((_, a) => {
-      const [r, g, b] = heat(Math.log1p(column[a] ?? 0) / top);
+      const [r, g, b] = heat(Math.sqrt((column[a] ?? 0) / sums[i]));
       ctx.fillStyle = `rgb(${r} ${g} ${b})`;
       ctx.fillRect(left + i * size, 2 + (ages.length - 1 - a) * row, size + 0.6, row - 1);
     }));
@@ -77,48 +78,60 @@ export class AgeMap {
   }
 }
 
-const FLOW_STATES = ["running", "buffered", "trained", "stale", "rejected", "failed", "evaluated"];
-const FLOW_TEXT = {
-  running: "being generated", buffered: "wait for a batch", trained: "used for an update", stale: "too old, discarded",
-  rejected: "by the filter", failed: "raised an error", evaluated: "not for training",
-};
+// Where episodes go: [state, explanation, the node it comes from].
+const FLOW = [
+  ["accepted", "finished and put into the buffer", "admitted"], ["running", "being generated", "admitted"], ["rejected", "dropped by the filter", "admitted"],
+  ["failed", "ended with an error", "admitted"], ["evaluated", "not for training", "admitted"],
+  ["trained", "used for an update", "accepted"], ["buffered", "wait for a batch", "accepted"], ["stale", "too old, discarded", "accepted"],
+];
+const [FLOW_WIDTH, FLOW_ROOM, FLOW_GAP, FLOW_BAR, FLOW_THIN] = [520, 150, 16, 9, 5];
 
-/** Flow diagram of all episodes: admitted on the left, what became of them on the right. */
+/** Flow diagram of all episodes: admitted, then what became of them, then what became of those in the buffer. */
 export function flowDiagram(now) {
-  const states = FLOW_STATES.filter((state) => now[state]);
-  const total = states.reduce((sum, state) => sum + now[state], 0);
-  if (!total) return null;
-  const [width, height, gap, bar] = [560, Math.max(150, 34 * states.length), 10, 10];
-  const room = height - gap * (states.length - 1);
-  // Small flows keep a visible height; the rest is shared in proportion.
-  const floor = 16;
-  const small = states.filter((state) => (now[state] / total) * room < floor);
-  const rest = states.filter((state) => !small.includes(state)).reduce((sum, state) => sum + now[state], 0);
-  const thick = (state) => (small.includes(state) ? floor : (now[state] / rest) * (room - floor * small.length));
-  const left = 118;
-  const right = 330;
-  const children = [];
-  let source = (height - room) / 2;
-  let y = 0;
-  const start = source;
-  for (const state of states) {
-    const size = thick(state);
-    const middle = (left + bar + right) / 2;
-    const path = `M${left + bar} ${source} C${middle} ${source} ${middle} ${y} ${right} ${y} L${right} ${y + size} C${middle} ${y + size} ${middle} ${source + size} ${left + bar} ${source + size} Z`;
-    const color = stateColor(state);
-    children.push(svg("path", { d: path, fill: color, "fill-opacity": 0.28 }), svg("rect", { x: right, y, width: bar, height: size, rx: 2, fill: color }));
-    const text = svg("text", { x: right + bar + 10, y: y + size / 2, class: "flow-text" },
-      svg("tspan", { class: "flow-count" }, count(now[state])), svg("tspan", { dx: 6, class: "flow-state" }, state), svg("tspan", { dx: 6, class: "flow-note" }, `${percent(now[state] / total)}`));
-    text.append(svg("title", {}, FLOW_TEXT[state]));
-    children.push(text);
-    source += size;
-    y += size + gap;
+  const counts = { ...now, accepted: (now.trained ?? 0) + (now.buffered ?? 0) + (now.stale ?? 0) };
+  const rows = FLOW.filter(([state]) => counts[state]);
+  counts.admitted = rows.filter(([, , from]) => from === "admitted").reduce((sum, [state]) => sum + counts[state], 0);
+  if (!counts.admitted) return null;
+  // Small flows keep a visible height.
+  const thick = (state) => Math.max(FLOW_THIN, (counts[state] / counts.admitted) * FLOW_ROOM);
+  const nodes = { admitted: { x: 70, y: 0, size: 0, state: "admitted" } };
+  const paths = [];
+  for (const [from, x] of [["admitted", 236], ["accepted", 404]]) {
+    const source = nodes[from];
+    if (!source) continue;
+    const members = rows.filter((row) => row[2] === from);
+    source.size = Math.max(source.size, members.reduce((sum, [state]) => sum + thick(state), 0));
+    // What leaves for good is drawn below what goes on.
+    let [out, y] = [source.y, from === "accepted" ? source.y : 0];
+    for (const [state, note] of members) {
+      const size = thick(state);
+      nodes[state] = { x, y, size, state, note };
+      paths.push(ribbon(source, out, nodes[state]));
+      out += size;
+      y += Math.max(size, FLOW_GAP) + (size > FLOW_GAP ? 16 : 6);
+    }
   }
-  children.push(svg("rect", { x: left, y: start, width: bar, height: source - start, rx: 2, fill: stateColor("admitted") }));
-  children.push(svg("text", { x: left - 10, y: height / 2 - 8, class: "flow-text", "text-anchor": "end" }, svg("tspan", { class: "flow-count" }, count(total))));
-  children.push(svg("text", { x: left - 10, y: height / 2 + 9, class: "flow-text flow-state", "text-anchor": "end" }, "admitted"));
-  const label = `${count(total)} episodes admitted: ${states.map((s) => `${count(now[s])} ${s}`).join(", ")}`;
-  return svg("svg", { viewBox: `0 -4 ${width} ${height + 8}`, class: "flow", role: "img", "aria-label": label }, children);
+  const height = Math.max(...Object.values(nodes).map((node) => node.y + Math.max(node.size, 18)));
+  const label = `${count(counts.admitted)} episodes admitted: ${rows.map(([state]) => `${count(counts[state])} ${state}`).join(", ")}`;
+  return svg("svg", { viewBox: `0 -12 ${FLOW_WIDTH} ${height + 24}`, class: "flow", role: "img", "aria-label": label }, paths, Object.values(nodes).map((node) => flowNode(node, counts)));
+}
+
+function ribbon(source, out, { x, y, size, state }) {
+  const left = source.x + FLOW_BAR;
+  const middle = (left + x) / 2;
+  const d = `M${left} ${out} C${middle} ${out} ${middle} ${y} ${x} ${y} L${x} ${y + size} C${middle} ${y + size} ${middle} ${out + size} ${left} ${out + size} Z`;
+  return svg("path", { d, fill: stateColor(state), "fill-opacity": 0.25 });
+}
+
+function flowNode({ x, y, size, state, note }, counts) {
+  const first = state === "admitted";
+  const place = first ? { x: x - 8, "text-anchor": "end" } : { x: x + FLOW_BAR + 7 };
+  const share = percent(counts[state] / counts.admitted);
+  return [
+    svg("rect", { x, y, width: FLOW_BAR, height: size, rx: 2, fill: stateColor(state) }, svg("title", {}, note ?? "all episodes that were started")),
+    svg("text", { ...place, y: y + size / 2 - (size > 24 ? 8 : 0), class: "flow-text" }, svg("tspan", { class: "flow-count" }, count(counts[state])), size > 24 ? null : svg("tspan", { dx: 5, class: "flow-state" }, state)),
+    size > 24 ? svg("text", { ...place, y: y + size / 2 + 9, class: "flow-text flow-state" }, state, first ? null : svg("tspan", { dx: 5, class: "flow-note" }, share)) : null,
+  ];
 }
 
 /** Table of lanes with the share of each phase in the window, and the reasons for waiting. */
@@ -211,7 +224,7 @@ export class ServerTable {
       const y = server.columns[name];
       const color = seriesColor(i);
       const known = y?.some((v) => v !== null && v !== undefined);
-      row.charts[i].setData({ series: known ? [{ name, color, x: server.columns.time, y }] : [], xKind: "duration" });
+      row.charts[i].setData({ series: known ? [{ name, color, x: server.columns.time, y }] : [], xKind: "duration", floor: name === "version" ? null : 0, ceiling: SERVER_COLUMNS[i][2] === percent ? 1 : null });
       this.#readout(row.charts[i], row.values[i], SERVER_COLUMNS[i][2], null);
     });
   }

@@ -34,9 +34,9 @@ const resizes = new ResizeObserver((entries) => { for (const { target } of entri
 
 export class Chart {
   /** `height` in pixels; `group` shares crosshair and zoom; `compact` leaves axes out; `onreadout` is told x or null. */
-  constructor({ group = new ChartGroup(), height = 190, onreadout = null, label = "chart", compact = false } = {}) {
+  constructor({ group = new ChartGroup(), height = 172, onreadout = null, label = "chart", compact = false } = {}) {
     Object.assign(this, { group, onreadout, label, compact, visible: false, dirty: true, drag: null });
-    this.data = { series: [], marks: [], xKind: "integer", smoothing: 0, log: false };
+    this.data = { series: [], marks: [], xKind: "integer", smoothing: 0, log: false, floor: null, ceiling: null };
     this.base = h("canvas");
     this.overlay = h("canvas");
     this.element = h("div", { class: "chart", tabindex: 0, role: "img", style: { height: `${height}px` } }, this.base, this.overlay);
@@ -55,7 +55,8 @@ export class Chart {
     resizes.unobserve(this.element);
   }
 
-  /** series: [{name, color, x, y, dash?, low?, high?, points?}]; marks: [{x, text, level}]; xKind: integer, number or duration. */
+  /** series: [{name, color, x, y, dash?, low?, high?, points?}]; marks: [{x, text, level}]; xKind: integer, number or duration;
+   *  the y axis reaches at least from floor to ceiling. */
   setData(data) {
     this.data = { ...this.data, ...data };
     for (const one of this.data.series) one.shown = smooth(one.y, this.data.smoothing && !one.points ? this.data.smoothing : 0);
@@ -103,6 +104,8 @@ export class Chart {
       }
     }
     if (!(x1 >= x0) || !(y1 >= y0)) return null;
+    y0 = Math.min(y0, this.data.floor ?? y0);
+    y1 = Math.max(y1, this.data.ceiling ?? y1);
     if (x1 === x0) { x0 -= 0.5; x1 += 0.5; }
     if (log) { y0 = Math.log10(y0); y1 = Math.log10(y1); }
     const margin = y1 === y0 ? Math.abs(y0) * 0.1 || 0.5 : (y1 - y0) * 0.07;
@@ -146,7 +149,7 @@ export class Chart {
     ctx.lineWidth = 1;
     ctx.textAlign = "right";
     ctx.textBaseline = "middle";
-    let ys = log ? ticks(y0, y1, 4, y1 - y0 > 3 ? "integer" : "number").map((v) => 10 ** v) : ticks(y0, y1, Math.max(2, inner.height / 36));
+    let ys = log ? ticks(y0, y1, 4, y1 - y0 > 3 ? "integer" : "number").map((v) => 10 ** v) : ticks(y0, y1, Math.max(2, inner.height / 30));
     if (log && y1 - y0 < 1) ys = ticks(10 ** y0, 10 ** y1, 4);
     const step = ys.length > 1 ? Math.abs(ys[1] - ys[0]) : 1;
     for (const y of ys) {
@@ -207,7 +210,8 @@ export class Chart {
       ctx.globalAlpha = 1;
     }
     ctx.setLineDash(one.dash ?? []);
-    if (one.shown !== one.y) {
+    // Many raw lines over each other only hide the smooth ones.
+    if (one.shown !== one.y && this.data.series.length <= 4) {
       ctx.globalAlpha = 0.2;
       ctx.lineWidth = 1;
       tracePath(ctx, one.x, one.y, toX, toY, inner.width);

@@ -46,7 +46,7 @@ function hashColor(name) {
 const STATES = {
   admitted: ["#5b6577", "#98a2b5"], running: ["#3aa8e6", "#4fb0ea"], buffered: ["#b97f00", "#e3b04b"],
   trained: ["#0c9a78", "#3fd0a5"], stale: ["#8b6f47", "#c29f6b"], rejected: ["#b5369f", "#ee7ed8"],
-  failed: ["#d03a3a", "#f27272"], evaluated: ["#e0559b", "#f08abf"],
+  accepted: ["#6a5be8", "#9a8ffa"], failed: ["#d03a3a", "#f27272"], evaluated: ["#e0559b", "#f08abf"],
 };
 
 export function stateColor(state) {

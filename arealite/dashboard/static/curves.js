@@ -12,7 +12,7 @@ import { evaluationsOf, eventsOf, findRun, loadEvaluations, loadEvents, loadStat
 // A chart shows the statistics that exist of its names; a pattern adds all that match.
 const SECTIONS = [
   ["Reward", "what the policy earns", [
-    ["Reward", ["reward"], /^rollout\/reward\//], ["Answer length", ["answer_len", "eval/answer_len"]],
+    ["Reward", ["reward"], /^rollout\/reward\//, "hero"], ["Answer length", ["answer_len", "eval/answer_len"]],
     ["Truncated answers", ["truncated_share"]], ["Groups with signal", ["groups", "groups_with_signal"]]]],
   ["Policy", "how fast it moves", [
     ["Entropy", ["entropy"]], ["KL", ["behav_kl/k3", "prox_kl", "ref_kl", "kl", "ref_kl/k3"]], ["Clipped share", ["clip_share", "dual_clip_share", "behav_capped_share"]],
@@ -162,9 +162,9 @@ function plan(own, context) {
     return { names, sections: [["Found", note, found.slice(0, MAX_FOUND).map(one)]] };
   }
   const known = new Set(names);
-  const sections = SECTIONS.map(([title, note, charts]) => [title, note, charts.map(([name, wanted, pattern]) => {
+  const sections = SECTIONS.map(([title, note, charts]) => [title, note, charts.map(([name, wanted, pattern, tone]) => {
     const found = [...wanted.filter((n) => known.has(n)), ...(pattern ? names.filter((n) => pattern.test(n)) : [])];
-    return [name, found, `chart ${name}`];
+    return [name, found, `chart ${name}`, tone];
   }).filter(([, found]) => found.length)]);
   const sets = new Map();
   for (const id of context.runs()) for (const row of evaluationsOf(id)) sets.set(`${row.set} ${row.metric}`, row);
@@ -193,8 +193,8 @@ function renderSections(own, context, node) {
     for (const [key, card] of own.cards) if (!wanted.has(key)) { card.chart.destroy(); own.cards.delete(key); }
     replace(node, sections.flatMap(([title, note, charts]) => [
       h("div", { class: "section-title" }, h("h2", {}, title), h("p", {}, note)),
-      h("div", { class: "grid" }, charts.map(([name, , key]) => {
-        if (!own.cards.has(key)) own.cards.set(key, makeCard(own, name));
+      h("div", { class: "grid" }, charts.map(([name, , key, tone]) => {
+        if (!own.cards.has(key)) own.cards.set(key, makeCard(own, name, tone));
         return own.cards.get(key).element;
       })),
     ]), own.search ? null : allNames(own, names));
@@ -213,12 +213,12 @@ function allNames(own, names) {
     h("div", { class: "name-list" }, names.map((name) => h("button", { type: "button", class: "name mono", "aria-pressed": String(own.pins.includes(name)), onclick: () => pick(name) }, name))));
 }
 
-function makeCard(own, title) {
+function makeCard(own, title, tone = "") {
   const readout = h("div", { class: "readout" });
   const card = { title, readout };
   card.chart = new Chart({ group: own.group, label: title, onreadout: (x) => renderReadout(card, x) });
   const button = (name, label, action) => h("button", { class: "icon", type: "button", title: label, "aria-label": `${label}: ${title}`, onclick: action }, icon(name));
-  card.element = h("figure", { class: "card chart-card" },
+  card.element = h("figure", { class: `card chart-card ${tone}` },
     h("figcaption", { class: "card-head" }, h("h3", { title }, title), h("span", { class: "spacer" }), h("span", { class: "card-tools" },
       button("image", "Save as PNG", () => card.chart.exportPng(title)), button("table", "Save as CSV", () => card.chart.exportCsv(title)),
       button("expand", "Enlarge", () => enlarge(card)))),

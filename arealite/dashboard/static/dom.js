@@ -19,7 +19,7 @@ function fill(node, props, children) {
     else if (key === "value" || key === "checked" || key === "disabled") node[key] = value;
     else node.setAttribute(key, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined && child !== false) node.append(child);
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined && child !== false) node.append(child);
   return node;
 }
 
@@ -52,7 +52,7 @@ export function icon(name) {
 /** Replace all children, and keep the scroll position of the node. */
 export function replace(node, ...children) {
   const top = node.scrollTop;
-  node.replaceChildren(...children.flat().filter((c) => c !== null && c !== undefined && c !== false));
+  node.replaceChildren(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
   node.scrollTop = top;
   return node;
 }

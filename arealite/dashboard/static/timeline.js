@@ -30,7 +30,7 @@ export function timelineView(root, context) {
     title("Servers", "load, KV cache, prefix hits and weight version"), own.panels.servers,
     h("div", { class: "two" },
       h("div", {}, title("Age of samples", "versions between a sample's tokens and the update that used it"), own.panels.ages),
-      h("div", {}, title("Flow of episodes", "from the ledger"), own.panels.flow))));
+      h("div", {}, title("Flow of episodes", "where they are now, and how many changed state per step"), own.panels.flow))));
 
   const load = async () => {
     const size = own.base ? own.base.end - own.base.start : 0;
