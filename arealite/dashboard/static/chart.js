@@ -108,7 +108,9 @@ export class Chart {
     y1 = Math.max(y1, this.data.ceiling ?? y1);
     if (x1 === x0) { x0 -= 0.5; x1 += 0.5; }
     if (log) { y0 = Math.log10(y0); y1 = Math.log10(y1); }
-    const margin = y1 === y0 ? Math.abs(y0) * 0.1 || 0.5 : (y1 - y0) * 0.07;
+    // A constant stays one, whatever smoothing does to its last digits.
+    const flat = y1 - y0 <= 1e-9 * Math.max(Math.abs(y0), Math.abs(y1));
+    const margin = flat ? Math.abs(y0) * 0.1 || 0.5 : (y1 - y0) * 0.07;
     // A margin must not suggest negative values where there are none.
     const floor = !log && y0 >= 0 && y0 - margin < 0 ? 0 : y0 - margin;
     [y0, y1] = [floor, y1 + margin];
@@ -134,7 +136,7 @@ export class Chart {
     if (!this.compact) this.#axes(ctx, scale);
     ctx.save();
     ctx.beginPath();
-    ctx.rect(scale.pad.left, 0, scale.inner.width + 1, height - scale.pad.bottom + 1);
+    ctx.rect(scale.pad.left - 4, 0, scale.inner.width + 8, height - scale.pad.bottom + 4);
     ctx.clip();
     this.#marks(ctx, scale);
     for (const one of this.data.series) this.#line(ctx, scale, one);

@@ -13,10 +13,10 @@ import { evaluationsOf, eventsOf, findRun, loadEvaluations, loadEvents, loadStat
 const SECTIONS = [
   ["Reward", "what the policy earns", [
     ["Reward", ["reward"], /^rollout\/reward\//, "hero"], ["Answer length", ["answer_len", "eval/answer_len"]],
-    ["Truncated answers", ["truncated_share"]], ["Groups with signal", ["groups", "groups_with_signal"]]]],
+    ["Truncated answers", ["truncated_share"]]]],
   ["Policy", "how fast it moves", [
     ["Entropy", ["entropy"]], ["KL", ["behav_kl/k3", "prox_kl", "ref_kl", "kl", "ref_kl/k3"]], ["Clipped share", ["clip_share", "dual_clip_share", "behav_capped_share"]],
-    ["Gradient norm", ["grad_norm"]], ["Loss", ["loss", "critic/loss", "value_loss"]], ["Learning rate", ["lr"]]]],
+    ["Gradient norm", ["grad_norm"]], ["Loss", ["loss", "critic/loss", "value_loss"]], ["Groups with signal", ["groups", "groups_with_signal"]], ["Effective sample size", ["ess"]], ["Learning rate", ["lr"]]]],
   ["Asynchrony", "how old the data is, and who waits", [
     ["Staleness", ["staleness", "staleness/max"]], ["Idle share", ["idle/trainer", "idle/server"]],
     ["Episodes in flight", ["running", "buffered", "queued"]], ["Wait for a batch", ["wait_s"]]]],
@@ -36,7 +36,8 @@ export function curvesView(root, context) {
   };
   const kpis = h("div", { class: "kpis" });
   const legend = h("div", { class: "legend" });
-  const body = h("div", { class: "view-pad curves" }, kpis, legend);
+  const note = h("p", { class: "muted", role: "status", hidden: true });
+  const body = h("div", { class: "view-pad curves" }, kpis, legend, note);
   const sections = h("div");
   body.append(sections);
   root.append(toolbar(own, context), body);
@@ -51,8 +52,11 @@ export function curvesView(root, context) {
       own.loaded = true;
       render();
       // First paint comes from the statistics alone; marks and evaluations follow.
-      await Promise.all(ids.flatMap((id) => [loadEvaluations(id), loadEvents(id)]));
+      const rest = await Promise.allSettled(ids.flatMap((id) => [loadEvaluations(id), loadEvents(id)]));
       render();
+      const failed = rest.find((one) => one.status === "rejected");
+      note.hidden = !failed;
+      note.textContent = failed ? `Evaluations or alarms are missing here: ${failed.reason.message}` : "";
     }
   };
   sections.append(h("div", { class: "grid" }, [1, 2, 3, 4, 5, 6].map(() => h("div", { class: "loading card" }))));
@@ -166,9 +170,11 @@ function plan(own, context) {
     const found = [...wanted.filter((n) => known.has(n)), ...(pattern ? names.filter((n) => pattern.test(n)) : [])];
     return [name, found, `chart ${name}`, tone];
   }).filter(([, found]) => found.length)]);
-  const sets = new Map();
-  for (const id of context.runs()) for (const row of evaluationsOf(id)) sets.set(`${row.set} ${row.metric}`, row);
-  const evaluations = [...sets.values()].slice(0, 12).map(({ set, metric }) => [`${metric} on ${set}`, { set, metric }, `eval ${set} ${metric}`]);
+  const metrics = new Map();
+  for (const id of context.runs()) {
+    for (const { set, metric } of evaluationsOf(id)) metrics.set(metric, (metrics.get(metric) ?? new Set()).add(set));
+  }
+  const evaluations = [...metrics].slice(0, 12).map(([metric, sets]) => [sets.size > 1 ? metric : `${metric} on ${[...sets][0]}`, { metric, sets: [...sets] }, `eval ${metric}`]);
   sections.splice(1, 0, ["Evaluation", "with 95% intervals", evaluations]);
   const pins = own.pins.filter((name) => known.has(name)).map(one);
   if (pins.length) sections.unshift(["Pinned", "kept in this browser", pins]);
@@ -258,7 +264,7 @@ function fillCard(own, context, card, found) {
   const [xName, xKind] = X_NAMES[own.x];
   const series = [];
   for (const id of ids) {
-    if (!Array.isArray(found)) { series.push(evaluationSeries(own, context, id, found)); continue; }
+    if (!Array.isArray(found)) { series.push(...evaluationSeries(own, context, id, found)); continue; }
     const { columns } = statsOf(id);
     const x = xValues(id, own.x);
     found.forEach((name, i) => {
@@ -275,12 +281,15 @@ function fillCard(own, context, card, found) {
   renderReadout(card, own.group.hover);
 }
 
-function evaluationSeries(own, context, id, { set, metric }) {
-  const rows = evaluationsOf(id).filter((row) => row.set === set && row.metric === metric).sort((a, b) => a.step - b.step);
+function evaluationSeries(own, context, id, { metric, sets }) {
   const many = context.runs().length > 1;
-  const column = (name) => rows.map((row) => row[name] ?? null);
-  return {
-    name: many ? context.runName(id).split("/").at(-1) : metric, x: rows.map((row) => xOf(id, own.x, row)), y: column("value"), low: column("low"), high: column("high"),
-    color: many ? context.runColor(id) : seriesColor(0), points: true,
-  };
+  return sets.map((set, i) => {
+    const rows = evaluationsOf(id).filter((row) => row.set === set && row.metric === metric).sort((a, b) => a.step - b.step);
+    const column = (name) => rows.map((row) => row[name] ?? null);
+    const run = context.runName(id).split("/").at(-1);
+    return {
+      name: many ? (sets.length > 1 ? `${run} · ${set}` : run) : set, x: rows.map((row) => xOf(id, own.x, row)), y: column("value"), low: column("low"), high: column("high"),
+      color: many ? context.runColor(id) : seriesColor(i), dash: many ? DASHES[i % DASHES.length] : [], points: true,
+    };
+  });
 }

@@ -61,13 +61,13 @@ export function dateTime(time) {
   return `${date.toLocaleDateString("en-CA")} ${date.toLocaleTimeString("en-GB")}`;
 }
 
-/** Say how long ago a time was: "now", "5 min ago", "3 d ago". */
+/** Say how long ago a time was: "now", "5m ago", "3d ago". */
 export function ago(time) {
   const s = Date.now() / 1000 - time;
   if (s < 45) return "now";
-  if (s < 3600) return `${Math.max(1, Math.round(s / 60))} min ago`;
-  if (s < 86400) return `${Math.round(s / 3600)} h ago`;
-  return `${Math.round(s / 86400)} d ago`;
+  if (s < 3600) return `${Math.max(1, Math.round(s / 60))}m ago`;
+  if (s < 86400) return `${Math.round(s / 3600)}h ago`;
+  return `${Math.round(s / 86400)}d ago`;
 }
 
 const DURATION_STEPS = [
@@ -83,7 +83,7 @@ export function ticks(low, high, want, kind = "number") {
   if (kind === "integer") step = Math.max(1, Math.round(step));
   if (kind === "duration" && rough >= 1) step = DURATION_STEPS.find((s) => s >= rough) ?? Math.ceil(rough / 604800) * 604800;
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && found.length < 200; i++) found.push(i * step);
   return found;
 }
 

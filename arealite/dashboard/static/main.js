@@ -68,7 +68,7 @@ function runItem(run) {
     },
     h("div", { class: "run-name" }, run.live ? h("i", { class: "live", title: "running" }) : null, h("span", {}, run.trial || run.name),
       run.alarms ? h("b", { class: "badge bad", title: `${run.alarms} alarms` }, run.alarms) : null),
-    h("div", { class: "run-meta" }, h("span", {}, steps), run.reward === null ? null : h("span", {}, `reward ${num(run.reward, 3)}`), h("span", {}, ago(run.updated)))));
+    h("div", { class: "run-meta" }, h("span", {}, steps), run.reward === null ? null : h("span", { title: "reward" }, `r ${num(run.reward, 3)}`), h("span", {}, ago(run.updated)))));
   if (drawn) item.style.setProperty("--run-color", context.runColor(run.id));
   return item;
 }
