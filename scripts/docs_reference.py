@@ -90,9 +90,9 @@ def _table(rows: list[Key], prefix: str) -> Iterator[str]:
     """Yield the rows of a table; keys are relative to `prefix`."""
     if rows:
         yield from ["| key | type and default | |", "|---|---|---|"]
-    for path, kind, default, text in rows:
-        value = f"`{kind}`, required" if default == "(required)" else f"`{kind} = {default}`"
-        yield f"| `{path.removeprefix(prefix)}` | {value} | {_cell(text)} |"
+    for key in rows:
+        value = f"`{key.kind}`, required" if key.default == "(required)" else f"`{key.kind} = {key.default}`"
+        yield f"| `{key.path.removeprefix(prefix)}` | {value} | {_cell(key.text)} |"
 
 
 def _plain(text: str) -> str:
