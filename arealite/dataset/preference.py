@@ -22,14 +22,20 @@ _ASSISTANT_TURN = "\n\nAssistant:"
 
 
 def get_preferences(
-    config: DataSourceConfig, tokenizer: PreTrainedTokenizerBase, cache: Path | None = None
+    config: DataSourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None = None,
+    raw: Sequence[Row] | None = None,
 ) -> Sequence[Row]:
-    """Load pairs: `chosen` and `rejected`, each with `input_ids` and a `loss_mask` on the answer."""
+    """Load pairs: `chosen` and `rejected`, each with `input_ids` and a `loss_mask` on the answer.
 
-    def make(raw: Row) -> list[Row]:
-        return [_tokenize_pair(read_pair(raw, config), tokenizer)]
+    `raw`: rows that are in memory, to make them of.
+    """
 
-    return load_tokens(config, make, tokenizer, cache)
+    def make(row: Row) -> list[Row]:
+        return [_tokenize_pair(read_pair(row, config), tokenizer)]
+
+    return load_tokens(config, make, tokenizer, cache, raw)
 
 
 def read_pair(raw: Row, config: DataSourceConfig) -> Row:

@@ -58,13 +58,15 @@ def get_sft(
     tokenizer: PreTrainedTokenizerBase,
     how: PromptFormat = AS_THEY_ARE,
     cache: Path | None = None,
+    raw: Sequence[Row] | None = None,
 ) -> Sequence[Row]:
     """Load rows with `input_ids` and a `loss_mask` of 1 on what the assistant says.
 
     Conversations (`messages`) are trained on all turns of the assistant. Other rows have a `prompt` and a `response`;
     with a chat template, and without `prompt_template`, they become a conversation of two turns.
+    `raw`: rows that are in memory.
     """
-    return load_tokens(config, lambda raw: _tokenize_row(raw, config, how, tokenizer), tokenizer, cache)
+    return load_tokens(config, lambda row: _tokenize_row(row, config, how, tokenizer), tokenizer, cache, raw)
 
 
 def read_sft(raw: Row, config: DataSourceConfig, how: PromptFormat) -> Row:
@@ -109,12 +111,13 @@ def load_tokens(
     make: Callable[[Row], list[Row]],
     tokenizer: PreTrainedTokenizerBase,
     cache: Path | None = None,
+    raw: Sequence[Row] | None = None,
 ) -> Sequence[Row]:
-    """Load rows (or pairs) of at most `max_length` tokens. `make` makes them of one row of the data."""
+    """Load rows (or pairs) of at most `max_length` tokens. `make` makes them of one row of the data, or of `raw`."""
     if config.streaming:
-        raw = open_streamed(config, cache)
-        return map_lazily(raw, lambda row: _only(make(row), config), config, describe(tokenizer), cache)
-    raw = load_dataset(config)
+        lazy = open_streamed(config, cache)
+        return map_lazily(lazy, lambda row: _only(make(row), config), config, describe(tokenizer), cache)
+    raw = load_dataset(config) if raw is None else raw
     made = map_rows(raw, lambda row: {"rows": make(row)}, config.path)
     rows = [row for each in made for row in each["rows"]]
     return without_long([row for row in rows if _fits(row, config)], len(rows), config)

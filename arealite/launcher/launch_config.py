@@ -105,6 +105,11 @@ def resolve_config(script: str, argv: list[str]) -> str:
     return text
 
 
+def launch_config_of(config: cli_args.BaseExperimentConfig) -> LaunchConfig:
+    """Return what a launcher reads of a configuration that is loaded already."""
+    return _pick_keys(OmegaConf.create(to_yaml(config)))
+
+
 def _parse(script: str) -> ast.Module:
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")

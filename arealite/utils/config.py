@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,8 +58,17 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
     if part is not None:
         print_to_pipe(help_text(cls, part, about))
         raise SystemExit(0)
+    config = merge_sources(read_sources(argv, cls), cls)
+    if CHECK_ONLY_ENV in os.environ:
+        Path(os.environ[CHECK_ONLY_ENV]).write_text(to_yaml(config))
+        raise SystemExit(0)
+    return config
+
+
+def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
+    """Merge sources, each with its name for errors, and check the result."""
     node = OmegaConf.structured(cls)
-    for source, values in read_sources(argv, cls):
+    for source, values in sources:
         _check_keys(values, cls, source)
         try:
             node = OmegaConf.merge(node, values)
@@ -69,9 +78,6 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
     check = getattr(config, "check", None)
     if check is not None:
         check()
-    if CHECK_ONLY_ENV in os.environ:
-        Path(os.environ[CHECK_ONLY_ENV]).write_text(to_yaml(config))
-        raise SystemExit(0)
     return config
 
 

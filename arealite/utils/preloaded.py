@@ -5,12 +5,24 @@ every worker would import the script, and torch with it, again.
 """
 
 import importlib
+import importlib.machinery
 import json
 import os
+import sys
 import traceback
 from multiprocessing import process, spawn
+from typing import Any
 
 from arealite.utils.process_pool import PRELOAD_ENV
+
+
+def skip_script(settings: dict[str, Any]) -> None:
+    """Make workers believe that the script is imported already: `spawn` compares its path or name."""
+    main, name = sys.modules["__main__"], settings.pop("init_main_from_name", None)
+    main.__file__ = settings.pop("init_main_from_path", None)
+    if name is not None:
+        main.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
 
 if PRELOAD_ENV in os.environ:
     settings = json.loads(os.environ.pop(PRELOAD_ENV))
@@ -18,6 +30,8 @@ if PRELOAD_ENV in os.environ:
     # The script must not start processes while it is imported.
     this_process._inheriting = True  # type: ignore[attr-defined]
     try:
+        if not settings["imports_script"]:
+            skip_script(settings)
         spawn.prepare(settings)
         importlib.import_module(settings["module"])
     # A script may raise anything. Each worker imports it again and reports the error.

@@ -35,10 +35,22 @@ _SCRIPT_KEYS = ("sys_path", "init_main_from_name", "init_main_from_path")
 _HEADER = struct.Struct("!i")
 
 
+_imports_script = True
+
+
+def never_import_script() -> None:
+    """Have workers not import the script of this process: it may train without an `if __name__` guard.
+
+    Functions that the script defines then do not work in them. The first worker of a process decides.
+    """
+    global _imports_script
+    _imports_script = False
+
+
 def fork_context(module: str) -> ForkServerContext:
     """Return a context that forks processes from a server with the script and `module` imported."""
     script = {k: v for k, v in spawn.get_preparation_data("").items() if k in _SCRIPT_KEYS}
-    os.environ[PRELOAD_ENV] = json.dumps({**script, "module": module})
+    os.environ[PRELOAD_ENV] = json.dumps({**script, "module": module, "imports_script": _imports_script})
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["arealite.utils.preloaded"])
     return context

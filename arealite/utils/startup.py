@@ -63,9 +63,14 @@ def take_startup_phases() -> list[Phase]:
     return taken
 
 
-def prepare_process() -> None:
-    """Raise the limit on open files, and keep compiled kernels where no other user can write."""
-    if not _phases:
+def prepare_process(runs_now: bool = False) -> None:
+    """Raise the limit on open files, and keep compiled kernels where no other user can write.
+
+    `runs_now`: a run begins now, in a process that is older than it, such as a notebook.
+    """
+    if runs_now:
+        _phases.clear()
+    elif not _phases:
         own = process_began()
         launched = float(os.environ.get(LAUNCHED_ENV) or own)
         _phases.append(Phase("launch", launched, own - launched))

@@ -1,0 +1,1 @@
+"""Trainers for scripts and notebooks, without a launcher: see `arealite.easy.grpo`."""

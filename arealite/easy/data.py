@@ -1,0 +1,69 @@
+"""Datasets of a Python caller: lists of dicts, `datasets.Dataset`, dicts of splits, paths and names."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arealite.api.errors import DatasetError
+from arealite.dataset.columns import apply_columns, map_rows
+from arealite.easy.rewards import ASKED
+
+Row = dict[str, Any]
+_TRAINING = ("train", "training")
+
+
+def read_data(data: Any, name: str, split: Sequence[str] = _TRAINING) -> list[Row] | str:
+    """Return rows that are in memory, or the path or name of a dataset; raises `DatasetError`.
+
+    Of a dict of splits, such as a `DatasetDict`, the first of `split` is taken.
+    """
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, Mapping):
+        found = next((word for word in split if word in data), None)
+        if found is None:
+            raise DatasetError(f"{name} has the splits {', '.join(map(str, data))}: pass the one to use")
+        return read_data(data[found], name)
+    if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        advice = ": pass list(dataset.take(1000))" if hasattr(data, "take") else ""
+        raise DatasetError(
+            f"{name} is {type(data).__name__}; give a list of dicts, a datasets.Dataset, a path or a name{advice}"
+        )
+    rows = list(data)
+    if not rows:
+        raise DatasetError(f"{name} has no rows")
+    wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        advice = ": pass df.to_dict('records')" if hasattr(data, "columns") else ""
+        raise DatasetError(f"a row of {name} is {type(wrong).__name__}, not a dict of columns{advice}")
+    return [dict(row) for row in rows]
+
+
+def read_eval_data(data: Any) -> dict[str, list[Row] | str]:
+    """Return validation sets by name; a single one is `valid`."""
+    if data is None:
+        return {}
+    if isinstance(data, Mapping):
+        return {str(name): read_data(own, f"eval_dataset[{name!r}]") for name, own in data.items()}
+    return {"valid": read_data(data, "eval_dataset")}
+
+
+def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_prompt: bool) -> list[Row]:
+    """Return rows in which a chat is in `messages` and a text in `prompt`; raises `DatasetError`.
+
+    `keeps_prompt` also keeps the prompt as it is, for reward functions of TRL's kind.
+    """
+
+    def make(raw: Row) -> Row:
+        row = dict(apply_columns(raw, columns))
+        asked = row.get("prompt", row.get("messages"))
+        if asked is None:
+            raise ValueError(
+                f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. Rename "
+                "the column of the question to `prompt`, or pass config={'train_dataset': {'columns': {'prompt': …}}}"
+            )
+        if isinstance(row.get("prompt"), list):
+            row["messages"] = row.pop("prompt")
+        return {**row, ASKED: asked} if keeps_prompt else row
+
+    return map_rows(rows, make, name)

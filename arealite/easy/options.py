@@ -1,0 +1,190 @@
+"""Makes the configuration of a run from what a Python caller gives.
+
+Later sources win: defaults for this machine, TRL's `args`, `config`, keyword arguments. A keyword argument is a key of
+the configuration (`seed`, `gconfig={…}`, `**{"actor.optimizer.lr": 1e-5}`) or a field of TRL's arguments
+(`learning_rate`, `max_steps`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
+from arealite.api.errors import ConfigError
+from arealite.easy.trl_args import is_field, read_fields, read_peft, translate, unknown_fields
+from arealite.utils.config import load_plain, merge_sources
+
+C = TypeVar("C", bound=BaseExperimentConfig)
+Keys = dict[str, Any]
+
+# Of reinforcement learning; those of a GPU are the settings of examples/arealite/configs/gsm8k_grpo.yaml.
+_RL: Keys = {
+    "allocation_mode": "embedded.d1p1t1+d1p1t1",
+    "gconfig.n_samples": 8,
+    "rollout.max_head_offpolicyness": 2,
+    "actor.ppo_n_minibatches": 2,
+}
+_RL_ON_CPU: Keys = {"train_dataset.batch_size": 8, "gconfig.max_new_tokens": 128, "rollout.pause_mode": "in_place"}
+_RL_ON_GPU: Keys = {
+    "train_dataset.batch_size": 64,
+    "gconfig.max_new_tokens": 1024,
+    "actor.optimizer.weight_decay": 0.017,
+    "actor.optimizer.beta2": 0.999,
+}
+
+
+@dataclass
+class Given:
+    """What the caller has set: sources of keys with their names, and fields of TRL that are no keys."""
+
+    sources: list[tuple[str, DictConfig]] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the last value that was given for a dotted key."""
+        values = [OmegaConf.select(source, key) for _, source in self.sources]
+        return next((value for value in reversed(values) if value is not None), default)
+
+
+def read_given(
+    cls: type[BaseExperimentConfig], args: Any, config: Any, options: Mapping[str, Any], peft_config: Any
+) -> Given:
+    """Read all sources. Raises `ConfigError` for what cannot be translated."""
+    section, given = ("actor" if issubclass(cls, GRPOConfig) else "model"), Given()
+    if isinstance(args, BaseExperimentConfig):
+        args, config = None, args if config is None else config
+    is_rl, on_gpu = section == "actor", torch.cuda.is_available()
+    own_keys = {field.name for field in dataclasses.fields(cls)}
+    fields = {} if args is None else read_fields(args)
+    if isinstance(args, Mapping):
+        # A dict may mix fields of TRL and keys.
+        keys = {name: value for name, value in fields.items() if not is_field(name, is_rl)}
+        fields = {name: value for name, value in fields.items() if name not in keys}
+        given.sources.append(("args", _nested(keys, "args")))
+    elif args is not None:
+        names = unknown_fields(args, fields, is_rl)
+        if names:
+            given.warnings.append(f"args: {', '.join(names)} has no counterpart here and is ignored")
+    short = {k: v for k, v in options.items() if k not in own_keys and is_field(k, is_rl)}
+    given.fields = {**fields, **short}
+    of_args, of_all = (translate(each, section, on_gpu) if each else {} for each in (fields, given.fields))
+    # Some fields have a meaning only together: a batch size and the size of a group.
+    own = {key: value for key, value in of_all.items() if key not in of_args or of_args[key] != value}
+    own |= {key: value for key, value in options.items() if key not in short}
+    for source, keys in (("args", of_args), ("peft_config", read_peft(peft_config, section))):
+        given.sources.append((source, _nested(keys, source)))
+    given.sources.append(("config", _read_config(config, cls)))
+    given.sources.append(("the keyword arguments", _nested(own, "the keyword arguments")))
+    return given
+
+
+def _read_config(config: Any, cls: type[BaseExperimentConfig]) -> DictConfig:
+    """Read `config`: a nested dict, a file, or a configuration of this package."""
+    if config is None:
+        return OmegaConf.create({})
+    if isinstance(config, str | Path):
+        return load_plain(["--config", str(config)], cls)
+    if isinstance(config, BaseExperimentConfig):
+        return OmegaConf.structured(config)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config is {type(config).__name__}: give a dict of keys, or the path of a .yaml file")
+    return _nested(config, "config")
+
+
+def _nested(keys: Mapping[str, Any], source: str) -> DictConfig:
+    """Return dotted keys as a tree."""
+    tree = OmegaConf.create({})
+    try:
+        for key, value in keys.items():
+            OmegaConf.update(tree, key, str(value) if isinstance(value, Path) else value, merge=True)
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot read {source}: {str(error).splitlines()[0]}") from error
+    return tree
+
+
+def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
+    """Merge and check everything. `data` has the keys of the datasets.
+
+    The names of the run are those of the defaults until it starts.
+    """
+    is_rl = issubclass(cls, GRPOConfig)
+    section = "actor" if is_rl else "model"
+    device = given.get(f"{section}.device", "auto")
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    defaults: dict[str, Any] = {"experiment_name": cls.__name__.removesuffix("Config").lower(), "trial_name": "run"}
+    defaults |= {f"{section}.path": model, f"{section}.dtype": "bfloat16" if on_gpu else "float32"}
+    if is_rl:
+        defaults |= _RL | (_RL_ON_GPU if on_gpu else _RL_ON_CPU)
+        defaults |= {"server.device": device} if device != "auto" else {}
+        defaults |= _implied(given, int(given.get("gconfig.max_new_tokens", defaults["gconfig.max_new_tokens"])))
+    if _needs_reference(given, cls) and given.get("ref.path") is None:
+        dtype = given.get(f"{section}.dtype", defaults[f"{section}.dtype"])
+        defaults |= {"ref.path": model, "ref.dtype": dtype, "ref.device": device}
+    sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
+    if not {"valid_dataset.path", "valid_datasets"} & data.keys() and not _has_sets(given):
+        # Arguments of TRL may ask for evaluations without a set.
+        sources = [(name, _without(v, ("evaluator",)) if name == "args" else v) for name, v in sources]
+    merged = [("the defaults", _nested(defaults, "the defaults")), *sources, ("the datasets", _nested(data, "data"))]
+    config = merge_sources(merged, cls)
+    if (config.controller, config.num_shares) != (False, 1):
+        raise ConfigError(
+            f"allocation_mode={config.allocation_mode} has several trainers, and the trainer runs in this process: "
+            "use d1 after the +, or the launcher (docs/launching.md)"
+        )
+    return config
+
+
+def _has_sets(given: Given) -> bool:
+    return given.get("valid_dataset") is not None or bool(given.get("valid_datasets"))
+
+
+def _without(values: DictConfig, keys: tuple[str, ...]) -> DictConfig:
+    kept = {k: v for k, v in values.items_ex(resolve=False) if k not in keys}
+    return OmegaConf.create(kept)
+
+
+def _implied(given: Given, max_new_tokens: int) -> dict[str, Any]:
+    """Return keys that follow from others."""
+    found: dict[str, Any] = {}
+    temperature = given.get("gconfig.temperature")
+    if temperature:
+        found["actor.temperature"] = temperature
+    if given.get("actor.kl_loss_coef") or given.get("actor.entropy_coef"):
+        found["actor.skip_zero_advantage"] = False
+    if given.get("actor.loss_mean") == "constant" or given.get("actor.algorithm") in ("dr_grpo", "dapo"):
+        found["actor.max_answer_length"] = max_new_tokens
+    return found
+
+
+def _needs_reference(given: Given, cls: type[BaseExperimentConfig]) -> bool:
+    if issubclass(cls, GRPOConfig):
+        return bool(given.get("actor.kl_loss_coef") or given.get("actor.kl_ctl"))
+    return issubclass(cls, DPOConfig) and given.get("model.loss", "dpo") in ("dpo", "ipo", "kto")
+
+
+def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
+    """Fill in what depends on the number of rows: the batch size, epochs and warm-up, unless they are given."""
+    data = config.train_dataset
+    if given.get("train_dataset.batch_size") is None and num_rows < data.batch_size:
+        data = dataclasses.replace(data, batch_size=num_rows)
+    per_epoch = max(1, num_rows // data.batch_size)
+    epochs, steps = config.total_train_epochs, config.total_train_steps
+    if steps is not None and given.get("total_train_epochs") is None:
+        epochs = -(-steps // per_epoch)
+    config = dataclasses.replace(config, train_dataset=data, total_train_epochs=epochs)
+    warmup = given.get("warmup_steps")
+    if warmup is not None:
+        section = "actor" if isinstance(config, GRPOConfig) else "model"
+        part = getattr(config, section)
+        total = min(steps or epochs * per_epoch, epochs * per_epoch)
+        optimizer = dataclasses.replace(part.optimizer, warmup_steps_proportion=min(1.0, warmup / total))
+        config = dataclasses.replace(config, **{section: dataclasses.replace(part, optimizer=optimizer)})
+    config.check()
+    return config

@@ -1,0 +1,89 @@
+"""What a run changes in the process of its caller, and changes back at its end."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from arealite.api.errors import ConfigError
+from arealite.utils.config import LOG_FILE_ENV
+from arealite.utils.distributed import destroy_process_group
+from arealite.utils.startup import prepare_process
+from arealite.utils.text import CleanFormatter
+
+
+def check_process() -> None:
+    """Raise `ConfigError` in a process that cannot be a trainer by itself."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={size}: this trainer runs in one process and starts its servers itself. Start the script "
+            "without torchrun, or write one for the launcher (docs/launching.md)"
+        )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError("this process is one of several in a torch.distributed group: use the launcher")
+
+
+@contextmanager
+def borrowed_process(log_path: Path, num_threads: int) -> Iterator[None]:
+    """Use this process for a run: log to the run directory, few threads; afterwards all is as before."""
+    prepare_process(runs_now=True)
+    with ExitStack() as stack:
+        stack.enter_context(variables({LOG_FILE_ENV: str(log_path)}))
+        stack.enter_context(_log_to(log_path))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(num_threads)
+        if transformers_logging.is_progress_bar_enabled():
+            # The table is the only progress display.
+            transformers_logging.disable_progress_bar()
+            stack.callback(transformers_logging.enable_progress_bar)
+        if not dist.is_initialized():
+            stack.callback(destroy_process_group)
+        if not gc.get_freeze_count():
+            # The executor exempts all objects from garbage collection.
+            stack.callback(gc.unfreeze)
+        if torch.cuda.is_available():
+            stack.callback(torch.cuda.empty_cache)
+        # Frees the engines: they are part of reference cycles.
+        stack.callback(gc.collect)
+        yield
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """Send the package's log records to a file only; what concerns the user is shown by `show_message`."""
+    logger = logging.getLogger("arealite")
+    handler = logging.FileHandler(path)
+    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+@contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,110 @@
+"""`SFTTrainer`, `DPOTrainer` and `RewardTrainer`: training on fixed data from a script or a notebook."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import DPOConfig, RWConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.dataset.columns import apply_columns, map_rows
+from arealite.dataset.preference import get_preferences
+from arealite.dataset.sft import get_sft
+from arealite.easy.base import EasyTrainer
+from arealite.easy.data import Row
+from arealite.trainer import dpo, rw, sft
+from arealite.trainer.tasks import load_sft
+
+
+class _Supervised(EasyTrainer):
+    """A trainer on fixed data; its arguments are those of TRL's trainer of the same name."""
+
+    trainer_class: ClassVar[type[sft.SFTTrainer]]
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | None = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        *,
+        config: Any = None,
+        **options: Any,
+    ):
+        for name in (
+            "callbacks",
+            "compute_metrics",
+            "data_collator",
+            "formatting_func",
+            "ref_model",
+            "compute_loss_func",
+        ):
+            if options.pop(name, None) is not None:
+                raise ConfigError(f"{name} has no counterpart: {_ADVICE.get(name, 'leave it out')}")
+        given = self.read_given(args, config, options, peft_config)
+        super().__init__(model, train_dataset, eval_dataset, processing_class, given)
+
+    def run(self, config: Any, resume_from_checkpoint: str | bool | None) -> int:
+        trainer = self.trainer_class(config, self.rows, self.tokenizer, self.valid_rows)
+        trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+        return trainer.spec.total_train_steps
+
+
+_ADVICE = {
+    "callbacks": "read result.history, or stats.jsonl of the run directory while it trains",
+    "data_collator": "give rows with `messages`, or `prompt` and `response`",
+    "formatting_func": "map the dataset before: dataset.map(…)",
+    "ref_model": "set ref={'path': …}",
+}
+
+
+class SFTTrainer(_Supervised):
+    """Supervised fine-tuning on rows with `messages`, or `prompt` and `response` (TRL: `completion`)."""
+
+    config_class = SFTConfig
+    trainer_class = sft.SFTTrainer
+    config: SFTConfig
+
+    def load(self, data: list[Row] | str, config: Any) -> Any:
+        if isinstance(data, str):
+            return load_sft(config, self.tokenizer)
+        raw = map_rows(data, lambda row: _read_conversation(apply_columns(row, config.columns)), config.path)
+        return get_sft(dataclasses.replace(config, columns={}), self.tokenizer, raw=raw)
+
+
+def _read_conversation(row: Row) -> Row:
+    """Return `messages`, or `prompt` and `response`, of a row in one of TRL's layouts."""
+    if "completion" in row and "response" not in row:
+        row = {**{name: value for name, value in row.items() if name != "completion"}, "response": row["completion"]}
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("response"), list):
+        return {"messages": [*row["prompt"], *row["response"]]}
+    if "text" in row and not {"messages", "prompt"} & row.keys():
+        raise ValueError("it has only `text`: give `messages`, or `prompt` and `response`, which says what to train on")
+    return row
+
+
+class _OnPairs(_Supervised):
+    """Rows have `chosen` and `rejected`: texts with a `prompt`, dialogues, or messages."""
+
+    def load(self, data: list[Row] | str, config: Any) -> Any:
+        return get_preferences(config, self.tokenizer, raw=None if isinstance(data, str) else data)
+
+
+class DPOTrainer(_OnPairs):
+    """Preference learning (DPO, and the other losses of `model.loss`) from chosen and rejected answers."""
+
+    config_class = DPOConfig
+    trainer_class = dpo.DPOTrainer
+    config: DPOConfig
+
+
+class RewardTrainer(_OnPairs):
+    """Trains a reward model from chosen and rejected answers."""
+
+    config_class = RWConfig
+    trainer_class = rw.RWTrainer
+    has_scalar_head = True
+    config: RWConfig

@@ -1,0 +1,185 @@
+"""The configuration of a Python caller: defaults, keyword arguments, and TRL's arguments."""
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from arealite.api.cli_args import DPOConfig, GRPOConfig, SFTConfig
+from arealite.api.errors import ConfigError
+from arealite.easy.options import fit_to_rows, make_config, read_given
+
+DATA = {"train_dataset.path": "train_dataset"}
+
+
+class Schedule(StrEnum):
+    COSINE = "cosine"
+
+
+@dataclass
+class LikeTRL:
+    """Some fields of TRL's GRPOConfig with their defaults."""
+
+    output_dir: str = "out"
+    learning_rate: float = 1e-6
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_generations: int = 8
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    num_iterations: int = 1
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    loss_type: str = "dapo"
+    scale_rewards: str = "group"
+    lr_scheduler_type: Any = Schedule.COSINE
+    warmup_steps: float = 0
+    save_strategy: str = "steps"
+    save_steps: int = 500
+    eval_strategy: str = "steps"
+    eval_steps: int = 10
+    mask_truncated_completions: bool = False
+    logging_steps: int = 10
+    use_vllm: bool = False
+    brand_new: bool = False
+
+
+def make(cls=GRPOConfig, args=None, config=None, peft_config=None, num_rows=1000, data=DATA, **options):
+    given = read_given(cls, args, config, options, peft_config)
+    return fit_to_rows(make_config(cls, given, "org/model", data), given, num_rows)
+
+
+def test_defaults_of_a_cpu():
+    config = make()
+    assert (config.actor.path, config.actor.dtype, config.train_dataset.batch_size) == ("org/model", "float32", 8)
+    assert config.rollout.max_head_offpolicyness == 2 and config.allocation_mode.startswith("embedded.")
+
+
+def test_defaults_of_a_gpu_are_those_of_the_gsm8k_config(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = make()
+    assert (config.actor.dtype, config.train_dataset.batch_size, config.gconfig.n_samples) == ("bfloat16", 64, 8)
+    assert config.rollout.weight_update == "auto" and config.actor.optimizer.beta2 == 0.999
+    assert make(**{"actor.device": "cpu"}).actor.dtype == "float32"
+
+
+def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("actor: {eps_clip: 0.3}\nseed: 4\n")
+    config = make(config=file, seed=5, gconfig={"top_p": 0.9}, **{"actor.optimizer.lr": 1e-3})
+    assert (config.actor.eps_clip, config.seed, config.gconfig.top_p, config.actor.optimizer.lr) == (0.3, 5, 0.9, 1e-3)
+    assert make(config={"actor": {"eps_clip": 0.1}}).actor.eps_clip == 0.1
+    assert make(args=config).actor.eps_clip == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"actor.lr": 1e-3}, r"unknown key 'actor.lr' in the keyword arguments: did you mean actor.optimizer.lr"),
+        ({"sed": 1}, "did you mean seed"),
+        ({"seed": "x"}, "seed in the keyword arguments"),
+        ({"allocation_mode": "embedded.d1+d2"}, "several trainers"),
+        ({"num_iterations": 2}, "steps_per_generation"),
+        ({"loss_type": "vespo"}, "use one of grpo"),
+        ({"optim": "sgd"}, "use one of adamw_torch"),
+        ({"per_device_train_batch_size": 4}, "not divisible by num_generations=8"),
+        ({"model_init_kwargs": {"dtype": "x"}}, "set actor.dtype"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_arguments_of_trl():
+    args = LikeTRL(gradient_accumulation_steps=4, beta=0.04, temperature=0.7, epsilon_high=0.28, max_steps=20,
+                   warmup_steps=5, scale_rewards=False)  # fmt: skip
+    config = make(args=args)
+    assert (config.train_dataset.batch_size, config.gconfig.n_samples, config.actor.ppo_n_minibatches) == (4, 8, 1)
+    assert (config.actor.kl_loss_coef, config.ref.path, config.actor.skip_zero_advantage) == (0.04, "org/model", False)
+    assert config.gconfig.temperature == config.actor.temperature == 0.7
+    assert (config.actor.loss, config.actor.loss_mean, config.actor.reward_norm.std_level) == ("clip", "token", "none")
+    assert (config.actor.optimizer.lr, config.actor.optimizer.lr_scheduler_type) == (1e-6, "cosine")
+    assert config.actor.optimizer.warmup_steps_proportion == 0.25
+    assert (config.total_train_steps, config.total_train_epochs, config.cluster.fileroot) == (20, 1, "out")
+    # There is no validation set, so that evaluations are left out.
+    assert config.saver.freq_steps == 500 and not config.evaluator.is_set
+    assert make(args=args, data=DATA | {"valid_dataset.path": "eval_dataset"}).evaluator.freq_steps == 10
+
+
+def test_keyword_arguments_win_over_args_and_config():
+    config = make(args=LikeTRL(), config={"gconfig": {"max_new_tokens": 64}}, learning_rate=1e-4, num_generations=4)
+    assert (config.actor.optimizer.lr, config.gconfig.max_new_tokens, config.gconfig.n_samples) == (1e-4, 64, 4)
+    # Eight completions are two groups of four.
+    assert config.train_dataset.batch_size == 2
+
+
+def test_fields_without_counterpart():
+    with pytest.raises(ConfigError, match=r"mask_truncated_completions=True has no counterpart: use actor.overlong"):
+        make(args=LikeTRL(mask_truncated_completions=True))
+    given = read_given(GRPOConfig, LikeTRL(brand_new=True, use_vllm=True), None, {}, None)
+    assert given.warnings == ["args: brand_new=True has no counterpart here and is ignored"]
+    with pytest.raises(ConfigError, match="args is int"):
+        make(args=3)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("scale", [True, False, "group", "batch", "none"])
+def test_every_loss_of_trl_is_a_valid_objective(kind, scale):
+    config = make(args=LikeTRL(loss_type=kind, scale_rewards=scale))
+    assert config.actor.algorithm == "custom"
+
+
+def test_ratios_of_sequences_are_gspo():
+    assert make(importance_sampling_level="sequence").actor.loss == "gspo"
+
+
+def test_a_dict_may_mix_fields_and_keys():
+    config = make(args={"learning_rate": 1e-3, "rollout.max_head_offpolicyness": 0, "seed": 7})
+    assert (config.actor.optimizer.lr, config.rollout.max_head_offpolicyness, config.seed) == (1e-3, 0, 7)
+
+
+def test_small_datasets_and_steps():
+    assert make(num_rows=3).train_dataset.batch_size == 3
+    config = make(num_rows=16, total_train_steps=5)
+    assert (config.train_dataset.batch_size, config.total_train_epochs) == (8, 3)
+    assert make(num_rows=16, total_train_steps=5, total_train_epochs=1).total_train_epochs == 1
+
+
+def test_lora():
+    peft = SimpleNamespace(r=8, lora_alpha=16, target_modules={"v_proj", "q_proj"}, lora_dropout=0.0)
+    actor = make(peft_config=peft).actor
+    assert (actor.lora_rank, actor.lora_alpha, actor.lora_targets) == (8, 16, ["q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match="lora_dropout"):
+        make(peft_config=SimpleNamespace(r=8, lora_dropout=0.1))
+    with pytest.raises(ConfigError, match="LoraConfig"):
+        make(peft_config=SimpleNamespace())
+
+
+def test_supervised_arguments():
+    config = make(
+        SFTConfig, {"learning_rate": 1e-4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    )
+    assert (config.model.optimizer.lr, config.train_dataset.batch_size, config.model.path) == (1e-4, 8, "org/model")
+    config = make(DPOConfig, beta=0.2, loss_type=["ipo"])
+    assert (config.model.beta, config.model.loss, config.ref.path) == (0.2, "ipo", "org/model")
+    assert make(DPOConfig, **{"model.loss": "simpo"}).ref is None
+
+
+def test_the_real_arguments_of_trl_are_read_without_warnings():
+    trl = pytest.importorskip("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = trl.GRPOConfig(output_dir="out", use_cpu=True, bf16=False)
+    given = read_given(GRPOConfig, args, None, {}, None)
+    assert given.warnings == []
+    config = make(args=args)
+    assert config.train_dataset.batch_size == 1 and dataclasses.is_dataclass(config)

@@ -1,0 +1,127 @@
+"""Reward functions of a Python caller: which signatures are understood, and how they are called."""
+
+import asyncio
+import operator
+import threading
+
+import pytest
+import torch
+
+from arealite.api.errors import ConfigError, RewardError
+from arealite.easy.rewards import ASKED, Rewards, check_columns, read_rewards
+from arealite.reward.math import math_reward
+
+
+def row(completion="yes", **columns):
+    return {"prompt": "q", "completion": completion, "prompt_ids": [1], "completion_ids": [2], ASKED: "q", **columns}
+
+
+def score(functions, rows, weights=None, timeout_s=30.0):
+    rewards = Rewards(read_rewards(functions, weights), timeout_s)
+
+    async def run():
+        return await asyncio.wait_for(rewards.run(rewards, rows), 60)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        rewards.close()
+
+
+def test_a_closure_gets_the_columns_that_it_names():
+    right = {"q": 1.0}
+    assert score(
+        lambda completion, answer: right["q"] * (completion == answer), [row(answer="yes"), row(answer="no")]
+    ) == [1, 0]
+    assert score(lambda completion, **data: len(data), [row(answer="yes")]) == [4]
+
+
+def test_functions_of_trl_get_lists():
+    def reward(completions, answer, prompts, **kwargs):
+        assert prompts == ["q", "q"] and kwargs["completion_ids"] == [[2], [2]]
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert score(reward, [row(answer="yes"), row(answer="no")]) == [1, 0]
+    assert score(lambda completions: torch.ones(len(completions)), [row()] * 3) == [1, 1, 1]
+
+
+def test_functions_of_trl_get_messages_for_a_chat():
+    def reward(completions, prompts, **kwargs):
+        assert prompts[0][0]["role"] == "user"
+        return [len(messages[0]["content"]) for messages in completions]
+
+    assert score(reward, [row(**{ASKED: [{"role": "user", "content": "q"}]})]) == [3]
+
+
+def test_several_rewards_are_added_by_their_weights_and_kept_as_parts():
+    def length(completions, **_):
+        return [len(text) for text in completions]
+
+    async def awaited(completions, **_):
+        await asyncio.sleep(0)
+        return [None] * len(completions)
+
+    (value,) = score([length, awaited, lambda completion: 1], [row()], weights=[2.0, 1.0, 0.5])
+    assert value == 6.5 and value.parts == {"length": 3.0, "reward3": 1.0}
+
+
+def test_a_function_of_a_module_runs_in_another_process():
+    parts = read_rewards(math_reward, None)
+    assert parts[0].is_importable
+    assert score(math_reward, [row("\\boxed{4}", answer="4"), row("5", answer="4")]) == [1, 0]
+
+
+def test_what_cannot_be_imported_runs_on_threads():
+    names = Rewards(read_rewards([lambda completion: 1, math_reward], None), 1.0).in_threads
+    assert names == ["reward1"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: 1.0, "names neither"),
+        (lambda **data: 1.0, "names neither"),
+        (lambda completion, completions: 1.0, "names both completion and completions"),
+        ("text", "no function"),
+        (torch.nn.Linear(1, 1), "LocalRewardModel"),
+        (operator.itemgetter(0), "signature"),
+        ([], "no reward function"),
+    ],
+)
+def test_what_is_no_reward_is_refused(fn, message):
+    with pytest.raises(ConfigError, match=message):
+        read_rewards(fn, None)
+
+
+def test_weights_and_columns_are_checked():
+    with pytest.raises(ConfigError, match="2 numbers for 1 reward"):
+        read_rewards(lambda completion: 1, [1, 2])
+    with pytest.raises(ConfigError, match=r"needs `answer`, and rows of train_dataset have the columns level"):
+        check_columns(read_rewards(lambda completion, answer: 1, None), ["level"])
+    check_columns(read_rewards([lambda completion, answer=None: 1, lambda completions, level: 1], None), ["level"])
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda completion: 1 / 0, "ZeroDivisionError"),
+        (lambda completion: float("nan"), "must be finite"),
+        (lambda completion: "good", "must return a number"),
+        (lambda completion: [][0], "IndexError"),
+        (lambda completion: next(iter([])), "StopIteration"),
+        (lambda completions: 1.0, "must return a list"),
+        (lambda completions: [1.0], "1 values for 2 completions"),
+        (lambda completions: [1.0, float("inf")], "must be finite"),
+        (lambda completions: [None, 1.0], "returned None"),
+    ],
+)
+def test_a_wrong_reward_is_named(fn, message):
+    with pytest.raises(RewardError, match=message):
+        score(fn, [row(), row()])
+
+
+def test_a_reward_that_hangs_fails_at_its_deadline():
+    stop = threading.Event()
+    with pytest.raises(RewardError, match=r"did not return within 0.1 s \(reward_timeout_s\)"):
+        score(lambda completion: stop.wait(60), [row()], timeout_s=0.1)
+    stop.set()
