@@ -27,7 +27,14 @@ from arealite.core.diagnosis import describe
 from arealite.core.episode import to_bytes
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.utils.config import log_to_file
-from arealite.utils.process_pool import Channel, MessageError, ProcessPool, WorkerLost, WorkerProcess, die_with_owner
+from arealite.utils.pools.process_pool import (
+    Channel,
+    MessageError,
+    ProcessPool,
+    WorkerLost,
+    WorkerProcess,
+    die_with_owner,
+)
 from arealite.utils.startup import prepare_process
 from arealite.utils.trace import tracing
 

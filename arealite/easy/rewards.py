@@ -20,7 +20,7 @@ from typing import Any
 from arealite.api.errors import ConfigError, RewardError
 from arealite.api.reward_api import is_async
 from arealite.reward.pool import RewardPool, check_rewards
-from arealite.utils.process_pool import never_import_script
+from arealite.utils.pools.process_pool import never_import_script
 
 Row = dict[str, Any]
 # The column with a row's prompt as the dataset has it, for functions of TRL's kind.

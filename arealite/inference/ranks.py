@@ -42,7 +42,7 @@ from arealite.inference.runner import StepResult
 from arealite.inference.sequence import Request
 from arealite.inference.sharding import Shards, TensorGroup
 from arealite.inference.weights import ServedWeights, Staged, WeightSource
-from arealite.utils.process_pool import die_with_owner
+from arealite.utils.pools.process_pool import die_with_owner
 from arealite.weights.fingerprint import Fingerprints, digest, fingerprint, stride
 from arealite.weights.host_memory import SharedWeights
 from arealite.weights.layout import TensorLayout

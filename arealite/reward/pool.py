@@ -23,8 +23,7 @@ from typing import Any
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import Score, is_async
-from arealite.utils.process import is_computing
-from arealite.utils.process_pool import (
+from arealite.utils.pools.process_pool import (
     ProcessPool,
     WorkerLost,
     WorkerProcess,
@@ -33,6 +32,7 @@ from arealite.utils.process_pool import (
     die_with_owner,
     start_fork_server,
 )
+from arealite.utils.process import is_computing
 from arealite.utils.trace.tracing import part_of_episode
 
 # While jobs wait: how often to check whether more workers would help.

@@ -18,7 +18,7 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.rollout_api import Agent, Environment, RolloutWorkflow, Step
 from arealite.api.trajectory import Trajectory
-from arealite.utils.call_pool import CallError, CallPool, Lease
+from arealite.utils.pools.call_pool import CallError, CallPool, Lease
 from arealite.utils.trace.tracing import part_of_episode
 from arealite.workflow.groups import play_all
 

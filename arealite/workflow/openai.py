@@ -28,8 +28,8 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RewardError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.call_pool import CallPool, CallTimeout
 from arealite.utils.http_server import run_beside
+from arealite.utils.pools.call_pool import CallPool, CallTimeout
 from arealite.utils.process import end_families
 from arealite.utils.text import clean
 

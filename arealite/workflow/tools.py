@@ -18,7 +18,7 @@ from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.named_code import load_object
 from arealite.api.trajectory import Trajectory
 from arealite.protocol.tool_calls import ToolCall, decode_answer, parse_tool_calls, style_of
-from arealite.utils.call_pool import CallError, CallPool, CallTimeout
+from arealite.utils.pools.call_pool import CallError, CallPool, CallTimeout
 from arealite.utils.text import clean
 from arealite.utils.trace.tracing import part_of_episode
 from arealite.workflow.groups import play_all

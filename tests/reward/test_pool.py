@@ -19,7 +19,7 @@ import pytest
 from arealite.api.errors import RewardError
 from arealite.api.trajectory import Trajectory
 from arealite.reward.pool import RewardPool
-from arealite.utils import process_pool
+from arealite.utils.pools import process_pool
 from tests.reward import sample_rewards
 
 ROOT = Path(__file__).parents[2]

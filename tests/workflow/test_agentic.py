@@ -8,7 +8,7 @@ import pytest
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.rollout_api import Agent
 from arealite.env.adapters import GymnasiumEnvironment, QuestionEnvironment, VerifiersEnvironment
-from arealite.utils.call_pool import CallError
+from arealite.utils.pools.call_pool import CallError
 from arealite.workflow.agentic import AgenticWorkflow, ChatAgent
 from tests.workflow.scripted import AsyncCount, Count, ScriptedEngine, run
 

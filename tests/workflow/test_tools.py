@@ -7,7 +7,7 @@ import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import ConfigError
-from arealite.utils.call_pool import CallPool
+from arealite.utils.pools.call_pool import CallPool
 from arealite.workflow.tools import ToolWorkflow, tool_schema
 from tests.chat_templates import end_of_turn, make_chat_tokenizer
 from tests.workflow import scripted

@@ -13,7 +13,7 @@ import traceback
 from multiprocessing import process, spawn
 from typing import Any
 
-from arealite.utils.process_pool import PRELOAD_ENV
+from arealite.utils.pools.process_pool import PRELOAD_ENV
 
 
 def skip_script(settings: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from arealite.utils.process_pool import (
+from arealite.utils.pools.process_pool import (
     ProcessPool,
     WorkerLost,
     WorkerProcess,

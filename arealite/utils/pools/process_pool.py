@@ -52,7 +52,7 @@ def fork_context(module: str) -> ForkServerContext:
     script = {k: v for k, v in spawn.get_preparation_data("").items() if k in _SCRIPT_KEYS}
     os.environ[PRELOAD_ENV] = json.dumps({**script, "module": module, "imports_script": _imports_script})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["arealite.utils.preloaded"])
+    context.set_forkserver_preload(["arealite.utils.pools.preloaded"])
     return context
 
 
