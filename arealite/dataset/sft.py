@@ -113,7 +113,10 @@ def load_tokens(
     cache: Path | None = None,
     raw: Sequence[Row] | None = None,
 ) -> Sequence[Row]:
-    """Load rows (or pairs) of at most `max_length` tokens. `make` makes them of one row of the data, or of `raw`."""
+    """Load rows (or pairs) of at most `max_length` tokens. `make` makes them of one row of the data.
+
+    `raw`: rows that are in memory, instead of those that `config` names.
+    """
     if config.streaming:
         lazy = open_streamed(config, cache)
         return map_lazily(lazy, lambda row: _only(make(row), config), config, describe(tokenizer), cache)

@@ -29,7 +29,9 @@ _REFUSED = {
 
 
 class GRPOTrainer(EasyTrainer):
-    """Trains a language model to earn rewards: `GRPOTrainer(model=…, train_dataset=…, reward_fn=…).train()`.
+    """Trains a language model to earn rewards, asynchronously.
+
+    `GRPOTrainer(model=…, train_dataset=…, reward_fn=…).train()` returns a `TrainResult`.
 
     Args:
         model: path of a Hugging Face folder, hub name, or `PreTrainedModel`.

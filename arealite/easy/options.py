@@ -170,7 +170,7 @@ def _needs_reference(given: Given, cls: type[BaseExperimentConfig]) -> bool:
 
 
 def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
-    """Fill in what depends on the number of rows: the batch size, epochs and warm-up, unless they are given."""
+    """Fill in what depends on the number of rows and is not given: batch size, epochs and warm-up."""
     data = config.train_dataset
     if given.get("train_dataset.batch_size") is None and num_rows < data.batch_size:
         data = dataclasses.replace(data, batch_size=num_rows)

@@ -112,7 +112,7 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str]) -> None:
 
 
 def _is_importable(fn: Any) -> bool:
-    """Whether another process can import the function; it does not import the script or notebook of this one."""
+    """Whether another process can import the function: one of a script or notebook it cannot."""
     try:
         text = pickle.dumps(fn)
     # Objects of users may raise anything.
@@ -122,7 +122,7 @@ def _is_importable(fn: Any) -> bool:
 
 
 class Rewards(RewardPool):
-    """Computes the weighted sum of reward functions. A workflow uses it both as its reward and as its pool."""
+    """The weighted sum of reward functions. A workflow uses it both as its reward and as its pool."""
 
     def __init__(self, parts: Sequence[RewardPart], timeout_s: float):
         super().__init__(timeout_s=timeout_s)

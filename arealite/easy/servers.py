@@ -1,4 +1,4 @@
-"""`ServersBeside`: the inference servers of a run, in a child process, while the trainer runs in this one.
+"""`ServersBeside`: the inference servers of a run, in a child process of the trainer.
 
 The child is a launcher without ranks (`arealite.launcher.beside`). It ends with the `with` block, and with this process
 if that is killed. If it fails, the main thread gets its message as an exception, wherever it waits.

@@ -1,4 +1,4 @@
-"""Translates arguments of TRL's trainers (`args=GRPOConfig(…)`) into keys of this package's configuration.
+"""Translates arguments of TRL's trainers (`args=GRPOConfig(…)`) into configuration keys.
 
 Reads attributes only: TRL is not imported. What changes the result of training and has no counterpart is refused with
 what to use instead; what has none and changes nothing that was asked for is named in a warning.

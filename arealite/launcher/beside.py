@@ -16,7 +16,10 @@ from arealite.utils.process import die_with_parent
 
 
 class BesidePart(NodePart):
-    """The servers of a job without ranks. They have no MPS: the trainer's process would outlive its daemon."""
+    """The servers of a job without ranks.
+
+    They have no MPS: the trainer's process would outlive its daemon.
+    """
 
     def run(self) -> None:
         for server in self.placement.servers_on(self.node):
