@@ -13,7 +13,7 @@ from typing import Any
 
 from arealite.api.algorithms import resolve_objective
 from arealite.api.alloc_mode import AllocationMode
-from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, SECONDS, SEED, Range, Section
+from arealite.api.config_field import AT_LEAST_1, NOT_NEGATIVE, PORT, POSITIVE, SECONDS, SEED, Range, Section
 from arealite.api.config_field import choice_field as _choice
 from arealite.api.config_field import help_field as _help
 from arealite.api.dataset_args import (
@@ -115,6 +115,9 @@ class ClusterConfig(Section):
         "torchrun only: machines may leave and join, down to this many; null: all must stay.", None, AT_LEAST_1
     )
     n_gpus_per_node: int = _help("GPUs (on CPU, processes) of each machine.", 8, Range(1, 1024))
+    gpu_memory_gib: float | None = _help(
+        "Memory of one GPU, for --dry-run on a machine without them; null: asked from nvidia-smi.", None, POSITIVE
+    )
     fileroot: str = _help("Folder of all run directories; shared by all machines.", "runs")
 
     def problems(self) -> Iterator[str]:

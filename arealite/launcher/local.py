@@ -16,6 +16,7 @@ from arealite.api.errors import ConfigError
 from arealite.launcher.checks import check_job
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
+from arealite.launcher.memory import describe_memory
 from arealite.launcher.node import run_node
 from arealite.launcher.placement import local_slots
 from arealite.launcher.supervisor import INTERRUPTED
@@ -39,9 +40,10 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
 
 
 def show_plan(job: Job, servers_run_here: bool, more: str = "") -> int:
-    """Print what a job would start, then run the same checks as a real start."""
+    """Print what a job would start and how much memory it needs; run the same checks as a real start."""
     print(job.describe() + more, flush=True)
     check_job(job, servers_run_here)
+    print(describe_memory(job, runs_here=servers_run_here), flush=True)
     return 0
 
 

@@ -1,0 +1,168 @@
+"""Tests of the memory estimate that `--dry-run` and `arealite plan` print."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from transformers import Qwen2Config
+
+from arealite.cli import plan
+from arealite.utils.memory.model_size import read_model_size
+
+SHAPES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "small": (256, 1024, 6, 4, 2, 8192, True),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders with the config.json of each shape, without weights."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (hidden, inner, layers, heads, kv_heads, vocab, tied) in SHAPES.items():
+        Qwen2Config(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=32768,
+            architectures=["Qwen2ForCausalLM"],
+        ).save_pretrained(root / name)  # fmt: skip
+    return root
+
+
+@pytest.fixture
+def show(tmp_path, models, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("from x import load_config, GRPOConfig\nload_config(argv, GRPOConfig)\n")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\n')
+
+    def show(model: str, *settings: str, sides: str = "embedded.d1+d1") -> str:
+        known = [f"allocation_mode={sides}", f"train_dataset.path={data}", "experiment_name=e", "trial_name=t"]
+        known += [f"actor.path={models / model}", "gconfig.n_samples=8", f"cluster.fileroot={tmp_path}"]
+        assert plan.main([str(script), *known, *settings]) == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def total_of(text: str, process: str) -> float:
+    line = next(line for line in text.splitlines() if line.strip().startswith(process + " ") and ": weights" in line)
+    return float(line.split(":")[0].split()[-1])
+
+
+def test_the_plan_names_what_each_process_holds(show):
+    text = show("0.5B", "cluster.gpu_memory_gib=139.8")
+    assert "node 0 gpu 0:" in text and "node 0 gpu 1:" in text and "node 0 host" in text
+    for part in ("KV cache", "graphs", "weight update", "gradients", "optimizer", "activations", "logits"):
+        assert part in text
+    assert "WILL NOT FIT" not in text
+
+
+def test_a_model_that_is_too_large_is_refused_with_settings_that_help(show):
+    text = show("7B", "cluster.gpu_memory_gib=80")
+    assert "WILL NOT FIT: node 0 gpu 1" in text
+    keys = [line.split("(")[0].split() for line in text.splitlines() if "(then " in line]
+    assert all(key.startswith(("actor.", "server.", "ref.")) for line in keys for key in line)
+    server = next(line for line in keys if line[0].startswith("server."))
+    actor = next(line for line in keys if line[0].startswith("actor."))
+    assert "WILL NOT FIT" not in show("7B", "cluster.gpu_memory_gib=80", *server, *actor)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor.optimizer.type=adamw_8bit",
+        "actor.param_dtype=bfloat16",
+        "actor.gradient_checkpointing=true",
+        "actor.max_tokens_per_mb=4096",
+        "actor.compile=true",
+        "actor.lora_rank=16",
+        "actor.logprob_chunk_size=256",
+    ],
+)
+def test_settings_that_save_memory_lower_the_estimate(show, setting):
+    base = ("cluster.gpu_memory_gib=139.8", "actor.max_tokens_per_mb=16384")
+    settings = [*base[:1], setting] if "max_tokens" in setting else [*base, setting]
+    assert total_of(show("0.5B", *settings), "rank 0") < total_of(show("0.5B", *base), "rank 0")
+
+
+def test_more_ranks_hold_less_each(show):
+    one, four = (
+        total_of(show("7B", "cluster.gpu_memory_gib=139.8", "cluster.n_nodes=1", sides=f"embedded.d1+{d}"), "rank 0")
+        for d in ("d1", "d4")
+    )
+    tensor = total_of(show("7B", "cluster.gpu_memory_gib=139.8", sides="embedded.d1+d2t2"), "rank 0")
+    assert four < one and tensor < one
+
+
+def test_further_models_add_their_weights(show, models):
+    base = ("cluster.gpu_memory_gib=139.8", "actor.max_tokens_per_mb=4096")
+    alone = total_of(show("0.5B", *base), "rank 0")
+    text = show("0.5B", *base, f"ref.path={models / '0.5B'}", "actor.kl_ctl=0.1")
+    assert "ref weights 1.8" in text
+    with_ref = float(next(line for line in text.splitlines() if "rank 0 " in line and "actor" in line).split()[2][:-1])
+    assert with_ref == pytest.approx(alone + 1.84, abs=0.2)
+
+
+def test_offloaded_states_count_for_the_host(show):
+    text = show("7B", "cluster.gpu_memory_gib=139.8", "actor.cpu_offload=true")
+    host = text.split("node 0 host")[1]
+    assert "optimizer 56.7" in host and "optimizer" not in text.split("node 0 host")[0].split("rank 0 ")[-1]
+
+
+def test_without_a_gpu_the_size_can_be_given_and_unknown_models_are_said(show, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "set cluster.gpu_memory_gib" in show("0.5B")
+    assert "some/model is not on this machine" in show("0.5B", "actor.path=some/model")
+
+
+def test_parameters_are_read_from_files_if_there_are_some(tmp_path, models):
+
+    config = json.loads((models / "small" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    estimated = read_model_size(str(tmp_path))
+    save_file({"a": np.zeros((8192, 512), np.float16)}, tmp_path / "model.safetensors")
+    counted = read_model_size(str(tmp_path))
+    assert estimated is not None and counted is not None
+    assert counted.parameters == 8192 * 512 != estimated.parameters
+    (tmp_path / "model.safetensors").write_bytes(b"\\xff" * 20)
+    damaged = read_model_size(str(tmp_path))
+    assert damaged == estimated
+
+
+_MEASURE = """
+import resource, sys
+import torch
+from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
+from arealite.api.io_struct import FinetuneSpec
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils.memory.estimate import training_needs
+from arealite.utils.memory.model_size import read_model_size
+
+torch.set_num_threads(1)
+config = TrainEngineConfig(
+    path=sys.argv[1], init_from_scratch=True, device="cpu", dtype="float32", optimizer=OptimizerConfig(),
+    max_tokens_per_mb=2048, share_prefix=False, logprob_chunk_size=512,
+)
+engine = FSDPLMEngine(config)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+engine.initialize(FinetuneSpec(1, 10, 1))
+ids = torch.randint(0, 8192, (16, 256))
+batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+for _ in range(2):
+    engine.train_lm(batch)
+needs = training_needs(read_model_size(sys.argv[1]), config, engine.memory, on_gpu=False, step_tokens=4096)
+print("RESULT", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, needs.total, needs)
+"""
+
+
+@pytest.mark.slow
+def test_the_estimate_is_near_the_peak_of_a_real_process(models):
+    command = [sys.executable, "-c", _MEASURE, str(models / "small")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    measured, estimated = map(float, done.stdout.split("RESULT ")[1].split()[:2])
+    print(done.stdout)
+    assert estimated == pytest.approx(measured, rel=0.3)
