@@ -128,7 +128,7 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
 
 
 def _hosts(placement: Placement, devices: list[Device], total: float | None) -> list[Device]:
-    """Return the hosts of nodes with GPUs: interpreters, what engines keep there, and rank 0's model while it loads."""
+    """Return the hosts of nodes with GPUs: interpreters, offloaded states, and models while they load."""
     hosts = []
     for node in sorted({int(device.name.split()[1]) for device in devices}):
         here = [p for device in devices if device.name.startswith(f"node {node} gpu") for p in device.processes]
@@ -248,7 +248,7 @@ def _engine_needs(
 
 
 def _step_tokens(name: str, size: ModelSize, train: ParallelStrategy, values: Values) -> int | None:
-    """Return the most tokens of one optimizer step on one data-parallel rank; None if nothing limits them."""
+    """Return the most tokens of an optimizer step on a data-parallel rank; None if nothing limits them."""
     data = values.get("train_dataset") or {}
     rows = int(data.get("batch_size") or 8)
     longest = data.get("max_length")
