@@ -196,7 +196,7 @@ def test_episodes_fail_while_no_worker_can_start(tmp_path):
         with pytest.raises(ServerError, match="closed"):
             await pool.run_episode(Pids(), {"x": 1})
 
-    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
+    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 110))
 
 
 def test_a_pool_that_loses_a_worker_warns_and_starts_another(tmp_path, monkeypatch, caplog):
@@ -215,4 +215,4 @@ def test_a_pool_that_loses_a_worker_warns_and_starts_another(tmp_path, monkeypat
             await asyncio.sleep(0.01)
         pool.close()
 
-    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 60))
+    asyncio.run(asyncio.wait_for(scenario(tmp_path / "broken"), 110))

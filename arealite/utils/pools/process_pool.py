@@ -68,12 +68,15 @@ def die_with_owner() -> None:
     """Have the kernel end this process when the one that started it ends, also in the middle of a job.
 
     Its parent is the fork server, which lives as long as any of its children. The owner holds the other end of the
-    sentinel's pipe; when that closes the kernel sends SIGIO, which by default ends the process.
+    sentinel's pipe; when that closes the kernel sends SIGIO, which by default ends a process. The process leads a group
+    of its own, so that what it has started ends with it.
     """
     owner = multiprocessing.parent_process()
     assert owner is not None
+    # Not a session: launchers find what is left of a job by its session.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, -os.getpid())
     flags = fcntl.fcntl(owner.sentinel, fcntl.F_GETFL)
     fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
     # The owner may have ended before the request was in place.
@@ -100,11 +103,14 @@ def close_pool_pipes() -> None:
 
 def _kill_fork_server() -> None:
     """End a fork server that does not answer; the next worker starts another one."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    # A worker that uses its owner's fork server has no pid of it.
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    # Under the lock, and with its end awaited: a start meanwhile would take the dying server for a live one.
+    with server._lock:
+        # A worker that uses its owner's fork server has no pid of it.
+        if server._forkserver_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop_unlocked()
 
 
 class MessageError(Exception):
@@ -216,9 +222,27 @@ class WorkerProcess:
             raise
 
     def _start_process(self) -> None:
-        self.process.start()
+        try:
+            self.process.start()
+        except (EOFError, OSError):
+            if self._is_killed:
+                raise
+            # All pools share the fork server, and another one may have killed it just now. This starts a new one.
+            self.process.start()
         if self._is_killed:
-            self.process.kill()
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        """Kill the process and all that it has started, also if it has ended itself."""
+        pid = self.process.pid
+        if pid is None:
+            return
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has no group yet and so has started nothing, or all has ended.
+            if self.process.is_alive():
+                self.process.kill()
 
     async def receive(self, timeout_s: float | None) -> Any:
         """Return the next message of the worker; raises `WorkerLost`, or `WorkerTimeout` after the deadline."""
@@ -233,10 +257,11 @@ class WorkerProcess:
             raise WorkerLost(str(error)) from error
 
     def kill(self) -> None:
-        """End the process at once; idempotent. A task that waits for it gets `WorkerLost`."""
-        self._is_killed = True
-        if self.process.pid is not None and self.process.is_alive():
-            self.process.kill()
+        """End the process and its children at once; idempotent. A task that waits for it gets `WorkerLost`."""
+        if not self._is_killed:
+            # Once only: later, another process may have the number.
+            self._is_killed = True
+            self._kill_group()
         self.channel.shut_down()
 
     async def _describe_exit(self) -> str:

@@ -1,0 +1,150 @@
+"""Worker processes: what they start ends with them, and a fork server that is lost is replaced."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.utils import process_pool
+from arealite.utils.call_pool import CallError, CallPool, CallTimeout
+from arealite.utils.process_pool import WorkerProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_child() -> int:
+    return subprocess.Popen(["sleep", "1000"]).pid
+
+
+def start_child_and_hang(path: str) -> None:
+    Path(path).write_text(str(start_child()))
+    time.sleep(1000)
+
+
+def start_child_and_exit(path: str) -> None:
+    Path(path).write_text(str(start_child()))
+    os._exit(3)
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within a minute."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(60_000))
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(("fn", "error"), [(start_child_and_hang, CallTimeout), (start_child_and_exit, CallError)])
+def test_children_of_a_call_that_fails_end_with_it(fn, error, tmp_path):
+    async def scenario():
+        pool = CallPool(1)
+        try:
+            # A worker that runs, so that the deadline is that of the call alone.
+            assert await pool.run(os.getpid, timeout_s=60)
+            with pytest.raises(error):
+                await pool.run(fn, str(tmp_path / "pid"), timeout_s=3 if error is CallTimeout else 60)
+        finally:
+            pool.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 110))
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_children_of_a_call_that_returned_end_with_the_pool():
+    async def scenario() -> int:
+        pool = CallPool(1)
+        try:
+            return await pool.run(start_child, timeout_s=60)
+        finally:
+            pool.close()
+
+    assert ends(asyncio.run(asyncio.wait_for(scenario(), 110)))
+
+
+OWNER = """
+import asyncio
+from test_process_pool import start_child
+from arealite.utils.call_pool import CallPool
+
+async def main():
+    print(await CallPool(1).run(start_child, timeout_s=60), flush=True)
+    await asyncio.sleep(1000)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_children_end_with_the_owner_of_the_pool(tmp_path):
+    (tmp_path / "owner.py").write_text(OWNER)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    with subprocess.Popen([sys.executable, tmp_path / "owner.py"], env=env, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            child = int(owner.stdout.readline())
+        finally:
+            os.kill(owner.pid, signal.SIGKILL)
+    assert ends(child)
+
+
+def test_a_worker_starts_at_once_after_a_fork_server_was_killed():
+    """As after the end of another pool whose workers were starting."""
+
+    async def scenario():
+        for _ in range(5):
+            pool = CallPool(1)
+            try:
+                assert await pool.run(os.getpid, timeout_s=60)
+            finally:
+                pool.close()
+            process_pool._kill_fork_server()
+
+    asyncio.run(asyncio.wait_for(scenario(), 110))
+
+
+def test_a_start_that_loses_its_fork_server_is_tried_again(monkeypatch):
+    start = process_pool.ForkServerContext.Process.start
+    attempts = []
+
+    def lose_first(process):
+        attempts.append(process)
+        if len(attempts) == 1:
+            raise EOFError
+        start(process)
+
+    monkeypatch.setattr(process_pool.ForkServerContext.Process, "start", lose_first)
+
+    async def scenario():
+        pool = CallPool(1)
+        try:
+            assert await pool.run(os.getpid, timeout_s=60)
+        finally:
+            pool.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 110))
+    assert len(attempts) == 2
+
+
+def test_a_killed_worker_is_not_started_again(monkeypatch):
+    worker = WorkerProcess(start_child, (), __name__, "never")  # type: ignore[arg-type]
+    worker.kill()
+
+    def lose(process):
+        raise EOFError
+
+    monkeypatch.setattr(process_pool.ForkServerContext.Process, "start", lose)
+    with pytest.raises(EOFError):
+        worker._start_process()
+    worker._theirs.close()
