@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from arealite.utils import process_pool
-from arealite.utils.call_pool import CallError, CallPool, CallTimeout
-from arealite.utils.process_pool import WorkerProcess
+from arealite.utils.pools import process_pool
+from arealite.utils.pools.call_pool import CallError, CallPool, CallTimeout
+from arealite.utils.pools.process_pool import WorkerProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_children_of_a_call_that_returned_end_with_the_pool():
 OWNER = """
 import asyncio
 from test_process_pool import start_child
-from arealite.utils.call_pool import CallPool
+from arealite.utils.pools.call_pool import CallPool
 
 async def main():
     print(await CallPool(1).run(start_child, timeout_s=60), flush=True)
