@@ -90,7 +90,9 @@ class InferenceEngineConfig(Section):
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64, AT_LEAST_1)
     dump_rollouts: bool = _help("Keep rollouts in run.sqlite, as text and tokens.", True)
     max_dump_tokens: int = _help(
-        "Tokens of each training batch (and of each evaluation) kept there, in whole groups.", 32_768, NOT_NEGATIVE
+        "Tokens of each training batch (and of each evaluation) kept there, in whole groups, up to 128 answers.",
+        16_384,
+        NOT_NEGATIVE,
     )
 
     def problems(self) -> Iterator[str]:

@@ -16,6 +16,8 @@ from arealite.core.ledger.reading import open_ledger, read_events, read_rollout,
 from arealite.core.waits import NamedWait
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.remote.base import Piece
+from arealite.trainer.trace import Trace
+from arealite.utils.trace.trace_file import read_trace
 from arealite.weights.process_group import fill_outbox
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -170,3 +172,20 @@ def test_what_the_engine_does_is_recorded(make, tokenizer, tmp_path):
     assert event["step"] == 1 and event["text"] == "a text"
     assert detail is not None and detail["token_columns"]["advantage"] == [1.0] * detail["tokens"]
     assert "".join(detail["token_columns"]["text"]) == detail["prompt"] + detail["completion"]
+
+
+def test_a_trace_has_episodes_waits_and_weight_updates(make, model_path, tokenizer, tmp_path):
+    trace = Trace(tmp_path / "trace.json")
+    engine = make(batch_size=2, ledger_path=tmp_path / "run.sqlite")
+    workflow = RLVRWorkflow(length, GenerationHyperparameters(n_samples=2, max_new_tokens=4), tokenizer)
+    for version in range(2):
+        with trace.phase("rollout"):
+            engine.prepare_batch([[{"prompt": "say 1"}, {"prompt": "say 2"}]], workflow)
+        engine.update_weights(WeightUpdateMeta("disk", str(model_path), version + 1))
+    trace.close()
+    lanes = {(lane.group, lane.name): [span[2] for span in lane.spans] for lane in read_trace(tmp_path / "trace.json")}
+    assert "rollout" in lanes["trainer", "steps"] and "wait: batch" in lanes["trainer", "steps"]
+    assert "wait: staleness limit" in lanes["trainer", "admission"]
+    assert lanes["weights", "embedded"] == ["load v1", "load v2"] and lanes["server", "embedded"]
+    # With no staleness allowed an episode of the first batch is the first in its lane.
+    assert lanes["rollout", "episodes 00"][:3] == ["episode 0", "generate", "reward"]
