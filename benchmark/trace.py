@@ -41,7 +41,7 @@ class Answers(RolloutWorkflow):
             await asyncio.sleep(0.05)
         with tracing.part_of_episode("reward", rows=SAMPLES):
             await asyncio.sleep(0.01)
-        versions = torch.full((SAMPLES, TOKENS), engine.version)
+        versions = torch.full((SAMPLES, TOKENS), engine.get_version())
         versions[:, : TOKENS // 2] = -1
         return {
             "input_ids": torch.randint(0, 30_000, (SAMPLES, TOKENS)),
@@ -55,6 +55,9 @@ class Answers(RolloutWorkflow):
 
 class Engine:
     version = 0
+
+    def get_version(self) -> int:
+        return self.version
 
 
 def train(batch: dict[str, torch.Tensor]) -> None:

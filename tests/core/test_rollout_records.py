@@ -159,7 +159,12 @@ def test_rollouts_are_found_by_words_and_numbers(tmp_path):
 
     assert found() == [0, 1, 2] and find_rollouts(db, limit=1, offset=1)[0] == 3
     assert found(text="quick") == [0] and found(text="qui") == [0] and found(text='quick "fox') == [0]
-    assert found(text="animals") == [0, 1] and found(text="公平") == [2] and found(text="%") == [1]
+    assert (
+        found(text="animals") == [0, 1]
+        and found(text="公平") == [2]
+        and found(text="平公") == []
+        and found(text="%") == [1]
+    )
     assert found(text="nothing") == [] and found(text='" OR 1') == [] and found(min_reward=0.5) == [1, 2]
     assert found(max_tokens=10, step_from=1) == [1] and found(source="direct") == [] and found(state="trained") == []
     with pytest.raises(ValueError, match="cannot be sorted by 'x; DROP'"):

@@ -45,9 +45,8 @@ CREATE TABLE IF NOT EXISTS rollouts(        -- narrow, so that it is fast to fil
   id INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT, episode INTEGER, sample INTEGER, step INTEGER, reward REAL,
   oldest_version INTEGER, newest_version INTEGER, tokens INTEGER, answer_tokens INTEGER, turns INTEGER, images INTEGER,
   truncated INTEGER, prompt INTEGER, preview TEXT, UNIQUE(source, episode, sample));
-CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts(step);
-CREATE INDEX IF NOT EXISTS rollouts_by_reward ON rollouts(reward);
-CREATE INDEX IF NOT EXISTS rollouts_by_tokens ON rollouts(tokens);
+CREATE INDEX IF NOT EXISTS rollouts_numbers ON rollouts(   -- what rows are chosen and sorted by, without texts
+  step, reward, tokens, answer_tokens, turns, images, episode, oldest_version, newest_version, source, prompt);
 CREATE INDEX IF NOT EXISTS rollouts_by_prompt ON rollouts(prompt);
 CREATE TABLE IF NOT EXISTS rollout_data(    -- parts: statistics of the sample as JSON; record: see token_record.py
   id INTEGER PRIMARY KEY, completion TEXT, parts TEXT, record BLOB);

@@ -29,8 +29,14 @@ _MESSAGE_START = re.compile(
     r"(<\|im_start\|>|<start_of_turn>)([a-z_]+)\n|(<\|start_header_id\|>)([a-z_]+)<\|end_header_id\|>\n*"
 )
 _MESSAGE_END = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end_of_text\|>|<\|endoftext\|>)\s*$")
-# Scripts without spaces between words, which the index of words does not cut.
+_MIN_PREFIX = 3
+# Scripts without spaces between words.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+
+
+def spaced(text: str) -> str:
+    """Return the text as the index of words gets it: characters of scripts without spaces are words."""
+    return _WITHOUT_SPACES.sub(r" \g<0> ", text)
 
 
 def open_ledger(path: str | Path) -> sqlite3.Connection:
@@ -67,14 +73,20 @@ def find_rollouts(
     if sort not in SORTS:
         raise ValueError(f"rollouts cannot be sorted by {sort!r}: use one of {', '.join(SORTS)}")
     condition, values = _condition(db, where)
-    (total,) = db.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {condition}", values).fetchone()
     order = "DESC" if desc else "ASC"
+    # The index has all columns that conditions and orders name: no row is read that is not shown.
     found = db.execute(
-        f"SELECT {_COLUMNS}, substr(p.text, 1, {_MAX_PREVIEW}), r.preview FROM rollouts r JOIN prompts p "
-        f"ON p.id = r.prompt WHERE {condition} ORDER BY r.{sort} {order}, r.id {order} LIMIT ? OFFSET ?",
-        (*values, limit, offset),
+        f"SELECT r.id FROM rollouts r INDEXED BY rollouts_numbers WHERE {condition} ORDER BY r.{sort} {order}, "
+        f"r.id {order}",
+        values,
+    ).fetchall()
+    query = (
+        f"SELECT {_COLUMNS}, substr(p.text, 1, {_MAX_PREVIEW}), r.preview FROM rollouts r JOIN prompts p ON "
+        "p.id = r.prompt WHERE r.id = ?"
     )
-    return total, [_rollout_row(row) for row in found]
+    rows = [db.execute(query, chosen).fetchone() for chosen in found[offset : offset + limit]]
+    # The run may have deleted one since.
+    return len(found), [_rollout_row(row) for row in rows if row is not None]
 
 
 def _condition(db: sqlite3.Connection, where: RolloutFilter) -> tuple[str, list[Any]]:
@@ -99,8 +111,10 @@ def _condition(db: sqlite3.Connection, where: RolloutFilter) -> tuple[str, list[
 
 def _text_condition(db: sqlite3.Connection, text: str) -> tuple[str, list[str]]:
     has_index = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_search'").fetchone()
-    if has_index and re.search(r"\w", text) and not _WITHOUT_SPACES.search(text):
-        phrase = '"{}"*'.format(text.replace('"', '""'))
+    if has_index and re.search(r"\w", text):
+        phrase = '"{}"'.format(spaced(text).strip().replace('"', '""'))
+        # The beginnings of very many words would take long to find.
+        phrase += "*" if len(text) >= _MIN_PREFIX else ""
         term = (
             "(r.id IN (SELECT rowid FROM rollout_search WHERE rollout_search MATCH ?) OR "
             "r.prompt IN (SELECT rowid FROM prompt_search WHERE prompt_search MATCH ?))"

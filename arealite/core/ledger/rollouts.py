@@ -16,6 +16,7 @@ import torch
 
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.core.episode import Episode, EpisodeId
+from arealite.core.ledger.reading import spaced
 from arealite.core.ledger.token_record import TokenRecord, token_bytes
 from arealite.utils.data import IMAGE_INDEX, group_rows
 from arealite.utils.text import clean
@@ -200,6 +201,6 @@ def write_rollouts(db: sqlite3.Connection, rows: list[RolloutRow]) -> None:
         db.execute("INSERT INTO rollout_data VALUES (?,?,?,?)", (new, row.completion, parts, row.record))
         db.executemany("INSERT OR REPLACE INTO vocabulary VALUES (?,?)", row.vocabulary)
         if has_search:
-            db.execute("INSERT INTO rollout_search(rowid, text) VALUES (?,?)", (new, row.completion))
+            db.execute("INSERT INTO rollout_search(rowid, text) VALUES (?,?)", (new, spaced(row.completion)))
             if is_new:
-                db.execute("INSERT INTO prompt_search(rowid, text) VALUES (?,?)", (key, row.prompt))
+                db.execute("INSERT INTO prompt_search(rowid, text) VALUES (?,?)", (key, spaced(row.prompt)))
