@@ -131,7 +131,8 @@ def load_decoder(
 ) -> PreTrainedModel:
     """Load a model; raise `ConfigError` if weights are missing in `folder`, except those of a new head.
 
-    transformers would fill them with random numbers.
+    transformers would fill them with random numbers. A new head starts at 0: values of a random one are several times
+    larger than rewards, and their noise destroys a policy before the critic has learned.
     """
     verbosity = logging.get_verbosity()
     # transformers would warn about missing weights, which are an error here.
@@ -148,6 +149,8 @@ def load_decoder(
             f"the weights in {folder} are incomplete, or another model's: {len(missing)} tensor(s) of "
             f"{type(model).__name__} are missing, first {missing[0]!r}: copy or download them again"
         )
+    for name in info["missing_keys"]:
+        torch.nn.init.zeros_(model.get_parameter(name))
     return model
 
 

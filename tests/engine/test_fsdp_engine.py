@@ -319,14 +319,11 @@ def test_lr_stays_constant_without_a_known_end(model_dirs):
     assert engine.optimizer.param_groups[0]["lr"] == config.optimizer.lr
 
 
-def test_a_new_head_depends_on_the_seed_alone(model_dirs):
-    heads = []
-    for seed in (1, 1, 2):
-        torch.rand(1)
-        engine = FSDPRWEngine(engine_config(model_dirs["qwen2"], seed=seed))
-        engine.initialize(SPEC)
-        heads.append(engine.model.score.weight.detach().clone())
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+def test_a_new_head_starts_at_zero(model_dirs):
+    """Random values are far larger than rewards: their noise would be the advantages of the first steps."""
+    engine = make_engine(model_dirs["qwen2"], FSDPRWEngine)
+    assert not engine.model.score.weight.any()
+    assert engine.model.model.embed_tokens.weight.any()
 
 
 @pytest.mark.parametrize("cls", [FSDPLMEngine, FSDPRWEngine])

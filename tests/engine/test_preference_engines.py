@@ -57,6 +57,7 @@ def test_critic_learns_returns_and_aligns_them_with_tokens(model_dirs):
 def test_critic_final_values_are_those_after_the_last_token(model_dirs):
     """They equal the values of the same rows with one more token."""
     critic = started(FSDPPPOCritic, engine_config(model_dirs["qwen2"], PPOCriticConfig))
+    torch.nn.init.constant_(critic.model.score.weight, 0.1)
     batch = random_batch(LENGTHS)
     critic.compute_values(batch)
     longer = random_batch([n + 1 for n in LENGTHS])

@@ -105,9 +105,9 @@ def _values_and_entropy(rank, path, layout):
     """A critic's values, and a policy step with an entropy bonus."""
     parallel = AllocationMode.from_str(layout).train
     batch = random_batch(LENGTHS)
-    torch.manual_seed(0)
     critic = FSDPPPOCritic(engine_config(path), parallel)
     critic.initialize(SPEC)
+    torch.nn.init.constant_(critic.model.score.weight, 0.1)
     config = engine_config(path, PPOActorConfig, entropy_coef=0.1, skip_zero_advantage=False)
     actor = FSDPPPOActor(config, parallel)
     actor.initialize(SPEC)
