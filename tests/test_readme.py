@@ -86,6 +86,7 @@ def test_both_languages_say_the_same():
     english, chinese = (code.sub("", page) for page in (README, CHINESE))
     levels = [re.findall(r"^(#+) ", page, re.MULTILINE) for page in (english, chinese)]
     assert levels[0] == levels[1]
+    assert re.findall(r"about ([\d,]+) lines", english) == re.findall(r"约 ([\d,]+) 行", chinese)
     links = [re.findall(r"\]\(([^)]+)\)", page) for page in (english, chinese)]
     assert [link for link in links[0] if "README" not in link] == [link for link in links[1] if "README" not in link]
     rows = [re.findall(r"^\|.*\|$", page, re.MULTILINE) for page in (english, chinese)]

@@ -38,7 +38,13 @@ REPLACED = {
     "Qwen/Qwen2.5-1.5B-Instruct": "tiny",
     "/path/to/model": "tiny",
     "/path/to/gsm8k/": "gsm8k/",
+    "reward_fn=reward).train()": "reward_fn=reward, **SMALL).train()",
 }
+# What `SMALL` is in a block of Python: keys of `GRPOTrainer`.
+SMALL_PYTHON = (
+    'SMALL = {"total_train_steps": 1, "train_dataset.batch_size": 4, "actor.dtype": "float32", '
+    '"gconfig.max_new_tokens": 4, "gconfig.n_samples": 2}\n'
+)
 # Keys of `arealite train`, by the command's words; those of scripts under a launcher.
 SMALL_TRAIN = [
     *("total_train_steps=2", "train_dataset.batch_size=4", "launcher.threads_per_process=1"),
@@ -104,7 +110,7 @@ class Workspace:
             command = ["python", "-c", f"import {path.stem}"]
         elif block.language == "python":
             script = self.folder / f"block{block.line}.py"
-            script.write_text(text)
+            script.write_text(SMALL_PYTHON + text)
             command = ["python", script.name]
         return self.execute(command, str(block), block.test == "check", timeout_s)
 
