@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "dataset": BASE,
     "reward": BASE,
     "launcher": BASE,
-    "dashboard": BASE,
+    "dashboard": BASE | {"core"},
     "protocol": BASE,
     "agents": BASE | {"protocol"},
     "inference": BASE | {"weights", "protocol"},

@@ -16,11 +16,14 @@ import orjson
 from aiohttp import web
 
 from arealite.api.errors import AReaLiteError, RequestError
+from arealite.dashboard import ledger
 from arealite.dashboard.access import HEADERS, Access
 from arealite.dashboard.csv_export import to_csv
 from arealite.dashboard.evaluations import read_evaluations
 from arealite.dashboard.files import LOG_BYTES, compare_configs, list_logs, read_config, read_log
+from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
+from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import run_beside
 from arealite.utils.text import clean
@@ -33,42 +36,10 @@ _SLOTS = web.AppKey("slots", asyncio.Semaphore)
 STATIC = Path(str(files("arealite.dashboard"))) / "static"
 # Threads that read at once.
 _MAX_READERS = 8
-_MAX_NUMBER = 2**62
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Reads something of a run. The second argument has the parameters of the request.
-Reader = Callable[[Run, "Query"], Any]
-
-
-class Query:
-    """The parameters of a request: values of the path and of the query string."""
-
-    def __init__(self, request: web.Request):
-        self._values = {**request.query, **request.match_info}
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._values.get(name, default)
-
-    def number(self, name: str) -> float | None:
-        """Return a number; None if it is not given."""
-        value = self._values.get(name, "")
-        if not value:
-            return None
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not abs(number) < _MAX_NUMBER:
-            raise RequestError(f"{name} must be a finite number, got {value!r:.60}")
-        return number
-
-    def integer(self, name: str, default: int, low: int = 0, high: int = _MAX_NUMBER) -> int:
-        """Return a whole number, moved into its range."""
-        value = self._values.get(name, "")
-        digits = value.removeprefix("-")
-        if value and not (digits.isascii() and digits.isdecimal() and len(digits) < 19):
-            raise RequestError(f"{name} must be a whole number, got {value!r:.60}")
-        return min(max(int(value), low), high) if value else default
+Reader = Callable[[Run, Query], Any]
 
 
 def make_app(roots: list[Path], host: str = "127.0.0.1", token: str | None = None) -> web.Application:
@@ -147,7 +118,12 @@ async def _index(request: web.Request) -> web.StreamResponse:
 
 
 async def _list_runs(request: web.Request) -> web.Response:
-    return await answer(request, lambda: {"runs": [run.summary() for run in request.app[RUNS].all()]})
+    return await answer(request, lambda: {"runs": [_summary(run) for run in request.app[RUNS].all()]})
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    summary = run.summary()
+    return summary | {"alarms": max(summary["alarms"], ledger.num_alarms(run))}
 
 
 async def _compare(request: web.Request) -> web.Response:
@@ -188,11 +164,25 @@ def _log(run: Run, query: Query) -> dict[str, Any]:
     return read_log(run, query.text("name"), None if end < 0 else end, query.integer("size", LOG_BYTES))
 
 
+def _trace(run: Run, query: Query) -> dict[str, Any]:
+    limit = query.integer("limit", DEFAULT_SPANS, 1, MAX_SPANS)
+    return run.trace.window(query.number("start"), query.number("end"), limit)
+
+
 _READERS: dict[str, Reader] = {
     "stats": lambda run, query: run.stats.rows(query.integer("since", 0)),
     "evaluations": lambda run, _: read_evaluations(run.stats),
+    "trace": _trace,
+    "events": ledger.events,
+    "flow": ledger.flow,
+    "ages": ledger.ages,
+    "servers": ledger.servers,
+    "rollouts": ledger.rollouts,
+    "rollouts/{source}/{episode}/{sample}": ledger.rollout,
+    "groups/{source}/{episode}": ledger.group,
+    "same-prompt": ledger.same_prompt,
     "config": lambda run, _: read_config(run),
     "logs": lambda run, _: list_logs(run),
     "logs/{name}": _log,
 }
-_DOWNLOADS: dict[str, Reader] = {"stats.csv": _stats_csv}
+_DOWNLOADS: dict[str, Reader] = {"stats.csv": _stats_csv, "rollouts.csv": ledger.rollouts_csv}

@@ -14,7 +14,9 @@ from typing import Any
 
 from aiohttp import web
 
+from arealite.core.ledger.rollout_index import RolloutIndex
 from arealite.dashboard.stats import StatsFile
+from arealite.dashboard.trace import TraceFile
 from arealite.utils.rundir import RunDir
 
 _MAX_DEPTH, _MAX_FOLDERS, MAX_RUNS = 6, 20_000, 1_000
@@ -32,6 +34,8 @@ class Run:
         self.id = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:12]
         self.dir = RunDir(path)
         self.stats = StatsFile(self.dir.stats_path)
+        self.rollouts = RolloutIndex()
+        self.trace = TraceFile(self.dir.trace_path)
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""

@@ -7,18 +7,28 @@ would do harm if a page took them as HTML.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import random
+import re
+import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from arealite.core.ledger.store import EpisodeRow, Ledger, RolloutRow
+import numpy as np
+
+from arealite.core.ledger.rollouts import RolloutRow
+from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
+from arealite.core.ledger.token_record import TokenRecord
 from arealite.utils.rundir import RunDir
 
 SAMPLES = 8
 STEP_S = 20.0
+# Seconds between two samples of a server.
+SAMPLE_S = 2.0
 STARTED = 1_790_000_000.0
 SERVERS = ("10.0.0.1:30000", "10.0.0.1:30001", "10.0.0.2:30000")
 HOSTILE = (
@@ -38,6 +48,8 @@ the sum of both sides is therefore equal to so we get and then multiply by divid
 minutes train speed total number answer because check again wait let us compute 12 7 42 1989 3.5 x y
 """
 WORDS = _TEXT.split()
+# Numbers of all tokens so far.
+TOKEN_IDS: dict[str, int] = {}
 
 
 def main() -> None:
@@ -83,43 +95,103 @@ def write_ledger(run_dir: RunDir, rng: random.Random, steps: int, groups: int) -
         rows: list[RolloutRow] = []
         for _ in range(groups):
             rows += _group(ledger, rng, next(numbers), step, rng.choice(questions))
-        for state, reason in (("stale", None), ("failed", f"TimeoutError: {HOSTILE[0]}"), ("rejected", "no signal")):
-            if rng.random() < 0.3:
-                now = STARTED + STEP_S * step
-                row = EpisodeRow(
-                    next(numbers), state, reason, max(0, step - 2), max(0, step - 2), None, SAMPLES, 900, 0.1
-                )
-                ledger.record(row._replace(started_at=now - 30, ended_at=now))
-        if step % 100 == 57:
-            ledger.event("alarm", f"the reward fell from 0.8 to 0.2 at step {step}. {HOSTILE[1]}")
-        if step % 50 == 10:
-            ledger.event("weights", f"published version {step + 1}")
-        ledger.commit(lambda rows=rows: rows)
+        _lost_episodes(ledger, rng, numbers, step)
+        ages = Counter(min(step, step - row.oldest_version) for row in rows)
+        ledger.commit(
+            lambda rows=rows: rows,
+            lambda ages=ages, step=step: [AgeRow(step, *pair, 100 * pair[1]) for pair in ages.items()],
+        )
     for state in ("running", "buffered"):
         for _ in range(groups):
             ledger.record(EpisodeRow(next(numbers), state, start_version=steps, started_at=STARTED + STEP_S * steps))
     _evaluated(ledger, rng, steps)
     ledger.close()
+    with contextlib.closing(sqlite3.connect(run_dir.db_path)) as db, db:
+        _write_events(db, steps)
+        db.executemany("INSERT INTO vocabulary VALUES (?,?)", [(i, text.encode()) for text, i in TOKEN_IDS.items()])
+        db.executemany(f"INSERT INTO servers VALUES ({','.join('?' * 11)})", _server_samples(rng, steps))
+
+
+def _lost_episodes(ledger: Ledger, rng: random.Random, numbers: Iterator[int], step: int) -> None:
+    for state, reason in (("stale", None), ("failed", f"TimeoutError: {HOSTILE[0]}"), ("rejected", "no signal")):
+        if rng.random() < 0.3:
+            now, start = STARTED + STEP_S * step, max(0, step - 2)
+            row = EpisodeRow(next(numbers), state, reason, start, start, None, SAMPLES, 900, 0.1, now - 30, now)
+            ledger.record(row)
+
+
+def _write_events(db: sqlite3.Connection, steps: int) -> None:
+    """Write events at the times of their steps; the ledger would write the present time."""
+    events = [(STARTED, "start", f"started with {steps} steps", None, "info")]
+    for step in range(steps):
+        at = STARTED + STEP_S * step
+        if step % 100 == 57:
+            events.append((at, "alarm", f"the reward fell from 0.8 to 0.2. {HOSTILE[1]}", step, "alarm"))
+        if step % 50 == 10:
+            events.append((at, "server", f"{SERVERS[2]} was lost: {HOSTILE[2]}", step, "warning"))
+            events.append((at + 5, "server", f"{SERVERS[2]} joined", step, "info"))
+    db.executemany("INSERT INTO events VALUES (?,?,?,?,?)", events)
+
+
+def _server_samples(rng: random.Random, steps: int) -> Iterator[tuple[object, ...]]:
+    totals = [[0, 0, 0, 0.0] for _ in SERVERS]
+    for number in range(int(steps * STEP_S / SAMPLE_S)):
+        at = number * SAMPLE_S
+        for index, (address, total) in enumerate(zip(SERVERS, totals, strict=True)):
+            load = 0.5 + 0.4 * math.sin(at / 60 + 2 * index) + rng.uniform(0, 0.1)
+            for i, more in enumerate((2000, 1400, 5000 * load, SAMPLE_S * min(1.0, load))):
+                total[i] += more
+            counters = (*(int(value) for value in total[:3]), total[3])
+            version, running = int(at / STEP_S), int(64 * load)
+            yield (STARTED + at, address, version, 1, running, max(0, running - 50), min(1.0, load), *counters)
 
 
 def _group(ledger: Ledger, rng: random.Random, number: int, step: int, question: str) -> list[RolloutRow]:
     oldest = max(0, step - rng.choice((0, 0, 0, 1, 1, 2, 3, 4)))
     prompt = f"<|im_start|>system\nYou solve problems.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+    prompt += "<|im_start|>assistant\n"
     rows = []
     for sample in range(SAMPLES):
         reward = float(rng.random() < 0.2 + 0.6 * step / (step + 150))
-        words = rng.randint(20, 200)
+        completion, newest = _completion(rng, rng.randint(20, 200), number), rng.randint(oldest, step)
+        record, count, answer = _record(rng, prompt, completion, oldest, newest, with_trainer=sample % 3 < 2)
+        turns, images = (2 if number % 25 == 7 else 1), (1 if number % 40 == 11 else 0)
+        parts = {"correct": reward, "format": float(rng.random() < 0.9)}
+        row = RolloutRow(number, sample, step, reward, oldest, newest, count, prompt, completion)
+        # Tokens of some answers are not kept.
+        record = None if number % 20 == 19 else record
         rows.append(
-            RolloutRow(
-                number, sample, step, reward, oldest, rng.randint(oldest, step), words + 40,
-                prompt + "<|im_start|>assistant\n", _completion(rng, words, number),
+            row._replace(
+                answer_tokens=answer, turns=turns, images=images, truncated=sample == 7, parts=parts, record=record
             )
-        )  # fmt: skip
+        )
     tokens, reward = sum(row.tokens for row in rows), sum(row.reward for row in rows) / SAMPLES
     ended = STARTED + STEP_S * step - rng.random() * 10
     row = EpisodeRow(number, "trained", None, oldest, oldest, step, SAMPLES, tokens, reward, ended - 30, ended)
     ledger.record(row)
     return rows
+
+
+def _tokenize(text: str) -> list[int]:
+    pieces = re.findall(r"<\|\w+\|>| ?\w+|\s|\W", text)
+    return [TOKEN_IDS.setdefault(piece, len(TOKEN_IDS)) for piece in pieces]
+
+
+def _record(
+    rng: random.Random, prompt: str, completion: str, oldest: int, newest: int, with_trainer: bool
+) -> tuple[bytes, int, int]:
+    """Return the tokens of a rollout, their number, and how many were generated."""
+    before, answer = _tokenize(prompt), _tokenize(completion[:2000])
+    n = len(before) + len(answer)
+    generated = np.arange(n) >= len(before)
+    cut = len(before) + rng.randint(0, len(answer))
+    versions = np.where(generated, np.where(np.arange(n) < cut, oldest, newest), -1)
+    noise = np.random.default_rng(rng.getrandbits(32))
+    logprobs = np.where(generated, -noise.exponential(0.4, n), 0.0).astype(np.float32)
+    train_logp = (logprobs + noise.normal(0, 0.02, n)).astype(np.float32) if with_trainer else None
+    advantages = np.where(generated, rng.gauss(0, 1), 0.0).astype(np.float32) if with_trainer else None
+    record = TokenRecord(np.array(before + answer), generated, versions, logprobs, train_logp, advantages)
+    return record.to_bytes(), n, len(answer)
 
 
 def _completion(rng: random.Random, words: int, number: int) -> str:
@@ -189,23 +261,41 @@ def _stats_lines(rng: random.Random, step: int, groups: int) -> Iterator[dict[st
 
 
 def write_trace(run_dir: RunDir, rng: random.Random, steps: int) -> None:
-    """Write trainer phases and spans of servers and weight updates, in Chrome's format."""
+    """Write phases of the trainer, weight updates, counters of servers, episodes and rewards, in Chrome's format."""
     with run_dir.trace_path.open("w") as file:
         file.write("[\n")
+        file.writelines(json.dumps(event) + ",\n" for event in _trace_events(rng, steps))
 
-        def add(**event: object) -> None:
-            file.write(json.dumps({"pid": 1, **event}) + ",\n")
 
-        add(tid=1, name="process_name", ph="M", args={"name": "trainer"})
-        for number, name in enumerate(SERVERS):
-            add(tid=100 + number, name="thread_name", ph="M", args={"name": f"server {name}"})
-        for step in range(steps):
-            at = step * STEP_S
-            for name, start, took in (("rollout", 0, 4), ("logp", 4, 2), ("update", 6, 12), ("weights", 18, 1)):
-                add(tid=1, name=name, ph="X", ts=(at + start) * 1e6, dur=took * 1e6)
-            for number in range(len(SERVERS)):
-                start = at + 18 + 0.2 * number
-                add(tid=100 + number, name="load", ph="X", ts=start * 1e6, dur=rng.uniform(2e5, 8e5))
+def _trace_events(rng: random.Random, steps: int) -> Iterator[dict[str, object]]:
+    names = {1: ["trainer"], 2: ["publish", *SERVERS], 3: SERVERS, 4: [f"slot {i}" for i in range(4)], 5: ["rewards"]}
+    for pid, group in ((1, "trainer"), (2, "weights"), (3, "server"), (4, "rollout"), (5, "reward")):
+        yield {"pid": pid, "tid": 0, "name": "process_name", "ph": "M", "args": {"name": group}}
+        for tid, name in enumerate(names[pid]):
+            yield {"pid": pid, "tid": tid, "name": "thread_name", "ph": "M", "args": {"name": name}}
+    for step in range(steps):
+        yield from _trace_of_step(rng, step)
+
+
+def _trace_of_step(rng: random.Random, step: int) -> Iterator[dict[str, object]]:
+    def span(pid: int, tid: int, name: str, start: float, took: float, **args: object) -> dict[str, object]:
+        at = STARTED + STEP_S * step + start
+        return {"pid": pid, "tid": tid, "name": name, "ph": "X", "ts": at * 1e6, "dur": took * 1e6, "args": args}
+
+    for name, start, took in (("rollout", 0, 4), ("logp", 4, 2), ("update", 6, 12), ("weights", 18, 1)):
+        yield span(1, 0, name, start, took)
+    yield span(1, 0, "wait: batch", 0.5, 3.0, missing=4, running=16)
+    yield span(2, 0, f"publish v{step + 1}", 18, 0.3)
+    for tid, address in enumerate(SERVERS):
+        yield span(2, 1 + tid, f"load v{step + 1}", 18.3, rng.uniform(0.2, 0.8), version=step + 1)
+        at = (STARTED + STEP_S * step) * 1e6
+        counts = {"running": rng.randint(0, 64), "waiting": rng.randint(0, 9), "kv_used": rng.random()}
+        yield {"pid": 3, "tid": tid, "name": address, "ph": "C", "ts": at, "args": counts}
+    for tid in range(4):
+        start = rng.uniform(0, 8)
+        yield span(4, tid, "episode", start, 9, episode=step * 4 + tid, state="trained", version=step)
+        yield span(4, tid, "generate", start + 0.1, 7, server=SERVERS[tid % 3], tokens=400)
+    yield span(5, 0, "reward", 14, 0.2, episode=step, rows=SAMPLES)
 
 
 def write_logs(run_dir: RunDir, steps: int) -> None:

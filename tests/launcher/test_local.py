@@ -1,6 +1,7 @@
 """The local launcher with real processes: what it starts and prints, and that it leaves no process behind."""
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -409,3 +411,29 @@ def test_a_program_or_log_that_cannot_be_opened_is_one_message(work, arguments, 
     log.mkdir()
     assert launch("script.py", arguments()) == 1
     assert "error: cannot start server0: [Errno 21] Is a directory" in capfd.readouterr().err
+
+
+def test_a_dashboard_beside_the_run_ends_with_it(work, arguments):
+    process = start(arguments("tokenizer_path=until", "dashboard=0"))
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if line.startswith("dashboard: "))
+    with urllib.request.urlopen(f"{line.split()[1]}api/runs", timeout=30) as response:
+        (run,) = json.load(response)["runs"]
+    assert run["path"] == str(work / RUN) and run["live"]
+    wait_for(Path("up0"))
+    Path("finish").touch()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "dashboard" not in output, "it ends without a word"
+
+
+def test_a_run_goes_on_without_its_dashboard(work, arguments):
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = start(arguments("tokenizer_path=until", f"dashboard={taken.getsockname()[1]}"))
+        assert process.stdout is not None
+        next(line for line in process.stdout if "the run goes on without its dashboard" in line)
+        Path("finish").touch()
+        assert process.wait(60) == 0
+        process.stdout.close()

@@ -25,9 +25,9 @@ _COMPANIONS = ("-wal", "-shm")
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _CANNOT_WRITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
-_SCHEMA_VERSION = 3
+SCHEMA_VERSION = 3
 _SCHEMA = f"""
-PRAGMA user_version = {_SCHEMA_VERSION};
+PRAGMA user_version = {SCHEMA_VERSION};
 CREATE TABLE IF NOT EXISTS episodes(
   id INTEGER NOT NULL,         -- number within its source; for the stream, the position of the data row
   state TEXT NOT NULL,         -- running, buffered, trained, rejected, failed, stale, evaluated
@@ -113,10 +113,10 @@ class Database:
     def _create_tables(self) -> None:
         self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != _SCHEMA_VERSION and self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        if version != SCHEMA_VERSION and self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
             raise CheckpointError(
                 f"{self.path} was written by another version of arealite (its schema is {version}, this one's "
-                f"{_SCHEMA_VERSION})"
+                f"{SCHEMA_VERSION})"
             )
         self._db.executescript(_SCHEMA)
         try:

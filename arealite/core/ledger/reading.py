@@ -40,8 +40,14 @@ def spaced(text: str) -> str:
 
 
 def open_ledger(path: str | Path) -> sqlite3.Connection:
-    """Open `run.sqlite` for reading; raises `sqlite3.Error` if there is none."""
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0, check_same_thread=False)
+    """Open `run.sqlite` for reading; raises `sqlite3.Error` if there is none.
+
+    Without a write-ahead log beside it nobody writes to it: then no file is made beside it for locks either.
+    """
+    path = Path(path).absolute()
+    has_log = path.with_name(f"{path.name}-wal").exists()
+    uri = f"{path.as_uri()}?mode=ro" + ("" if has_log else "&immutable=1")
+    return sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False)
 
 
 class RolloutFilter(NamedTuple):

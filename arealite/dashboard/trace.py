@@ -1,0 +1,162 @@
+"""Reads trace.json of a run and returns the spans of a time window, few enough to draw.
+
+The file is read as it grows. One that was replaced, as when a run resumes or the file became too large, is read again
+together with its older part. Counters are left out: the ledger has those of servers.
+"""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+GROUPS = ("trainer", "weights", "server", "rollout", "reward")
+DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
+# Spans that share a column this wide may become one: a part of the window.
+_COLUMNS = 2_000
+_MAX_TOTAL = 2_000_000
+# Of what one line may take, and of one portion that is read.
+_MAX_LINE, _PORTION = 1 << 16, 1 << 24
+
+
+class _Lane:
+    """Spans of one lane in the order of the file, and as arrays in order of time."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float, str, Any]] = []
+        self._sorted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def add(self, span: tuple[float, float, str, Any]) -> None:
+        self.spans.append(span)
+        self._sorted = None
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return beginnings, ends and positions in `spans`, in order of the beginnings."""
+        if self._sorted is None:
+            begins = np.array([span[0] for span in self.spans])
+            ends = begins + np.array([span[1] for span in self.spans])
+            order = np.argsort(begins, kind="stable")
+            self._sorted = begins[order], ends[order], order
+        return self._sorted
+
+
+class TraceFile:
+    """The spans of one run; safe to use from several threads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._identity: tuple[int, int] | None = None
+        self._offset = self._total = 0
+        self._groups: dict[int, str] = {}
+        self._names: dict[tuple[int, int], str] = {}
+
+    def window(self, start: float | None, end: float | None, limit: int) -> dict[str, Any]:
+        """Return the lanes between two unix times, by default all, with about `limit` spans at most."""
+        with self._lock:
+            self._read_new()
+            arrays = {key: lane.arrays() for key, lane in self._lanes.items()}
+            first = min((float(begins[0]) for begins, _, _ in arrays.values()), default=0.0)
+            last = max((float(ends.max()) for _, ends, _ in arrays.values()), default=0.0)
+            start, end = first if start is None else start, last if end is None else end
+            found = {k: np.flatnonzero((b <= end) & (e >= start)) for k, (b, e, _) in arrays.items()}
+            is_truncated = sum(map(len, found.values())) > limit
+            width_s = max(end - start, 1e-6) / _COLUMNS
+            spans = {key: self._whole(key, arrays[key][2][rows]) for key, rows in found.items() if not is_truncated}
+            while is_truncated:
+                spans = {key: self._merged(key, *arrays[key], rows, width_s) for key, rows in found.items()}
+                if sum(map(len, spans.values())) <= limit or width_s > end - start:
+                    break
+                width_s *= 2
+        order = sorted(spans, key=lambda key: (GROUPS.index(key[0]) if key[0] in GROUPS else len(GROUPS), key[1]))
+        lanes = [{"id": f"{g}:{name}", "group": g, "name": name, "spans": spans[g, name]} for g, name in order]
+        return {"start": start, "end": end, "first": first, "last": last, "lanes": lanes, "truncated": is_truncated}
+
+    def _whole(self, key: tuple[str, str], positions: np.ndarray) -> list[Any]:
+        spans = self._lanes[key].spans
+        return [spans[i] for i in positions.tolist()]
+
+    def _merged(
+        self,
+        key: tuple[str, str],
+        begins: np.ndarray,
+        ends: np.ndarray,
+        positions: np.ndarray,
+        rows: np.ndarray,
+        width_s: float,
+    ) -> list[Any]:
+        """Return long spans as they are; short ones that begin in the same column become one."""
+        is_short = ends[rows] - begins[rows] < width_s
+        result = self._whole(key, positions[rows[~is_short]])
+        short = rows[is_short]
+        if len(short):
+            columns = np.floor(begins[short] / width_s)
+            _, starts, counts = np.unique(columns, return_index=True, return_counts=True)
+            # Named after the longest.
+            longest = short[np.lexsort((begins[short] - ends[short], columns))[starts]]
+            last_ends = np.maximum.reduceat(ends[short], starts)
+            for first, named, count, last in zip(short[starts], longest, counts.tolist(), last_ends, strict=True):
+                span = self._lanes[key].spans[positions[named]]
+                if count > 1:
+                    span = (float(begins[first]), float(last - begins[first]), span[2], {"merged": count})
+                result.append(span)
+        return sorted(result, key=lambda span: span[0])
+
+    def _read_new(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
+                    self._forget()
+                    self._read_older()
+                    self._identity = state.st_dev, state.st_ino
+                file.seek(self._offset)
+                self._offset += self._read_lines(file)
+        except FileNotFoundError:
+            self._forget()
+
+    def _read_older(self) -> None:
+        try:
+            with self.path.with_name(f"{self.path.stem}.1{self.path.suffix}").open("rb") as file:
+                self._read_lines(file)
+        except FileNotFoundError:
+            pass
+        # Numbers of lanes are those of one file.
+        self._groups, self._names = {}, {}
+
+    def _read_lines(self, file: Any) -> int:
+        """Add the events of all complete lines; returns how many bytes they have."""
+        done = 0
+        rest = b""
+        while data := file.read(_PORTION):
+            *lines, rest = (rest + data).split(b"\n")
+            done += sum(map(len, lines)) + len(lines)
+            for line in lines:
+                text = line.strip().rstrip(b",")
+                if text.startswith(b"{") and len(text) < _MAX_LINE:
+                    self._add(text)
+        return done
+
+    def _add(self, text: bytes) -> None:
+        try:
+            event = orjson.loads(text)
+            kind, pid, tid, args = event.get("ph"), event.get("pid"), event.get("tid"), event.get("args") or {}
+            if kind == "M" and event.get("name") == "process_name":
+                self._groups[pid] = str(args["name"])
+            elif kind == "M" and event.get("name") == "thread_name":
+                self._names[pid, tid] = str(args["name"])
+            elif kind == "X" and self._total < _MAX_TOTAL:
+                group = self._groups.get(pid, "trainer")
+                began, seconds = float(event["ts"]) / 1e6, max(0.0, float(event["dur"]) / 1e6)
+                lane = self._lanes.setdefault((group, self._names.get((pid, tid), group)), _Lane())
+                lane.add((began, seconds, str(event["name"]), args))
+                self._total += 1
+        # Damaged by a full disk, or written by something else.
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return

@@ -1,0 +1,82 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.dashboard.make_run import make_run
+
+
+@pytest.fixture
+def start(tmp_path):
+    processes = []
+
+    def start(*arguments, **env):
+        command = [sys.executable, "-m", "arealite.cli.entry", "dashboard", *map(str, arguments)]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **env},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def address_of(process):
+    line = process.stdout.readline()
+    assert line.startswith("dashboard: http://127.0.0.1:"), line + process.stdout.read()
+    return line.split()[1].rstrip("/")
+
+
+def ask(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as response:
+        return response.read()
+
+
+def test_the_command_serves_until_a_signal(start, tmp_path):
+    make_run(tmp_path / "runs" / "exp" / "a", steps=3, rollouts=24)
+    process = start("--port", 0)
+    url = address_of(process)
+    (run,) = json.loads(ask(f"{url}/api/runs"))["runs"]
+    assert run["name"] == "exp/a" and run["steps"] == 3
+    assert b"<html" in ask(url)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0 and process.stdout.read() == ""
+
+
+def test_the_token_comes_from_the_environment_and_is_not_printed(start, tmp_path):
+    make_run(tmp_path / "runs" / "exp" / "a", steps=3, rollouts=24)
+    process = start("runs", "--port", 0, "--host", "127.0.0.1", AREALITE_DASHBOARD_TOKEN="very secret")
+    url = address_of(process)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(f"{url}/api/runs")
+    assert refused.value.code == 401 and b"secret" not in refused.value.read()
+    assert ask(f"{url}/api/runs", Authorization="Bearer very secret")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0 and "secret" not in process.stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "there is no folder nowhere"),
+        ((".", "--host", "0.0.0.0"), "set a token"),
+        ((".", "--port", "99999"), "--port is 99999"),
+    ],
+)
+def test_wrong_arguments_are_one_line(start, arguments, message):
+    process = start(*arguments)
+    output = process.stdout.read()
+    assert process.wait(timeout=30) == 2 and message in output and output.count("\n") == 1
