@@ -20,7 +20,7 @@ from arealite.dashboard import ledger
 from arealite.dashboard.access import HEADERS, Access
 from arealite.dashboard.csv_export import to_csv
 from arealite.dashboard.evaluations import read_evaluations
-from arealite.dashboard.files import LOG_BYTES, compare_configs, list_logs, read_config, read_log
+from arealite.dashboard.files import LOG_BYTES, compare_configs, list_logs, read_config, read_log, total_steps
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
@@ -123,7 +123,8 @@ async def _list_runs(request: web.Request) -> web.Response:
 
 def _summary(run: Run) -> dict[str, Any]:
     summary = run.summary()
-    return summary | {"alarms": max(summary["alarms"], ledger.num_alarms(run))}
+    num_alarms = max(summary["alarms"], ledger.num_alarms(run))
+    return summary | {"total_steps": total_steps(run), "alarms": num_alarms}
 
 
 async def _compare(request: web.Request) -> web.Response:

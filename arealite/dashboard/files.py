@@ -7,6 +7,7 @@ read, and nothing of `private/`.
 import os
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from arealite.api.errors import RequestError
-from arealite.dashboard.runs import Run
+from arealite.dashboard.runs import Run, modified
 from arealite.utils.text import clean, clean_stream
 from arealite.utils.yaml_reader import MAX_CHARACTERS, read_yaml
 
@@ -25,6 +26,21 @@ def read_config(run: Run) -> dict[str, str]:
     """Return the configuration as the run wrote it."""
     data = _read(run.dir.config_path, 0, 4 * MAX_CHARACTERS)
     return {"yaml": clean(data.decode(errors="replace"))}
+
+
+def total_steps(run: Run) -> int | None:
+    """Return the number of steps that the configuration sets; None if it follows from the data."""
+    changed = modified(run.dir.config_path)
+    return None if changed is None else _total_steps(run, changed)
+
+
+@lru_cache(maxsize=4096)
+def _total_steps(run: Run, changed: float) -> int | None:
+    try:
+        value = _flat_config(run).get("total_train_steps", "")
+    except (RequestError, OSError):
+        return None
+    return int(value) if value.isdecimal() and len(value) < 16 else None
 
 
 def compare_configs(a: Run, b: Run) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _QUERY_TIMEOUT_S = 20.0
 # Instructions of SQLite's virtual machine between two looks at the clock: about a millisecond.
 _CHECK_EVERY = 50_000
 _MAX_LIMIT, _MAX_CSV_ROWS = 1_000, 200_000
-_MAX_TEXT = 500
+_MAX_TEXT, _MAX_GROUP_TOKENS = 500, 300_000
 _COUNT, _MAX_LOAD_AT_ONCE = "SELECT COUNT(*) FROM rollouts", 10_000
 _CSV_COLUMNS = (
     "step", "source", "episode", "sample", "reward", "tokens", "answer_tokens", "turns", "images", "truncated",
@@ -89,12 +89,14 @@ def _ask(run: Run, read: Callable[[sqlite3.Connection], T], empty: T) -> T:
 
 
 def num_alarms(run: Run) -> int:
-    """Return how many alarms the ledger has; 0 if it cannot be read."""
-    query = "SELECT COUNT(*) FROM events WHERE level = 'alarm'"
-    try:
-        return _ask(run, lambda db: db.execute(query).fetchone()[0], 0)
-    except AReaLiteError:
-        return 0
+    """Return how many alarms the ledger has; 0 if it cannot be read. Reads only what has changed."""
+    updated = run.updated()
+    if run.alarms is None or run.alarms[0] != updated:
+        query, count = "SELECT COUNT(*) FROM events WHERE level = 'alarm'", 0
+        with contextlib.suppress(AReaLiteError):
+            count = _ask(run, lambda db: db.execute(query).fetchone()[0], 0)
+        run.alarms = updated, count
+    return run.alarms[1]
 
 
 def events(run: Run, query: Query) -> dict[str, Any]:
@@ -182,9 +184,15 @@ def rollout(run: Run, query: Query) -> dict[str, Any]:
 
 
 def group(run: Run, query: Query) -> dict[str, Any]:
-    found = _ask(run, lambda db: reading.read_group(db, *_key(query)[:2]), [])
-    return {"rows": [_detail(each) for each in found]}
+    rows = [_detail(each) for each in _ask(run, lambda db: reading.read_group(db, *_key(query)[:2]), [])]
+    num_tokens = 0
+    for row in rows:
+        num_tokens += row["num_tokens"]
+        # The rest is shown without tokens.
+        row["tokens"] = row["tokens"] if num_tokens <= _MAX_GROUP_TOKENS else None
+    return {"rows": rows}
 
 
 def same_prompt(run: Run, query: Query) -> dict[str, Any]:
-    return {"rows": _ask(run, lambda db: reading.read_same_prompt(db, *_key(query)), [])}
+    limit = query.integer("limit", 200, 1, _MAX_LIMIT)
+    return {"rows": _ask(run, lambda db: reading.read_same_prompt(db, *_key(query), limit), [])}

@@ -36,6 +36,8 @@ class Run:
         self.stats = StatsFile(self.dir.stats_path)
         self.rollouts = RolloutIndex()
         self.trace = TraceFile(self.dir.trace_path)
+        # Alarms in the ledger, and the time of the files that they were counted in.
+        self.alarms: tuple[float | None, int] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -48,11 +50,10 @@ class Run:
             "path": str(self.path),
             "experiment": self.path.parent.name,
             "trial": self.path.name,
-            "started": _mtime(self.dir.config_path) or started,
+            "started": modified(self.dir.config_path) or started,
             "updated": self.updated(),
             "live": self.dir.is_in_use(),
             "steps": int(max((s for s in steps if s is not None), default=-1)) + 1,
-            "total_steps": None,
             "reward": next((r for r in reversed(rewards) if r is not None), None),
             "alarms": self.num_alarms(),
         }
@@ -60,7 +61,7 @@ class Run:
     def updated(self) -> float | None:
         """Return when the run last wrote something."""
         files = (self.dir.stats_path, self.dir.db_path, Path(f"{self.dir.db_path}-wal"), self.dir.trace_path)
-        return max((t for path in files if (t := _mtime(path)) is not None), default=_mtime(self.path))
+        return max((t for path in files if (t := modified(path)) is not None), default=modified(self.path))
 
     def num_alarms(self) -> int:
         """Return how many alarms the steps raised."""
@@ -143,7 +144,8 @@ def _find(root: Path) -> Iterator[Path]:
         level = below
 
 
-def _mtime(path: Path) -> float | None:
+def modified(path: Path) -> float | None:
+    """Return when a file was last changed; None if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -5,6 +5,7 @@ together with its older part. Counters are left out: the ledger has those of ser
 """
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ GROUPS = ("trainer", "weights", "server", "rollout", "reward")
 DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
 # Spans that share a column this wide may become one: a part of the window.
 _COLUMNS = 2_000
-_MAX_TOTAL = 2_000_000
+# More spans than two files of the largest size have.
+_MAX_TOTAL = 1_000_000
 # Of what one line may take, and of one portion that is read.
 _MAX_LINE, _PORTION = 1 << 16, 1 << 24
 
@@ -25,10 +27,11 @@ class _Lane:
     """Spans of one lane in the order of the file, and as arrays in order of time."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[float, float, str, Any]] = []
+        # Beginning in unix seconds, seconds, name, and arguments as JSON.
+        self.spans: list[tuple[float, float, str, bytes]] = []
         self._sorted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    def add(self, span: tuple[float, float, str, Any]) -> None:
+    def add(self, span: tuple[float, float, str, bytes]) -> None:
         self.spans.append(span)
         self._sorted = None
 
@@ -80,7 +83,7 @@ class TraceFile:
 
     def _whole(self, key: tuple[str, str], positions: np.ndarray) -> list[Any]:
         spans = self._lanes[key].spans
-        return [spans[i] for i in positions.tolist()]
+        return [(*spans[i][:3], orjson.Fragment(spans[i][3])) for i in positions.tolist()]
 
     def _merged(
         self,
@@ -102,10 +105,11 @@ class TraceFile:
             longest = short[np.lexsort((begins[short] - ends[short], columns))[starts]]
             last_ends = np.maximum.reduceat(ends[short], starts)
             for first, named, count, last in zip(short[starts], longest, counts.tolist(), last_ends, strict=True):
-                span = self._lanes[key].spans[positions[named]]
+                began, seconds, name, args = self._lanes[key].spans[positions[named]]
                 if count > 1:
-                    span = (float(begins[first]), float(last - begins[first]), span[2], {"merged": count})
-                result.append(span)
+                    result.append((float(begins[first]), float(last - begins[first]), name, {"merged": count}))
+                else:
+                    result.append((began, seconds, name, orjson.Fragment(args)))
         return sorted(result, key=lambda span: span[0])
 
     def _read_new(self) -> None:
@@ -155,7 +159,7 @@ class TraceFile:
                 group = self._groups.get(pid, "trainer")
                 began, seconds = float(event["ts"]) / 1e6, max(0.0, float(event["dur"]) / 1e6)
                 lane = self._lanes.setdefault((group, self._names.get((pid, tid), group)), _Lane())
-                lane.add((began, seconds, str(event["name"]), args))
+                lane.add((began, seconds, sys.intern(str(event["name"])), orjson.dumps(args)))
                 self._total += 1
         # Damaged by a full disk, or written by something else.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):

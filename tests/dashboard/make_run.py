@@ -68,7 +68,7 @@ def make_run(folder: Path, steps: int = 20, rollouts: int = 400, seed: int = 0) 
     rng, run_dir = random.Random(seed), RunDir(folder)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     groups = max(1, round(rollouts / steps / SAMPLES))
-    write_config(run_dir, seed)
+    write_config(run_dir, seed, steps)
     write_ledger(run_dir, rng, steps, groups)
     write_stats(run_dir, rng, steps, groups)
     write_trace(run_dir, rng, steps)
@@ -78,10 +78,11 @@ def make_run(folder: Path, steps: int = 20, rollouts: int = 400, seed: int = 0) 
     return run_dir
 
 
-def write_config(run_dir: RunDir, seed: int) -> None:
+def write_config(run_dir: RunDir, seed: int, steps: int) -> None:
     lr = 1e-6 * (seed + 1)
     run_dir.config_path.write_text(
         f"experiment_name: {run_dir.path.parent.name}\ntrial_name: {run_dir.path.name}\nseed: {seed}\n"
+        f"total_train_steps: {steps}\n"
         f"actor:\n  path: model\n  optimizer:\n    lr: {lr}\nserver:\n  api_key: ${{oc.env:AREALITE_API_KEY}}\n"
         "gconfig:\n  n_samples: 8\n  stop: ['<|im_end|>']\n"
     )

@@ -20,6 +20,7 @@ def test_list_of_runs(runs):
         assert set(found) == {"exp/a", "exp/b"}
         run = found["exp/a"]
         assert (run["experiment"], run["trial"], run["steps"], run["live"]) == ("exp", "a", 40, False)
+        assert run["total_steps"] == 40
         assert run["path"] == str(runs / "exp" / "a")
         assert 0 < run["reward"] < 1 and run["updated"] > 1e9
 
