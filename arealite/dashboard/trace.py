@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-GROUPS = ("trainer", "weights", "server", "rollout", "reward")
+from arealite.utils.trace.trace_file import GROUPS, older_path
+
 DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
 # Spans that share a column this wide may become one: a part of the window.
 _COLUMNS = 2_000
@@ -127,7 +128,7 @@ class TraceFile:
 
     def _read_older(self) -> None:
         try:
-            with self.path.with_name(f"{self.path.stem}.1{self.path.suffix}").open("rb") as file:
+            with older_path(self.path).open("rb") as file:
                 self._read_lines(file)
         except FileNotFoundError:
             pass
