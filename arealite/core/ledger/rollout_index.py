@@ -1,8 +1,8 @@
-"""Finds rollouts of a run by filters, words and order: numbers of all rows in memory, texts in `run.sqlite`.
+"""Finds rollouts of a run by filters, words and order.
 
-The dashboard keeps one `RolloutIndex` for each run that it shows. 10⁵ rows take 12 MB; a filter or another order takes
-milliseconds, where SQLite reads most of the table. Follows a run that goes on: rows are only added, except when it
-recovers; then everything is read again.
+Numbers of all rows are in memory (12 MB for 10⁵), texts in `run.sqlite`. The dashboard keeps one `RolloutIndex` for each
+run that it shows: a filter or another order takes milliseconds, where SQLite would read most of the table. Follows a run
+that goes on: rows are only added, except when it recovers; then everything is read again.
 """
 
 import re
@@ -151,7 +151,7 @@ def _read_texts(db: sqlite3.Connection, ids: list[int]) -> dict[int, dict[str, s
 
 
 def _search(db: sqlite3.Connection, text: str, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids of rollouts from `first` on whose completion contains a text, and of all prompts that do.
+    """Return ids of completions that contain a text, from `first` on, and of all prompts that do.
 
     With the index of words, `text` is a phrase whose last word may be incomplete; otherwise any characters, in ASCII
     without regard to case.
