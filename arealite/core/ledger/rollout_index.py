@@ -1,8 +1,8 @@
 """Finds rollouts of a run by filters, words and order.
 
-Numbers of all rows are in memory (12 MB for 10⁵), texts in `run.sqlite`. The dashboard keeps one `RolloutIndex` for each
-run that it shows: a filter or another order takes milliseconds, where SQLite would read most of the table. Follows a run
-that goes on: rows are only added, except when it recovers; then everything is read again.
+Numbers of all rows are in memory (12 MB for 10⁵), texts in `run.sqlite`. The dashboard keeps one `RolloutIndex` for
+each run that it shows: a filter or another order takes milliseconds, where SQLite would read most of the table. Follows
+a run that goes on: rows are only added, except when it recovers; then everything is read again.
 """
 
 import re
