@@ -40,14 +40,11 @@ from arealite.utils.http_server import (
     read_object,
     run_beside,
 )
+from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")
 _MAX_BODY_BYTES = 32 << 20
 _MAX_MESSAGE = 2000
-# Sessions of one task must not share seeds: each uses as many as it has calls and choices.
-SEEDS_PER_ATTEMPT = 4096
-# Servers take a signed 32-bit seed.
-_MAX_SEED = 2**31 - 2**16
 # Longer bodies are encoded, and longer answers decoded, beside the event loop.
 _SHORT_BODY = 1 << 16
 _SHORT_ANSWER_TOKENS = 1 << 14
@@ -313,7 +310,7 @@ class Gateway:
         seed = found.seed
         if seed is not None:
             # The engine counts the choices from the seed on.
-            seed = (seed + found.session.counts["calls"] * self.limits.max_choices) % _MAX_SEED
+            seed = derive_seed(seed, found.session.counts["calls"])
         request = ModelRequest(prompt.ids, gconfig, seed=seed, metadata={"session": found.id})
         if gconfig.n_samples == 1:
             return [await self.engine.agenerate(request)]

@@ -31,6 +31,13 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return (-(lengths.float() - (max_length - buffer)) / buffer).clamp(-1.0, 0.0)
 
 
+def longest_answers(mask: Tensor) -> Tensor:
+    """Return the length of the longest run of trained tokens of each row, `[B]`: its longest answer."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    before = torch.where(mask, -1, positions).cummax(dim=1).values
+    return torch.where(mask, positions - before, 0).amax(dim=1)
+
+
 def normalize(
     values: Tensor,
     group_ids: Tensor,

@@ -22,7 +22,7 @@ from arealite.api.errors import TrainingError
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, with_sample_columns
+from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, sample_rewards, with_sample_columns
 
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -76,7 +76,7 @@ class Episode:
     started_at: float = 0.0
     task: asyncio.Task | None = None
     result: Trajectories | None = None
-    # Of an episode that the workflow rejected, if it returned them.
+    # One for each sample of an episode that the workflow rejected, if it returned them.
     rejected_rewards: torch.Tensor | None = None
     has_ended: bool = False
     # Of the trace, if the episode is traced.
@@ -95,8 +95,13 @@ class Episode:
     @property
     def pass_rate(self) -> float | None:
         """The share of samples that are solved; None if there are no rewards."""
-        rewards = self.rejected_rewards if self.result is None else self.result.batch["rewards"]
-        return None if rewards is None else float((rewards >= SOLVED).float().mean())
+        if self.result is not None:
+            rewards = sample_rewards(self.result.batch)
+        elif self.rejected_rewards is not None:
+            rewards = self.rejected_rewards.tolist()
+        else:
+            return None
+        return sum(reward >= SOLVED for reward in rewards) / len(rewards)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,16 +178,6 @@ class FinishedEpisodes:
         return [episode for *_, episode in sorted(self._heap, key=lambda item: item[:2])]
 
 
-def episode_seed(run_seed: int, group_id: int) -> int:
-    """Return the sampling seed of an episode, which is the same after a restart (splitmix64)."""
-    mask = (1 << 64) - 1
-    z = (run_seed * 0xD1342543DE82EF95 + (group_id + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    # 31 bits less room for `+ sample index`: servers take a signed 32-bit seed.
-    return (z ^ (z >> 31)) % ((1 << 31) - (1 << 16))
-
-
 def copy_containers(value: Any) -> Any:
     """Copy dicts and lists, so that a workflow that changes its row does not change the dataset."""
     if type(value) is list:
@@ -200,8 +195,7 @@ def check_trajectories(result: Any) -> Trajectories:
     if not isinstance(rewards, torch.Tensor) or rewards.shape != shape[:1]:
         actual = tuple(rewards.shape) if isinstance(rewards, torch.Tensor) else rewards
         raise TrajectoryError(f"`rewards` is {actual}; expected a tensor of shape [{shape[0]}]")
-    total = sum(rewards.tolist())
-    if not math.isfinite(total):
+    if not math.isfinite(sum(rewards.tolist())):
         raise TrajectoryError(f"`rewards` are not finite: {rewards.tolist()}")
     if not math.isfinite(np.add.reduce(_array(result["logprobs"]), axis=None)):
         raise TrajectoryError("`logprobs` are not finite: the server or the workflow returned NaN or infinity")
@@ -221,12 +215,13 @@ def check_trajectories(result: Any) -> Trajectories:
         raise TrajectoryError("`attention_mask` is zero everywhere: the trajectories are empty")
     if num_tokens < mask.size and (mask[:, 1:] > mask[:, :-1]).any():
         raise TrajectoryError("`attention_mask` has a token after padding: pad rows on the right")
+    values = sample_rewards(result)
     return Trajectories(
         batch=result,
         num_samples=shape[0],
         num_tokens=num_tokens,
         oldest_version=oldest_version(result["versions"]),
-        mean_reward=_mean_reward(result, total / shape[0]),
+        mean_reward=sum(values) / len(values),
     )
 
 
@@ -257,14 +252,6 @@ def _check_samples(result: Batch) -> None:
         raise TrajectoryError(f"`token_rewards` is {returns.dtype} {list(returns.shape)}; expected floats [n, T]")
     if returns is not None and not bool(returns.isfinite().all()):
         raise TrajectoryError("`token_rewards` are not finite")
-
-
-def _mean_reward(result: Batch, over_rows: float) -> float:
-    """Return the mean reward over samples; rows of one sample have the same reward."""
-    if "sample_ids" not in result:
-        return over_rows
-    of_sample = dict(zip(result["sample_ids"].tolist(), result["rewards"].tolist(), strict=True))
-    return sum(of_sample.values()) / len(of_sample)
 
 
 def oldest_version(versions: torch.Tensor) -> int:

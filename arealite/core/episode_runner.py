@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from arealite.api.engine_api import InferenceEngine
 from arealite.core.diagnosis import describe_wait
-from arealite.core.episode import Episode, copy_containers, episode_seed
+from arealite.core.episode import Episode, copy_containers
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
+from arealite.utils.seeds import derive_seed
 from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.executor")
@@ -111,7 +112,7 @@ class EpisodeRunner:
         episode.lane = tracing.begin_episode()
         tracing.enter_episode(episode.lane)
         if "seed" not in data:
-            data["seed"] = episode_seed(self.seed, episode.id.group_id)
+            data["seed"] = derive_seed(self.seed, episode.id.group_id)
         try:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)

@@ -15,20 +15,29 @@ from arealite.utils.text import clean
 class ServedRewardModel:
     """The score of a reward model behind `/classify` (SGLang) or `/pooling` (vLLM).
 
-    It is sent the text of prompt and completion. Limits are those of `Endpoint`.
+    It is sent the text of prompt and completion, and `end_token`: the text of the token with which answers ended in the
+    training of the reward model (`eos_token` of its tokenizer for those that `trainer.type=rw` trains; empty for none).
+    Limits are those of `Endpoint`.
     """
 
     def __init__(
-        self, url: str, model: str, backend: Literal["sglang", "vllm"] = "sglang", api_key_env: str = "", **limits: Any
+        self,
+        url: str,
+        model: str,
+        *,
+        end_token: str,
+        backend: Literal["sglang", "vllm"] = "sglang",
+        api_key_env: str = "",
+        **limits: Any,
     ):
         if backend not in ("sglang", "vllm"):
             raise ConfigError(f"a reward model is served by sglang or vllm, not {backend!r}")
         path = "classify" if backend == "sglang" else "pooling"
         self.endpoint = Endpoint(f"{url.rstrip('/')}/{path}", api_key_env, **limits)
-        self.model, self.backend = model, backend
+        self.model, self.backend, self.end_token = model, backend, end_token
 
     async def __call__(self, prompt: str = "", completion: str = "", *ids: Any, **data: Any) -> float:
-        text = (prompt + completion).encode(errors="replace").decode()
+        text = (prompt + completion.removesuffix(self.end_token) + self.end_token).encode(errors="replace").decode()
         field = "text" if self.backend == "sglang" else "input"
         answer = await self.endpoint.post({"model": self.model, field: text})
         try:

@@ -17,13 +17,13 @@ from typing import Any
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import Stats
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.episode import episode_seed
 from arealite.core.samples import Sample
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.answers import Answer, write_answers
 from arealite.trainer.eval_metrics import interval, majority_at_k, pass_at_k, powers_of_two
 from arealite.utils.distributed import broadcast_json, rank, wait_for_first, world_size
 from arealite.utils.rundir import RunDir
+from arealite.utils.seeds import derive_seed
 from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow
 
 logger = logging.getLogger("arealite.evaluation")
@@ -90,7 +90,7 @@ class Evaluator:
         rows: list[Row] = []
         for name, own in self.sets.items():
             # The same seeds in each evaluation, so that checkpoints are compared on equal terms.
-            rows += [{"seed": episode_seed(seed, i), **row, SET_COLUMN: name} for i, row in enumerate(own)]
+            rows += [{"seed": derive_seed(seed, i), **row, SET_COLUMN: name} for i, row in enumerate(own)]
         self.rollout.start_evaluation(rows, self.workflow, self._max_running() if beside_training else None)
 
     def take(self, wait: bool = False) -> Stats | None:

@@ -36,6 +36,14 @@ def sample_ids(batch: Batch) -> torch.Tensor:
     return torch.arange(num_rows(batch), device=batch["attention_mask"].device) if own is None else own
 
 
+def sample_rewards(batch: Batch) -> list[float]:
+    """Return the reward of each sample; rows of one sample have the same reward."""
+    rewards = batch["rewards"].tolist()
+    if "sample_ids" not in batch:
+        return rewards
+    return list(dict(zip(batch["sample_ids"].tolist(), rewards, strict=True)).values())
+
+
 def with_sample_columns(batches: list[Batch]) -> list[Batch]:
     """Give all batches `sample_ids` and `token_rewards` if one of them has it, so that they join.
 

@@ -6,9 +6,12 @@ size. A curriculum still gets the rewards of rejected groups.
 
 from typing import Any
 
+import torch
+
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.utils.data import sample_rewards
 
 
 class DynamicSampling(RolloutWorkflow):
@@ -26,4 +29,5 @@ class DynamicSampling(RolloutWorkflow):
         rewards = batch["rewards"]
         if "token_rewards" in batch:
             rewards = batch["token_rewards"][batch["loss_mask"].bool()]
-        return {"rewards": batch["rewards"]} if bool((rewards == rewards[:1]).all()) else batch
+        is_flat = bool((rewards == rewards[:1]).all())
+        return {"rewards": torch.tensor(sample_rewards(batch))} if is_flat else batch

@@ -10,6 +10,7 @@ from typing import Any
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
+from arealite.api.reward_api import Score
 from arealite.api.trajectory import Trajectory
 from arealite.workflow.groups import play_all
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -23,7 +24,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Up to `max_turns` answers to one question.
 
     An answer whose reward is at least `success` ends the episode. The reward of an episode is that of its last answer,
-    times `turn_discount` for each answer before it. Other arguments are those of `RLVRWorkflow`.
+    times `turn_discount` for each answer before it. Parts of rewards become the statistics `NAME`, of the last answer,
+    and `turnK/NAME`, of answer K. Other arguments are those of `RLVRWorkflow`.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
     ) -> Trajectory:
         trajectory = Trajectory(self.tokenizer, enable_thinking=self.enable_thinking)
         trajectory.observe(response.input_tokens).add(response)
-        seed, num_turns = data.get("seed"), 1
+        seed, num_turns, scores = data.get("seed"), 1, [reward]
         while reward < self.success and num_turns < self.max_turns:
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             hint = self.feedback if isinstance(self.feedback, str) else self.feedback(data, text, reward)
@@ -73,7 +75,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
             trajectory.add(response)
             num_turns += 1
             (reward,) = await self.compute_rewards(response.input_tokens, [response], data)
+            scores.append(reward)
         trajectory.stat("turns", num_turns).stat("success", float(reward >= self.success))
+        parts = [score.parts if isinstance(score, Score) else {} for score in scores]
+        trajectory.stats |= parts[-1]
+        trajectory.stats |= {f"turn{i}/{name}": value for i, own in enumerate(parts, 1) for name, value in own.items()}
         return trajectory.reward(reward * self.turn_discount ** (num_turns - 1))
 
     def _is_chat(self, data: dict[str, Any]) -> bool:

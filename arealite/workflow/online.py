@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from arealite.agents.export import to_batch
-from arealite.agents.gateway import SEEDS_PER_ATTEMPT, Gateway, OpenSession, SessionLimits
+from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
 from arealite.agents.host import GatewayHost
 from arealite.agents.requests import set_reward
 from arealite.agents.session import Session
@@ -24,6 +24,7 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.http_server import json_response, read_object
+from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")
 _MAX_NAME = 256
@@ -131,7 +132,7 @@ class OnlineWorkflow(RolloutWorkflow):
     def _open(self, group: _Group) -> OpenSession:
         assert self._gateway is not None
         number = group.num_started
-        seed = None if group.seed is None else group.seed + number * SEEDS_PER_ATTEMPT
+        seed = None if group.seed is None else derive_seed(group.seed, number)
         gconfig = replace(self.gconfig, n_samples=1)
         found = self._gateway.open_session(gconfig, seed, self.turn_discount, self.template_kwargs)
         group.num_started += 1

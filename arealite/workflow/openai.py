@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from arealite.agents.export import to_batch
-from arealite.agents.gateway import SEEDS_PER_ATTEMPT, Gateway, OpenSession, SessionLimits
+from arealite.agents.gateway import Gateway, OpenSession, SessionLimits
 from arealite.agents.host import GatewayHost
 from arealite.agents.session import Session
 from arealite.api.cli_args import GenerationHyperparameters
@@ -31,6 +31,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.http_server import run_beside
 from arealite.utils.pools.call_pool import CallPool, CallTimeout
 from arealite.utils.process import end_families
+from arealite.utils.seeds import derive_seed
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.agents")
@@ -87,7 +88,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def _attempt(self, gateway: Gateway, data: dict[str, Any], number: int) -> Session | Exception:
         """Run the agent once; returns its session, or why it has failed."""
         seed = data.get("seed")
-        seed = None if seed is None else seed + number * SEEDS_PER_ATTEMPT
+        seed = None if seed is None else derive_seed(seed, number)
         found = gateway.open_session(replace(self.gconfig, n_samples=1), seed, self.turn_discount, self.template_kwargs)
         try:
             reward = await self._run(copy.deepcopy(data), found)

@@ -13,6 +13,7 @@ from arealite.algo.advantages import (
     distillation_advantages,
     gae,
     kl_estimate,
+    longest_answers,
     normalize,
     overlong_penalty,
     rewards_to_go,
@@ -76,6 +77,11 @@ def test_shaping_and_overlong_penalty():
     assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="buffer"):
         overlong_penalty(torch.tensor([1]), 10, 20)
+
+
+def test_longest_answers_are_runs_of_trained_tokens():
+    masks = [[0, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0, 0, 1], [0] * 7, [1] * 7]
+    assert longest_answers(torch.tensor(masks, dtype=torch.bool)).tolist() == [3, 2, 0, 7]
 
 
 def test_kl_estimators():

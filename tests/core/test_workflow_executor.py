@@ -11,9 +11,9 @@ import torch
 
 from arealite.api.errors import DatasetError, TrainingError, WaitTimeout
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.core.episode import episode_seed
 from arealite.core.waits import NamedWait
 from arealite.utils.data import concat_padded
+from arealite.utils.seeds import derive_seed
 from tests.core.conftest import Echo, StubEngine, make_batch
 
 
@@ -86,7 +86,7 @@ def test_no_staleness_equals_a_plain_loop_bit_for_bit(executors):
         batch = executor.prepare_batch(batches, workflow)
         expected = []
         for position in range(4 * version, 4 * version + 4):
-            row = {**data[position % 20], "seed": episode_seed(executor.runner.seed, position)}
+            row = {**data[position % 20], "seed": derive_seed(executor.runner.seed, position)}
             expected.append(asyncio.run(workflow.arun_episode(engine, row)))
         plain = concat_padded(expected)
         for key in plain:

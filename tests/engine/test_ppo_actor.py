@@ -362,6 +362,22 @@ def test_rows_of_one_sample_share_its_advantage_and_count_once(model_dirs):
         actor.compute_advantages(alone)
 
 
+def test_the_overlong_penalty_is_of_the_longest_answer_of_a_sample(model_dirs):
+    actor = make_actor(model_dirs["qwen2"], algorithm="dapo", max_answer_length=4, overlong_buffer=2)
+    batch = random_batch([8, 8, 8, 8])
+    # Two short turns; a row with an overlong answer and one without, of the same sample; a single short answer.
+    batch["loss_mask"] = torch.tensor(
+        [[0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 0, 0]]
+    )
+    batch |= {"sample_ids": torch.tensor([0, 1, 1, 2]), "group_ids": torch.zeros(4, dtype=torch.long)}
+    batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    actor.compute_advantages(batch)
+    assert batch["shaped_rewards"].tolist() == [1.0, 0.5, 0.5, 0.0]
+    del batch["sample_ids"]
+    actor.compute_advantages(batch)
+    assert batch["shaped_rewards"].tolist() == [1.0, 0.5, 1.0, 0.0]
+
+
 def test_returns_of_turns_become_advantages_of_their_tokens(model_dirs):
     actor = make_actor(model_dirs["qwen2"], algorithm="dr_grpo", max_answer_length=16)
     batch = random_batch([6, 6])

@@ -224,13 +224,13 @@ def test_many_questions_keep_to_the_limits(monkeypatch):
 def test_served_reward_models(backend, answer, path, field):
     async def main(reply):
         async with serving(reply) as (url, requests):
-            model = ServedRewardModel(url, "rm", backend)
+            model = ServedRewardModel(url, "rm", end_token="</s>", backend=backend)
             return await model("q", "a\ud800"), requests
 
     score, ((asked, _, body),) = asyncio.run(main(answer))
-    assert (score, asked, body[field]) == (1.25, path, "qa?")
+    assert (score, asked, body[field]) == (1.25, path, "qa?</s>")
     for bad in ({}, [], [{"embedding": []}], {"data": [{"data": "x"}]}):
         with pytest.raises(RewardError, match="without a score"):
             asyncio.run(main(bad))
     with pytest.raises(ConfigError, match="sglang or vllm"):
-        ServedRewardModel("http://x", "m", "other")  # type: ignore[arg-type]
+        ServedRewardModel("http://x", "m", end_token="", backend="other")  # type: ignore[arg-type]

@@ -15,12 +15,12 @@ from arealite.api.cli_args import (
     PPOActorConfig,
 )
 from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
-from arealite.core.episode import episode_seed
 from arealite.core.waits import NamedWait
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils.data import concat_padded
+from arealite.utils.seeds import derive_seed
 from arealite.weights.sync import sync_weights
 from arealite.workflow.rlvr import RLVRWorkflow
 from tests.server_process import server_process
@@ -85,7 +85,7 @@ def plain_loop(parts: Parts) -> list[dict[str, torch.Tensor]]:
     rows_of_step = parts.dataloader.cycle()
     for step in range(NUM_STEPS):
         rows = next(rows_of_step)
-        data = [{**row, "seed": episode_seed(5, next_id + i)} for i, row in enumerate(rows)]
+        data = [{**row, "seed": derive_seed(5, next_id + i)} for i, row in enumerate(rows)]
 
         async def play(data=data):
             return await asyncio.gather(*(parts.workflow.arun_episode(parts.rollout, row) for row in data))

@@ -34,6 +34,27 @@ def test_groups_with_equal_rewards_return_their_rewards_only():
     assert asyncio.run(play("mixed")).keys() == make_batch(1).keys()
 
 
+class Returns(RolloutWorkflow):
+    def __init__(self, batch):
+        self.batch = batch
+
+    async def arun_episode(self, engine, data):
+        return self.batch
+
+
+@pytest.mark.parametrize("wrap", [lambda workflow: workflow, DynamicSampling], ids=["accepted", "rejected"])
+def test_the_pass_rate_counts_samples_of_several_rows_once(wrap):
+    """One solved sample of three rows and two unsolved ones of a row each: a third is solved, not three fifths."""
+    ones = torch.ones(5, 2, dtype=torch.long)
+    batch = {key: ones for key in ("input_ids", "attention_mask", "loss_mask", "versions")}
+    batch |= {"logprobs": torch.zeros(5, 2), "token_rewards": torch.zeros(5, 2)}
+    batch |= {"rewards": torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0]), "sample_ids": torch.tensor([0, 0, 0, 1, 2])}
+    episode = Episode(EpisodeId("stream", 0), {}, None)
+    episode.set_result(asyncio.run(wrap(Returns(batch)).arun_episode(None, {})))
+    assert (episode.result is None) == (wrap is DynamicSampling)
+    assert episode.pass_rate == pytest.approx(1 / 3)
+
+
 def test_a_curriculum_learns_the_pass_rate_of_rejected_groups():
     kinds = list(REWARDS)
     config = DatasetConfig(path="x", batch_size=len(kinds), shuffle=False, curriculum=CurriculumConfig())

@@ -1,5 +1,7 @@
 """`MultiTurnWorkflow`: feedback, retries and the discount of later turns."""
 
+import math
+
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
@@ -9,6 +11,26 @@ from tests.workflow.scripted import ScriptedEngine, run
 
 def exact(prompt, completion, answer, **row):
     return float(completion == answer)
+
+
+def in_parts(prompt, completion, answer, **row):
+    right = float(completion == answer)
+    return {"reward": right, "right": right, "length": len(completion)}
+
+
+def test_reward_parts_of_all_answers_are_statistics(tokenizer):
+    engine = ScriptedEngine(tokenizer, ["4", "31", "5", "4"])
+    row = {"messages": [{"role": "user", "content": "two?"}], "answer": "4"}
+    gconfig = GenerationHyperparameters(n_samples=2)
+    workflow = MultiTurnWorkflow(in_parts, gconfig, tokenizer, reward_inline=True, max_turns=3, turn_discount=0.5)
+    batch = run(workflow, engine, row)
+    stats = {key.removeprefix("stats/"): value.tolist() for key, value in batch.items() if key.startswith("stats/")}
+    assert batch["rewards"].tolist() == [1.0, 0.25]
+    # Those of the last answer, and those of each turn; NaN where an episode has no such turn.
+    assert list(stats)[:2] == ["turns", "success"]
+    assert (stats["right"], stats["length"]) == ([1, 1], [1, 1])
+    assert (stats["turn1/right"], stats["turn1/length"]) == ([1, 0], [1, 2])
+    assert math.isnan(stats["turn2/length"][0]) and stats["turn2/length"][1] == 1 and stats["turn3/right"][1] == 1
 
 
 def make(tokenizer, n_samples=1, **kwargs):

@@ -69,6 +69,18 @@ def test_attempts_run_at_once_and_become_samples_of_one_group():
     assert batch["stats/turns"].tolist() == [2.0] * 3 and batch["stats/drift_calls"].tolist() == [0.0] * 3
 
 
+def test_attempts_with_many_calls_share_no_seed():
+    async def agent(row, base_url, api_key):
+        async with client(base_url, api_key) as api:
+            for _ in range(70):
+                await api.completions.create(model="policy", prompt="more")
+        return 1.0
+
+    engine = StubEngine(lambda _: encode("yes<|im_end|>"))
+    play(make(agent, n=2), engine, seed=5)
+    assert len({request.seed for request in engine.requests}) == 140
+
+
 def test_agents_that_raise_or_hang_cost_their_own_attempt():
     count = iter(range(10))
 

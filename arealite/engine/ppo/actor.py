@@ -17,6 +17,7 @@ from arealite.algo.advantages import (
     distillation_advantages,
     gae,
     kl_estimate,
+    longest_answers,
     normalize,
     overlong_penalty,
     rewards_to_go,
@@ -94,9 +95,10 @@ class FSDPPPOActor(FSDPEngine):
         """
         config = self.config
         mask = _trained(batch)
-        shaped = self._shaped(batch["rewards"].float(), mask)
+        penalty = self._length_penalty(batch, mask)
+        shaped = self._shaped(batch["rewards"].float() + penalty)
         if "sample_ids" in batch or "token_rewards" in batch:
-            scores = self._normalized_samples(batch, shaped, mask)
+            scores = self._normalized_samples(batch, shaped, penalty, mask)
         else:
             scores = self._normalized(shaped, batch["group_ids"])
         kl = self._reward_kl(batch, mask)
@@ -124,13 +126,21 @@ class FSDPPPOActor(FSDPEngine):
             total, rows = self.sum_over_ranks(kl.sum(), torch.tensor(len(kl)))
             self.kl_ctl = adapted_kl_ctl(self.kl_ctl, total / rows, config.kl_target, rows)
 
-    def _shaped(self, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _length_penalty(self, batch: Batch, mask: torch.Tensor) -> torch.Tensor:
+        """Return the penalty for the longest answer of each row's sample, `[B]`; its rows are on one rank."""
+        config = self.config
+        if config.overlong_buffer is None:
+            return torch.zeros(len(mask), device=mask.device)
+        assert config.max_answer_length is not None
+        penalty = overlong_penalty(longest_answers(mask), config.max_answer_length, config.overlong_buffer)
+        if "sample_ids" not in batch:
+            return penalty
+        owner, groups = sample_of_row(batch["group_ids"], batch["sample_ids"])
+        return penalty.new_zeros(len(groups)).scatter_reduce(0, owner, penalty, "amin")[owner]
+
+    def _shaped(self, rewards: torch.Tensor) -> torch.Tensor:
         """Shape rewards `[B]`, or the returns of tokens `[B, T]`."""
         config = self.config
-        if config.overlong_buffer is not None:
-            assert config.max_answer_length is not None
-            penalty = overlong_penalty(mask.sum(dim=1), config.max_answer_length, config.overlong_buffer)
-            rewards = rewards + (penalty if rewards.dim() == 1 else penalty[:, None])
         return shape_rewards(rewards, config.reward_bias, config.reward_scaling, config.reward_clip)
 
     def _normalized(self, shaped: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -140,11 +150,13 @@ class FSDPPPOActor(FSDPEngine):
         scores = normalize(everything, groups, **vars(self.objective.norm))
         return scores[start : start + len(shaped)]
 
-    def _normalized_samples(self, batch: Batch, shaped: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _normalized_samples(
+        self, batch: Batch, shaped: torch.Tensor, penalty: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         """Return normalised returns `[B, T]`: baselines count every sample once, not its rows."""
         returns = shaped[:, None].expand(mask.shape)
         if "token_rewards" in batch:
-            returns = self._shaped(batch["token_rewards"].float(), mask)
+            returns = self._shaped(batch["token_rewards"].float() + penalty[:, None])
         group_ids, start = self.gather_rows(batch["group_ids"])
         # Numbered over all ranks: rows of one group may be on several.
         samples = self.gather_rows(batch["sample_ids"])[0] if "sample_ids" in batch else torch.arange(len(group_ids))
