@@ -94,6 +94,16 @@ def test_a_transaction_that_fails_at_commit_is_an_error(tmp_path):
     ledger.close()
 
 
+def test_an_error_between_two_commits_reaches_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_FLUSH_INTERVAL_S", 0.01)
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.record(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]
+    ledger._thread.join(30)
+    with pytest.raises(AReaLiteError, match="cannot be written"):
+        ledger.flush()
+    ledger.close()
+
+
 def test_close_logs_an_error_that_was_not_raised_before(tmp_path, caplog):
     ledger = Ledger(tmp_path / "run.sqlite")
     ledger.record(EpisodeRow(1, "trained", step=object()))  # type: ignore[arg-type]

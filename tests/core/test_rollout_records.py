@@ -22,6 +22,7 @@ from arealite.core.ledger.reading import (
 from arealite.core.ledger.rollouts import RolloutRow
 from arealite.core.ledger.store import Ledger, ServerSample
 from arealite.core.ledger.token_record import TokenRecord, join_token_texts, token_bytes
+from arealite.utils.data import select_rows
 from tests.core.conftest import Echo, make_batch
 
 
@@ -94,6 +95,23 @@ def test_what_the_trainer_adds_to_a_batch_is_in_the_records(tmp_path, executors)
     assert detail["same_prompt"] == 6 and len(read_group(db, "stream", 2)) == 2
     assert [row["step"] for row in read_same_prompt(db, "stream", 2, 1)] == [0, 0, 1, 1, 2, 2]
     assert read_rollout(db, "stream", 99, 0) is None
+    db.close()
+
+
+def test_of_several_ranks_the_share_of_this_one_is_kept(tmp_path, executors):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    executor = executors(batch_size=4, ledger=ledger)
+    batch = executor.prepare_batch([[{"x": i} for i in range(4)]], Echo())
+    share = select_rows(batch, [2, 3, 6, 7])
+    executor.accounts.rollouts.replace(share)
+    share["advantages"] = torch.full(share["input_ids"].shape, 2.0)
+    executor.stop()
+    db = open_ledger(ledger.path)
+    total, rows = find_rollouts(db, sort="episode", desc=False)
+    assert total == 4 and [(row["episode"], row["sample"]) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    detail = read_rollout(db, "stream", 3, 1)
+    assert detail is not None and detail["token_columns"]["advantage"] == [2.0] * 4
+    assert detail["token_columns"]["id"] == [3] * 4
     db.close()
 
 

@@ -16,6 +16,7 @@ from arealite.core import worker_pool
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerError, WorkerPool
 from arealite.core.workflow_executor import WorkflowExecutor
+from arealite.utils.trace import tracing
 from tests.core.conftest import make_batch
 
 # NaNs, -0.0, …
@@ -67,7 +68,8 @@ class Pids(RolloutWorkflow):
         if data.get("blocks"):
             time.sleep(1000)
         if "wait_s" in data:
-            await asyncio.sleep(data["wait_s"])
+            with tracing.part_of_episode("wait"):
+                await asyncio.sleep(data["wait_s"])
         batch = make_batch(data["x"], version=engine.state["version"])
         for name, dtype in data.get("columns", {}).items():
             batch[name] = ALL_BITS.view(dtype).clone()
@@ -100,6 +102,22 @@ def test_episodes_run_in_other_processes_with_the_same_results(executor):
     counts = executor.staleness.counts
     assert (counts.failed, counts.rejected) == (1, 1)
     counts.check()
+
+
+def test_parts_of_traced_episodes_come_back_from_workers(executor):
+    tracing.start()
+    try:
+        for x in range(4):
+            executor.submit({"x": x, "wait_s": 0.01}, Pids())
+        executor.wait(4)
+        spans = tracing.take()
+    finally:
+        tracing.stop()
+    waits = {span.lane: span for span in spans if span.name == "wait"}
+    episodes = {span.lane: span for span in spans if span.name.startswith("episode")}
+    assert len(waits) == 4 and waits.keys() == episodes.keys()
+    for lane, episode in episodes.items():
+        assert episode.began <= waits[lane].began and waits[lane].is_part and episode.args["samples"] == 2
 
 
 def test_a_killed_worker_loses_no_episode(executor):

@@ -189,6 +189,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 def write_rollouts(db: sqlite3.Connection, rows: list[RolloutRow]) -> None:
     """Write rows, instead of earlier ones of the same samples."""
+    if not rows:
+        return
     has_search = bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_search'").fetchone())
     for row in rows:
         key = prompt_id(row.prompt)

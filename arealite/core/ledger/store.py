@@ -146,9 +146,10 @@ class Ledger:
         rows = None if rollouts is None else functools.cache(lambda: self._decode(rollouts))
 
         def job(db: sqlite3.Connection) -> None:
+            # First, because it takes longest and needs no lock.
+            texts = [] if rows is None else rows()
             pending.write(db)
-            if rows is not None:
-                write_rollouts(db, rows())
+            write_rollouts(db, texts)
             if ages is not None:
                 db.executemany("INSERT OR REPLACE INTO ages VALUES (?,?,?,?)", ages())
 
@@ -292,6 +293,7 @@ class Ledger:
                 while (job := self._next_job(database)) is not None:
                     work, future = job
                     future.set_result(database.run(work))
+                    job = None
         # Callers that wait for a job get this error; without it they would wait for the timeout.
         except BaseException as error:
             self._error = error

@@ -127,7 +127,10 @@ class CollectingEngine(InferenceEngine):
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         meanwhile, self.on_first_wait = self.on_first_wait, None
         if distributed.rank() == 0:
-            return self._share(self.executor.prepare_batch(dataloader, workflow, meanwhile))
+            share = self._share(self.executor.prepare_batch(dataloader, workflow, meanwhile))
+            # What is recorded is what this rank trains, with the columns that it adds.
+            self.executor.accounts.rollouts.replace(share)
+            return share
         if meanwhile is not None:
             meanwhile()
         return self._share(None)
@@ -198,10 +201,7 @@ class CollectingEngine(InferenceEngine):
             cause = "rank 0 hangs: it has the same deadline and did not raise"
             raise wait.error("rank 0 has sent nothing", cause) from error
         shares = None if batch is None else split_groups(batch, distributed.data_size())
-        share = scatter_batches(shares)
-        if self._executor is not None:
-            self._executor.accounts.rollouts.replace(share)
-        return share
+        return scatter_batches(shares)
 
 
 def scatter_batches(shares: list[Batch] | None) -> Batch:
