@@ -1,13 +1,21 @@
-"""The package's metadata: declared dependencies, one version number, files that belong to a wheel."""
+"""The package: declared dependencies, one version number, and a wheel that works where it is installed."""
 
 from __future__ import annotations
 
 import ast
+import email
+import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 import tomllib
+import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
 
 import arealite
 
@@ -65,3 +73,67 @@ def test_pins_cover_all_plain_dependencies():
     pins = {canonical(line.split("==")[0]) for line in lines if "==" in line}
     plain = {canonical(re.split(r"[\[<>=!~; ]", requirement)[0]) for requirement in PROJECT["dependencies"]}
     assert plain <= pins
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from the sdist, which is built from a copy: a build leaves files beside the sources."""
+    folder = tmp_path_factory.mktemp("build")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "tree" / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "tree", capture_output=True, check=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--no-index", "-w", folder, sdist], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = email.message_from_bytes(archive.read(next(n for n in names if n.endswith(".dist-info/METADATA"))))
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "arealite"]
+    tracked = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    assert tracked - names == set()
+    assert {name for name in names if not name.startswith("arealite")} == set()
+    assert {"arealite/py.typed", "arealite/cli/template/train.py.template"} <= names
+    assert metadata["Name"] == "arealite" and metadata["Version"] == arealite.__version__
+    assert metadata["Description-Content-Type"] == "text/markdown" and metadata["Summary"] == PROJECT["description"]
+    assert "# AReaLite" in metadata.get_payload()
+    extras = set(metadata.get_all("Provides-Extra"))
+    assert extras == {canonical(name) for name in PROJECT["optional-dependencies"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_installed_wheel_works_outside_of_the_repository(wheel, tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "-q", wheel], check=True, capture_output=True)
+    # Dependencies come from here; a path file of that folder, such as the one of an editable install, is not read.
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*argv: str | Path, cwd: Path = tmp_path) -> str:
+        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    command = python.with_name("arealite")
+    assert str(site) in run(python, "-c", "import arealite; print(arealite.__file__)")
+    assert run(command, "--version") == f"arealite {arealite.__version__}\n"
+    assert "train and serve:" in run(command, "--help")
+    assert "essential keys:" in run(command, "config", "help")
+    run(command, "init", "my-task")
+    # Trains a few steps.
+    assert "7 passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "my-task")

@@ -1,13 +1,15 @@
 """The `arealite` command: its list of commands, the help of each, and what help imports."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from arealite import __version__
 from arealite.api.errors import ConfigError
-from arealite.cli.entry import COMMANDS, run_command
+from arealite.cli.entry import COMMANDS, run_command, usage
 
 HEAVY = ("torch", "transformers", "ray", "aiohttp")
 HELP = f"""
@@ -34,7 +36,7 @@ def test_help_lists_every_command_and_imports_nothing():
     assert done.stdout.endswith("imported:\nconfig: False\n")
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "dashboard"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_has_usage_and_examples_and_imports_nothing_that_computes(name):
     done = show_help(*name.split(), "--help")
     assert done.returncode == 0, done.stderr
@@ -83,3 +85,11 @@ def test_every_command_has_a_main():
 def test_wrong_arguments_name_the_nearest(argv, message):
     with pytest.raises(ConfigError, match=message):
         run_command(argv)
+
+
+def test_the_page_shows_the_help_and_an_example_of_every_command():
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text()
+    assert f"```text\n{usage()}\n```" in page
+    examples = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    names = {name.split()[0] for name in COMMANDS}
+    assert names == {found for found in re.findall(r"\barealite ([a-z]+)", examples)}
