@@ -1,8 +1,8 @@
 """Console output of a run: a live table with a progress bar, messages, and a summary at the end.
 
 On a terminal `ProgressTable` draws the table and redirects all other output of the process to its log, apart from
-`show_message`. Elsewhere it prints a plain line for the first step, every few steps, and at least every half minute.
-Only rank 0 prints.
+`show_message`. In a notebook the table is updated in its cell. Elsewhere it prints a plain line for the first step,
+every few steps, and at least every half minute. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from arealite.utils.notebook import NotebookDisplay, open_display
 from arealite.utils.process import rank
 from arealite.utils.text import clean
 
@@ -92,6 +93,7 @@ class ProgressTable:
         self._printed_at = -_PLAIN_EVERY_S
         self._log_path = os.environ.get("AREALITE_LOG_FILE") or log_path
         self._screen: _Screen | None = None
+        self._notebook: NotebookDisplay | None = None
 
     def __enter__(self) -> ProgressTable:
         descriptor = _terminal()
@@ -99,6 +101,8 @@ class ProgressTable:
             self._screen = _Screen(descriptor, self._log_path)
             self._screen.live.start()
             _shown.append(self._screen)
+        elif self.enabled:
+            self._notebook = open_display()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,6 +123,8 @@ class ProgressTable:
         self._rows.append((step + 1, cells))
         if self._screen is not None:
             self._screen.live.update(self._render(step + 1))
+        elif self._notebook is not None:
+            self._notebook.update(self._render(step + 1))
         elif self._is_line_due(step + 1):
             self._printed_at = time.monotonic() - self._started
             pairs = "  ".join(f"{c.title} {v}" for c, v in zip(self.columns, cells, strict=True))
