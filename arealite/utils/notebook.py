@@ -1,4 +1,7 @@
-"""A display in the output of a notebook cell that is updated in place. IPython is used only where it runs already."""
+"""A display in the output of a notebook cell that is updated in place.
+
+IPython is used only where it runs already: it is no dependency.
+"""
 
 import importlib
 import io
