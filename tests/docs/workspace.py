@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -139,17 +140,24 @@ class Workspace:
 
     def execute(self, command: list[str], name: str, is_check: bool = False, timeout_s: float = 300.0) -> str:
         """Run a command in the folder and return its output; raises AssertionError if it fails."""
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=self.folder,
             env=self.environment(is_check),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout_s,
+            start_new_session=True,
         )
-        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{command[-1]}\n{done.stdout[-6000:]}"
-        return done.stdout
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            if process.poll() is None:
+                # The shell and the launcher, which ends what it has started.
+                os.killpg(process.pid, signal.SIGTERM)
+                process.communicate(timeout=60)
+        assert process.returncode == 0, f"{name} ended with {process.returncode}:\n{command[-1]}\n{output[-6000:]}"
+        return output
 
     def _write_data(self) -> None:
         """Write invented rows in the format of GSM8K."""
