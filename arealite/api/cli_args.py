@@ -101,6 +101,11 @@ class StatsLoggerConfig(Section):
     """Outputs of statistics besides stats.jsonl."""
 
     tensorboard: bool = _help("Also write TensorBoard files.", False)
+    wandb: str = _choice(
+        "Also log to Weights & Biases, or write its files for `wandb sync`.", "off", "online", "offline"
+    )
+    swanlab: str = _choice("Also log to SwanLab, or write its files for `swanlab sync`.", "off", "online", "offline")
+    trackio: str = _help("Also log with trackio: local, or a Hugging Face Space as user/name.", "off")
     console: bool = _help("Show the live table on the console.", True)
 
 

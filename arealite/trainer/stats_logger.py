@@ -1,4 +1,4 @@
-"""Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard files.
+"""Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard files and services.
 
 Training loops call `commit` once a step on every rank; only rank 0 writes. A line is on disk before `commit` returns,
 so a crash loses no step. An evaluation has a line of its own, with the step at which it began; `arealite evaluate` adds
@@ -13,6 +13,7 @@ from typing import Any
 
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
+from arealite.trainer.loggers import ServiceLogger, make_service_loggers
 from arealite.utils.process import rank
 from arealite.utils.rundir import RunDir, write_file
 
@@ -24,6 +25,7 @@ class StatsLogger:
         self.path = run_dir.stats_path
         self._writes = rank() == 0
         self._board: Any = None
+        self.services: list[ServiceLogger] = []
         if not self._writes:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +37,7 @@ class StatsLogger:
                     "stats_logger.tensorboard=true needs TensorBoard: pip install 'arealite[tensorboard]'"
                 ) from error
             self._board = SummaryWriter(str(tensorboard or run_dir.tensorboard))
+        self.services = make_service_loggers(config, run_dir)
 
     def resume(self, step: int) -> None:
         """Drop the lines of `step` and later steps, which run again."""
@@ -59,10 +62,12 @@ class StatsLogger:
                 file.write(line.encode())
         except OSError as error:
             raise self._unwritable(error) from error
+        finite = {key: value for key, value in values.items() if value is not None}
         if self._board is not None:
-            for key, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(key, value, step)
+            for key, value in finite.items():
+                self._board.add_scalar(key, value, step)
+        for service in self.services:
+            service.log(step, finite)
 
     def _unwritable(self, error: OSError) -> AReaLiteError:
         return AReaLiteError(
@@ -73,6 +78,8 @@ class StatsLogger:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        for service in self.services:
+            service.close()
 
 
 def read_stats(run_dir: RunDir) -> list[dict[str, Any]]:
