@@ -223,6 +223,9 @@ def _ranks(
             name: _engine_needs(name, size, configs[name], placement.mode.train, free, device is not None, values)
             for name, size in known.items()
         }
+        for needs in list(engines.values())[1:]:
+            # One for all engines of a process.
+            needs.lasting.pop("communication", None)
         if engines:
             yield Process(f"rank {rank.rank}", context, engines)
 

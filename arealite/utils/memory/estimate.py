@@ -26,7 +26,9 @@ _STATE_BYTES = {"adamw_bf16": 4.0, "adamw_8bit": 2.1}
 # Bytes per number of the largest tensor that an optimizer with small states needs at once, all of it in 32 bits.
 _UPDATE_BYTES = 28
 # CUDA's context with its kernels, and the libraries' workspaces.
-CUDA_CONTEXT = 0.65e9
+CUDA_CONTEXT = 0.8e9
+# NCCL, which FSDP uses, also with one rank.
+_NCCL = 0.55e9
 # Python with torch and transformers.
 PROCESS = 0.7e9
 # Share of what passes allocate and free that the allocator cannot use again.
@@ -147,6 +149,8 @@ def training_needs(
     is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
     state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
     stays = {"weights": item * own, "optimizer": state * trained}
+    if on_gpu and not is_plain:
+        stays["communication"] = _NCCL
     tokens = plan.max_tokens_per_mb / layout.context
     several = step_tokens is None or step_tokens > plan.max_tokens_per_mb
     # A compiled engine tries the largest micro-batch before the first step.
@@ -166,8 +170,9 @@ def training_needs(
         passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
     host = {}
     if config.cpu_offload:
-        host = {**stays, "gradients": item * trained}
-        stays, passing["gradients"] = {}, 0.0
+        kept = ("weights", "optimizer")
+        host = {name: stays.pop(name) for name in kept} | {"gradients": item * trained}
+        passing["gradients"] = 0.0
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes)
 

@@ -1,0 +1,60 @@
+"""The memory estimate compared with the peaks that benchmark/memory.py has measured on an H200."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
+from arealite.utils.memory.estimate import CUDA_CONTEXT, MemoryPlan, Needs, server_needs, training_needs
+from arealite.utils.memory.model_size import ModelSize
+
+BENCHMARK = Path(__file__).parents[2] / "benchmark"
+LINE = re.compile(r"(\S+) +estimate +\S+ +measured +(\S+) .*?(\{.*\}|kv_tokens=\d+)")
+MEASURED = [m.groups() for m in map(LINE.match, (BENCHMARK / "results/memory_h200.txt").read_text().splitlines()) if m]
+H200 = 139.8 * 2**30
+
+
+def tables() -> tuple[dict, dict, dict]:
+    """The shapes and settings of the benchmark, without importing it."""
+    found = {}
+    for node in ast.parse((BENCHMARK / "memory.py").read_text()).body:
+        target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
+        if getattr(target, "id", None) in ("SHAPES", "TRAINERS", "SERVERS"):
+            found[target.id] = ast.literal_eval(node.value)
+    return found["SHAPES"], found["TRAINERS"], found["SERVERS"]
+
+
+def size_of(shape: tuple) -> ModelSize:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "vocab_size", "tie_word_embeddings")  # fmt: skip
+    return ModelSize.of(dict(zip(names, shape, strict=True)) | {"max_position_embeddings": 32768})
+
+
+@pytest.mark.parametrize("part, measured, sizes", MEASURED, ids=[row[0] for row in MEASURED])
+def test_estimate_is_within_15_percent_of_the_measured_peak(part, measured, sizes):
+    shapes, trainers, servers = tables()
+    shape, settings, _ = (trainers | servers)[part]
+    needs: Needs
+    if part in trainers:
+        settings, plan = dict(settings), MemoryPlan(**ast.literal_eval(sizes))
+        optimizer = OptimizerConfig(type=settings.pop("type", "adamw"))
+        config = TrainEngineConfig(path="", optimizer=optimizer, **settings)
+        tokens = 2 * plan.max_tokens_per_mb
+        needs = training_needs(size_of(shapes[shape]), config, plan, on_gpu=True, step_tokens=tokens)
+    else:
+        needs = server_needs(size_of(shapes[shape]), ServerConfig(**settings), H200, on_gpu=True)
+    assert (needs.total + CUDA_CONTEXT) / 2**30 == pytest.approx(float(measured), rel=0.15)
+
+
+def test_all_sizes_were_measured():
+    assert {part.split("-")[1] for part, *_ in MEASURED} == {"0.5B", "1.5B", "7B"} and len(MEASURED) == 9
+
+
+def test_the_estimate_needs_no_torch():
+
+    code = "import sys, arealite.launcher.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
