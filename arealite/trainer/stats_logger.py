@@ -1,4 +1,4 @@
-"""Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard files and services.
+"""Writes the statistics of each step to stats.jsonl and, if enabled, to TensorBoard and services.
 
 Training loops call `commit` once a step on every rank; only rank 0 writes. A line is on disk before `commit` returns,
 so a crash loses no step. An evaluation has a line of its own, with the step at which it began; `arealite evaluate` adds

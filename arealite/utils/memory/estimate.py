@@ -170,8 +170,7 @@ def training_needs(
         passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
     host = {}
     if config.cpu_offload:
-        kept = ("weights", "optimizer")
-        host = {name: stays.pop(name) for name in kept} | {"gradients": item * trained}
+        host = {name: stays.pop(name) for name in ("weights", "optimizer")} | {"gradients": item * trained}
         passing["gradients"] = 0.0
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes)
