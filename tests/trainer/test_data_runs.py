@@ -7,6 +7,7 @@ import pytest
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.rundir import RunDir
 from tests import warm_python
+from tests.test_statistics_docs import is_documented
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def test_a_mixture_with_rewards_of_its_own_and_a_curriculum_trains(tmp_path, mod
     )
     stats = read_stats(RunDir(tmp_path / "runs" / "arealite" / "grpo"))
     assert len(stats) == 6
+    assert [name for name in stats[0] if not is_documented(name)] == []
     assert 0 < sum(step["rollout/reward/mine"] for step in stats) / 6 < 1
     assert {step["rollout/reward/words"] for step in stats if "rollout/reward/words" in step} == {0.0}
     assert 0 < stats[-1]["curriculum/known"] <= 1
