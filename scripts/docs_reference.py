@@ -24,6 +24,7 @@ GROUPS = {
                   "api/algorithms.py", "api/errors.py"),
     "Trainers": ("trainer/ppo.py", "trainer/sft.py", "trainer/rw.py", "trainer/dpo.py", "trainer/evaluate.py",
                  "trainer/run.py", "trainer/evaluator.py", "trainer/saver.py", "trainer/recover.py"),
+    "Notebooks": ("easy/*.py",),
     "Engines": ("engine/*.py", "engine/ppo/*.py", "engine/sft/*.py", "engine/rw/*.py", "engine/dpo/*.py",
                 "engine/remote/collecting.py", "engine/remote/base.py", "controller/factory.py"),
     "Workflows": ("workflow/*.py",),
