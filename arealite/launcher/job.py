@@ -35,6 +35,12 @@ _ENDING_S = 5.0
 _KEY = "server.api_key="
 
 
+def resume_command() -> str:
+    """Return the command of this process with `recover.mode=auto`, without the API key."""
+    kept = [a for a in sys.orig_argv if not a.startswith((_KEY, "recover.mode="))]
+    return f"{shlex.join(kept)} recover.mode=auto"
+
+
 class LogFollower:
     """Copies what is appended to a log file to the console, as clean text."""
 

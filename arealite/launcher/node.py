@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from arealite.api.backends import API_KEY_ENV, BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import Job
+from arealite.launcher.job import Job, resume_command
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
@@ -79,6 +80,8 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
 class NodePart:
     """State of one node: its starting and running servers, and its ranks."""
 
+    ranks_save_on_interrupt = True
+
     def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
         self.job, self.node, self.names, self.supervisor = job, node, names, supervisor
         self.config, self.placement, self.logs = job.config, job.placement(), job.run_dir.logs
@@ -94,6 +97,8 @@ class NodePart:
         # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
+        # Set by the first Ctrl+C.
+        self.interrupted: Interrupted | None = None
         # Whether the first servers have all been started, and whether all of them have been healthy.
         self.has_started_servers = False
         self.is_up = False
@@ -136,9 +141,13 @@ class NodePart:
         self.names.renew()
         self.elastic.renew()
         self.check_starting()
-        for child in self.supervisor.wait(_STARTING_WAKE_S if self.starting else wait_s):
+        for child in self._wait(_STARTING_WAKE_S if self.starting else wait_s):
             if child in self.ranks:
                 self.ranks.remove(child)
+                if self.interrupted and child.code:
+                    if list(self.job.run_dir.recover.glob("step*")):
+                        print(f"resume with: {resume_command()}", flush=True)
+                    raise self.interrupted
                 if child.code:
                     code = child.code if child.code > 0 else 128 - child.code
                     # The launcher got no signal, so codes of an interrupt are an ordinary failure.
@@ -150,6 +159,18 @@ class NodePart:
             else:
                 self.handle_server_end(child)
         self.check_other_nodes()
+
+    def _wait(self, wait_s: float) -> list[Child]:
+        """Wait for children that end; the first Ctrl+C goes to the ranks, which save a checkpoint."""
+        try:
+            return self.supervisor.wait(wait_s)
+        except Interrupted as interrupt:
+            is_first = interrupt.number == signal.SIGINT and self.interrupted is None
+            if not (is_first and self.ranks and self.ranks_save_on_interrupt):
+                raise
+            self.interrupted = interrupt
+            self.supervisor.pass_on(self.ranks)
+            return []
 
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""

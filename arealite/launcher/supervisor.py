@@ -129,6 +129,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._signals: list[int] = []
+        self._num_passed_on = 0
         self._old_handlers: dict[int, object] = {}
         self._watchdog: subprocess.Popen | None = None
         self._has_lost_log = False
@@ -213,12 +214,19 @@ class Supervisor:
         """Return children that ended, none after the timeout. Raises `Interrupted` after a signal."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            if self._signals:
+            if len(self._signals) > self._num_passed_on:
                 raise Interrupted(self._signals[0])
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             ended = self._handle(self._selector.select(left_s))
             if ended or (left_s is not None and left_s == 0.0):
                 return ended
+
+    def pass_on(self, children: list[Child]) -> None:
+        """Send the signal of an `Interrupted` to children, which end by themselves; the next ends all."""
+        self._num_passed_on = len(self._signals)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(self._signals[0])
 
     def stop(self, children: list[Child] | None = None) -> None:
         """End children (by default all) with their descendants. A second signal meanwhile kills them at once."""

@@ -109,6 +109,9 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
 class TorchrunPart(NodePart):
     """A node whose ranks belong to one torchrun. `meeting` holds the leases of several machines."""
 
+    # torchrun ends its ranks on SIGINT.
+    ranks_save_on_interrupt = False
+
     def __init__(self, *args: Any, meeting: FileNames | None = None):
         super().__init__(*args)
         self.meeting = meeting

@@ -28,6 +28,7 @@ from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.guard import Guard
+from arealite.trainer.interrupt import Interrupt
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.startup import take_startup_stats
@@ -104,6 +105,7 @@ class Run:
         self._last_info: StepInfo | None = None
         self._is_saved = False
         self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
+        self._interrupt = Interrupt()
 
     def __enter__(self) -> Run:
         return self
@@ -119,6 +121,7 @@ class Run:
                 self._finish_evaluation()
 
     def _close(self) -> None:
+        self._interrupt.remove()
         if self.table is not None:
             self.table.__exit__()
         self.evaluations.close()
@@ -157,6 +160,7 @@ class Run:
             self.rollout.on_first_wait = self._warm_up
         self._server_counters.take()
         self.trace.take()
+        self._interrupt.install(has_step=first > 0)
         yield from range(first, self.spec.total_train_steps)
 
     def _warm_up(self) -> None:
@@ -227,6 +231,7 @@ class Run:
         reason = self.guard.take_collapse()
         if reason:
             self._on_collapse(info, reason)
+        self._interrupt.stop_if_due(self.recover, info, is_last)
 
     def _on_collapse(self, info: StepInfo, reason: str) -> None:
         """Go back to a good checkpoint, or save the model and stop."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import stat
@@ -245,7 +246,8 @@ def test_signals_end_everything(work, arguments, number):
     wait_for(work / "up0", work / "up1")
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and f"ended by {number.name}: ending 4 processes" in out
+    # Ranks get SIGINT first, and may have ended by themselves.
+    assert process.returncode == 128 + number and re.search(rf"ended by {number.name}: ending [2-4] processes", out)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_processes_of_a_killed_one(work, arguments):

@@ -1,0 +1,67 @@
+"""Ctrl+C during training: the first saves a checkpoint after the step, the second ends at once.
+
+Used by `Run`. Before the first step there is nothing to save, and Ctrl+C ends the run at once. A launcher passes the
+signal on to its ranks and prints the command that resumes; without a launcher it is printed here.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from arealite.api.errors import CheckpointError
+from arealite.api.io_struct import StepInfo
+from arealite.launcher.job import resume_command
+from arealite.trainer.recover import Recover
+from arealite.utils.console import show_message
+from arealite.utils.distributed import broadcast_json, rank, world_size
+from arealite.utils.process import ATTEMPT_ENV
+
+
+class Interrupt:
+    """Remembers SIGINT until the end of a step. `install` and `remove` it in the main thread."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        # Whether there is a step to save.
+        self.has_step = False
+        self._before: Any = None
+
+    def install(self, has_step: bool) -> None:
+        """Handle SIGINT from now on; in other threads than the main one nothing changes."""
+        self.has_step = has_step
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._on_signal)
+
+    def remove(self) -> None:
+        """Handle SIGINT as before `install`."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def stop_if_due(self, recover: Recover, info: StepInfo, is_last: bool) -> None:
+        """After Ctrl+C save a recover checkpoint and end the run; rank 0 decides for all ranks."""
+        self.has_step = True
+        if is_last or not (broadcast_json(self.is_requested) if world_size() > 1 else self.is_requested):
+            return
+        path = recover.path(info)
+        try:
+            recover.wait()
+            if not broadcast_json(path.exists()):
+                recover.save(info)
+                recover.wait()
+        except CheckpointError as error:
+            show_message(f"warning: {error}")
+        if rank() == 0 and path.exists():
+            show_message(f"saved {path}")
+            if ATTEMPT_ENV not in os.environ:
+                show_message(f"resume with: {resume_command()}")
+        raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.is_requested or not self.has_step:
+            raise KeyboardInterrupt
+        self.is_requested = True
+        if rank() == 0:
+            show_message("stopping: a checkpoint is saved after this step (Ctrl+C again ends at once, without one)")

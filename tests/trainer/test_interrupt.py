@@ -1,0 +1,53 @@
+"""Ctrl+C in a real run under the launcher: a checkpoint, and a command that resumes."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from arealite.trainer.stats_logger import read_stats
+from arealite.utils.rundir import RunDir
+
+TIMEOUT_S = 240.0
+
+
+def start(folder, model, data, steps: int) -> subprocess.Popen:
+    settings = {"actor.path": model, "actor.dtype": "float32", "gconfig.max_new_tokens": 4, "gconfig.n_samples": 2}
+    settings |= {"server.max_total_tokens": 8192, "actor.ppo_n_minibatches": 1}
+    command = [sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={folder / 'runs'}", "trainer.type=grpo"]
+    command += [f"train_dataset.path={data}", "train_dataset.batch_size=2", f"total_train_steps={steps}"]
+    command += ["total_train_epochs=1000", *(f"trainer.grpo.{key}={value}" for key, value in settings.items())]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_steps(process: subprocess.Popen, run_dir: RunDir, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(read_stats(run_dir)) < count:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_saves_a_checkpoint_and_prints_a_command_that_resumes(tmp_path, model_path, gsm8k_path):
+    run_dir = RunDir(tmp_path / "runs" / "arealite" / "grpo")
+    process = start(tmp_path, model_path, gsm8k_path, steps=100_000)
+    try:
+        wait_for_steps(process, run_dir, 2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130, out
+    done = read_stats(run_dir)[-1]["step"] + 1
+    assert (run_dir.recover / f"step{done:06d}" / "state.json").exists() and f"saved {run_dir.recover}" in out
+    command = next(line for line in out.splitlines() if line.startswith("resume with: ")).removeprefix("resume with: ")
+    again = [*shlex.split(command), f"total_train_steps={done + 1}"]
+    resumed = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert resumed.returncode == 0 and f"resuming after step {done}" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert [row["step"] for row in read_stats(run_dir) if row["step"] >= 0] == list(range(done + 1))
