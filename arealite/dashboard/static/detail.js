@@ -5,7 +5,7 @@ import { emptyState, h, icon, replace, segmented, toast } from "./dom.js";
 import { count, num } from "./format.js";
 import { keep } from "./route.js";
 import { diffWords } from "./diff.js";
-import { addLazily, longText, oneLine, visible } from "./text.js";
+import { addLazily, longText, oneLine, question, visible } from "./text.js";
 import { tokenView } from "./tokens.js";
 
 const TABS = [["conversation", "Conversation"], ["tokens", "Tokens"], ["group", "Group"], ["steps", "Across steps"]];
@@ -103,7 +103,7 @@ export class RolloutDetail {
     this.#fetch(body, `groups/${encodeURIComponent(source)}/${episode}`, {}, (rows) => {
       const mean = rows.reduce((sum, row) => sum + (row.reward ?? 0), 0) / Math.max(1, rows.length);
       body.append(h("p", { class: "muted" }, `${rows.length} answers to one prompt, mean reward ${num(mean, 3)}`), promptBox(rows[0]?.prompt ?? this.data.prompt),
-        h("div", { class: "group" }, rows.map((row) => h("article", { class: `card answer${row.sample === sample ? " current" : ""}` },
+        h("div", { class: "group" }, rows.map((row) => h("article", { class: `card group-answer${row.sample === sample ? " current" : ""}` },
           h("header", {}, h("button", { class: "quiet", type: "button", onclick: () => this.actions.open(`${source}/${episode}/${row.sample}`) }, `#${row.sample}`), rewardBadge(row.reward), h("span", { class: "muted num" }, `${count(lengthOf(row))} tok`)),
           longText(row.completion ?? "", { class: "small" })))));
     });
@@ -128,7 +128,7 @@ function rewardBadge(reward) {
 }
 
 function promptBox(text) {
-  return h("details", { class: "prompt-box" }, h("summary", {}, oneLine(text ?? "", 120)), longText(text ?? ""));
+  return h("details", { class: "prompt-box" }, h("summary", {}, oneLine(question(text ?? ""), 120)), longText(text ?? ""));
 }
 
 function conversation(body, data) {

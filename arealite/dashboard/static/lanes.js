@@ -9,13 +9,20 @@ const [AXIS, HEAD, LANE, THIN, GAP, OVERVIEW] = [24, 24, 22, 11, 2, 34];
 const MIN_SPAN_S = 1e-5;
 // Unix times in doubles are exact to a quarter of a microsecond.
 const TOLERANCE_S = 2e-6;
+const REASONS = [
+  [/^wait: batch/, "waits for a batch: too few finished groups"],
+  [/^wait: staleness limit/, "admits no episodes: the staleness limit is reached until the next update"],
+  [/^wait: concurrency limit/, "admits no episodes: as many as allowed are running"],
+];
 const WAIT = /^(wait|idle|pause|block)/i;
 
 /** Say why a span is a wait; null if it is work. */
 export function waitReason(span, group) {
   const [, , name, args] = span;
   if (args?.reason) return String(args.reason);
-  if (WAIT.test(name)) return args?.waits_for ? `waits for ${args.waits_for}` : name;
+  const known = REASONS.find(([pattern]) => pattern.test(name));
+  if (known) return known[1];
+  if (WAIT.test(name)) return name.replace(/^wait:\s*/i, "waits for ");
   // The trainer's phase `rollout` is the time until the next batch is complete.
   return group === "trainer" && name === "rollout" ? "waits for rollouts: the next batch is not complete" : null;
 }
@@ -28,7 +35,7 @@ function stack(lane) {
   for (const span of lane.spans) {
     let row = ends.findIndex((end) => end <= span[0] + TOLERANCE_S);
     if (row < 0) row = ends.length < 4 ? ends.length : 3;
-    ends[row] = Math.max(ends[row] ?? 0, span[0] + span[1]);
+    ends[row] = Math.max(ends[row] ?? -Infinity, span[0] + span[1]);
     span.row = row;
   }
   return (lane.rows = Math.max(1, ends.length));

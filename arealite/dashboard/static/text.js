@@ -52,6 +52,11 @@ export function oneLine(text, max = 220) {
   return parts.join("");
 }
 
+/** Leave out what a chat template puts before the user's words: it is the same in every prompt. */
+export function question(prompt) {
+  return prompt.replace(/^[^]{0,4000}?<\|[^|>]{1,30}\|>user(?:<\|[^|>]{1,30}\|>)?\s*/, "");
+}
+
 /** Cut a text into parts of about CHUNK characters, at line breaks where there are some, never inside a surrogate pair. */
 export function* chunks(text) {
   for (let from = 0; from < text.length;) {

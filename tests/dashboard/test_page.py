@@ -1,0 +1,305 @@
+"""The dashboard's page in a real Chromium: every view, hostile text, filters, live runs, a phone, both themes."""
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dashboard.browser import PHONE, Pages, chromium, find_chromium, serve
+from tests.dashboard.make_run import HOSTILE, make_run
+
+pytestmark = pytest.mark.browser
+VIEWS = {
+    "curves": ".chart-card",
+    "timeline": ".lanes canvas",
+    "rollouts": ".row[data-key]",
+    "events": ".event",
+    "config": ".yaml div",
+    "logs": ".line",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    missing = "playwright (extra browser)" if find_spec("playwright") is None else None
+    missing = missing or (None if find_chromium() else "Chromium")
+    if missing:
+        assert "CI" not in os.environ, f"{missing} must be installed in CI"
+        pytest.skip(f"{missing} is not installed")
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of 60 steps, and one that ended before its first step."""
+    folder = tmp_path_factory.mktemp("runs") / "sums"
+    make_run(folder / "first", steps=60, rollouts=2_400)
+    make_run(folder / "second", steps=30, rollouts=480, seed=1)
+    (folder / "empty").mkdir()
+    (folder / "empty" / "config.yaml").write_text("experiment_name: sums\ntrial_name: empty\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    with serve(runs) as found:
+        yield found
+
+
+@pytest.fixture
+def pages(browser: Any, address: str) -> Iterator[Pages]:
+    """Opens pages; at the end of the test none may have had an error, and no text may have become script."""
+    opened = Pages(browser, address)
+    yield opened
+    opened.close()
+    assert opened.problems == []
+
+
+def link(page: Any, name: str, view: str, query: str = "") -> str:
+    """Return the hash of a view of the run with this name."""
+    found = page.evaluate("async () => (await (await fetch('api/runs')).json()).runs")
+    return f"#/{view}/{next(run['id'] for run in found if run['name'].endswith(name))}{query}"
+
+
+def visit(pages: Pages, name: str, view: str, query: str = "", **options: Any) -> Any:
+    page = pages.open(**options)
+    page.goto(page.url.split("#")[0] + link(page, name, view, query))
+    return page
+
+
+def is_untouched(page: Any) -> bool:
+    """Say whether no script came out of text: neither ran nor stands in the page."""
+    return page.evaluate(
+        """() => window.pwned === undefined && !document.querySelector('#view script, #view svg[onload], img[src="x"]')
+        && [...document.querySelectorAll('#view *')].every((node) => [...node.attributes].every((a) => !a.name.startsWith('on')))"""
+    )
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view_shows_a_run_and_text_stays_text(pages: Pages, view: str):
+    page = visit(pages, "first", view)
+    page.locator(VIEWS[view]).first.wait_for()
+    page.locator(f"#tabs a[aria-selected=true]:has-text('{view.capitalize()}')").wait_for()
+    assert is_untouched(page)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view_of_an_empty_run_says_what_is_missing(pages: Pages, view: str):
+    page = visit(pages, "empty", view)
+    text = page.locator(".yaml" if view == "config" else ".empty").first.inner_text()
+    assert len(text) > 20
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_phone_never_scrolls_sideways(pages: Pages, view: str, dark: bool):
+    page = visit(pages, "first", view, size=PHONE, dark=dark)
+    page.locator(VIEWS[view]).first.wait_for()
+    wide = """() => ['html', 'body', 'main', '.list', '.detail-pane'].filter((name) => {
+        const node = document.querySelector(name); return node && node.scrollWidth > node.clientWidth + 1 })"""
+    assert page.evaluate(wide) == []
+    if view == "rollouts":
+        page.locator(".row[data-key]").first.click()
+        page.locator(".message").first.wait_for()
+        assert page.evaluate(wide) == []
+        page.locator(".back").click()
+        page.locator(".row[data-key]").first.wait_for()
+
+
+def test_theme_follows_the_system_and_the_switch(pages: Pages):
+    page = pages.open(dark=True)
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(background)
+    page.locator("#theme").click()
+    light = page.evaluate(background)
+    assert light != dark
+    page.reload()
+    assert page.evaluate(background) == light
+
+
+def test_curves_find_a_statistic_zoom_and_export(pages: Pages, runs: Path):
+    page = visit(pages, "first", "curves", "?x=time&log=1")
+    page.locator(".chart-card").first.wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("grad_norm")
+    page.locator(".chart-card h3:text-is('grad_norm')").wait_for()
+    assert page.locator(".chart-card").count() == 1
+    assert "find=grad_norm" in page.url
+    with page.expect_download() as saved:
+        page.locator("[aria-label='Save as CSV: grad_norm']").click()
+    rows = (runs / "first" / "stats.jsonl").read_text().splitlines()
+    assert len(Path(saved.value.path()).read_text().splitlines()) == len(rows) + 1
+    with page.expect_download() as saved:
+        page.locator("[aria-label='Save as PNG: grad_norm']").click()
+    assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
+    box = page.locator(".chart").first.bounding_box()
+    page.mouse.move(box["x"] + 120, box["y"] + 60)
+    page.locator("#tip:has-text('grad_norm')").wait_for()
+    page.mouse.down()
+    page.mouse.move(box["x"] + 200, box["y"] + 60)
+    page.mouse.up()
+    page.locator("text=Reset zoom").click()
+    page.locator("text=Reset zoom").wait_for(state="hidden")
+
+
+def test_two_runs_are_overlaid_and_their_settings_compared(pages: Pages):
+    page = visit(pages, "first", "curves")
+    page.locator("[aria-label$='second']").check()
+    page.locator(".legend .chip:has-text('second')").wait_for()
+    page.locator("#tabs a:has-text('Config')").click()
+    page.locator(".diff-table th:text-is('actor.optimizer.lr')").wait_for()
+
+
+def test_timeline_zooms_and_keeps_its_window_in_the_link(pages: Pages):
+    page = visit(pages, "first", "timeline")
+    page.locator(".wait-row").first.wait_for()
+    page.keyboard.press("w")
+    page.keyboard.press("w")
+    page.wait_for_url(re.compile("start="))
+    page.locator(".flow").wait_for()
+    page.locator(".age-map canvas").wait_for()
+    page.reload()
+    page.wait_for_function("() => /^\\d.*from [1-9]/.test(document.querySelector('.toolbar .num').textContent)")
+    page.keyboard.press("0")
+    page.wait_for_function("() => !location.hash.includes('start=')")
+
+
+def rows_on(page: Any) -> list[str]:
+    return page.locator(".row[data-key]").evaluate_all("(nodes) => nodes.map((node) => node.textContent)")
+
+
+def test_filters_choose_rollouts_and_stay_in_the_link(pages: Pages):
+    page = visit(pages, "first", "rollouts")
+    status = page.locator(".filters [role=status]")
+    page.wait_for_function("() => document.querySelector('.filters [role=status]').textContent.includes('2,400')")
+    page.locator("[data-more]").click()
+    page.locator("[name=min_reward]").fill("1")
+    page.locator("[name=step_to]").fill("9")
+    page.wait_for_function("() => !document.querySelector('.filters [role=status]').textContent.includes('2,400')")
+    found = int(status.inner_text().split()[0].replace(",", ""))
+    assert 0 < found < 400
+    assert all(int(step) <= 9 for step in re.findall(r"step (\d+)", " ".join(rows_on(page))))
+    page.reload()
+    page.wait_for_function(f"() => document.querySelector('.filters [role=status]').textContent.startsWith('{found} ')")
+    page.locator("[name=text]").fill("no answer has these words")
+    page.locator("text=No rollout matches").wait_for()
+
+
+def test_the_list_is_virtual_and_keys_move_through_it(pages: Pages):
+    page = visit(pages, "first", "rollouts")
+    page.locator(".row[data-key]").first.wait_for()
+    assert len(rows_on(page)) < 60
+    page.locator(".list").evaluate("(node) => { node.scrollTop = node.scrollHeight }")
+    page.wait_for_function("() => [...document.querySelectorAll('.row[data-key]')].at(-1)?.ariaRowIndex === '2400'")
+    assert len(rows_on(page)) < 60
+    page.locator(".list").evaluate("(node) => { node.scrollTop = 0 }")
+    page.locator(".row[aria-rowindex='1']").click()
+    for _ in range(3):
+        page.keyboard.press("j")
+    page.locator(".row[aria-rowindex='4'][aria-selected=true]").wait_for()
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_is_shown_as_it_is(pages: Pages, runs: Path, text: str):
+    ledger = sqlite3.connect(runs / "first" / "run.sqlite")
+    with ledger:
+        query = "SELECT source, episode, sample FROM rollouts WHERE instr(completion, ?) LIMIT 1"
+        key = "/".join(map(str, ledger.execute(query, (text,)).fetchone()))
+    ledger.close()
+    page = visit(pages, "first", "rollouts", f"?sel={key}")
+    page.locator(".message").last.wait_for()
+    shown = page.locator(".message .text").evaluate_all("(nodes) => nodes.map((node) => node.textContent).join(' ')")
+    names = {"\u202e": "RLO", "\u202c": "PDF", "\u200b": "ZWSP", "\ufeff": "BOM"}
+    for hidden, name in names.items():
+        text = text.replace(hidden, name)
+    assert text in shown
+    for tab in ("Tokens", "Group", "Across steps"):
+        page.locator(f".detail-tabs button:has-text('{tab}')").click()
+        page.locator(".detail-body > *").first.wait_for()
+        assert is_untouched(page)
+
+
+def test_ten_megabytes_of_text_are_shown_in_parts(pages: Pages):
+    page = visit(pages, "first", "rollouts")
+    size = page.evaluate(
+        """async () => {
+        const { longText } = await import('/static/text.js');
+        const box = longText('0123456789'.repeat(1_000_000));
+        document.getElementById('view').replaceChildren(box);
+        return box.textContent.length }"""
+    )
+    assert 10_000 < size < 100_000
+
+
+def test_differences_of_texts_put_both_together_again(pages: Pages):
+    page = pages.open()
+    pairs = [
+        ["", ""],
+        ["", "new"],
+        ["a b c", "a c b"],
+        ["one\ntwo three", "one\n2 three four"],
+        ["x" * 50, "y " * 4000],
+    ]
+    for before, after in pairs:
+        parts = page.evaluate("async ([a, b]) => (await import('/static/diff.js')).diffWords(a, b)", [before, after])
+        assert "".join(text for kind, text in parts if kind != "added") == before
+        assert "".join(text for kind, text in parts if kind != "removed") == after
+
+
+def test_shortcuts_lead_to_every_view_and_are_listed(pages: Pages):
+    page = visit(pages, "first", "curves")
+    page.locator(".chart-card").first.wait_for()
+    for number, view in enumerate(VIEWS, start=1):
+        page.keyboard.press(str(number))
+        page.locator(f"main[data-view={view}]").wait_for()
+    page.keyboard.press("?")
+    page.locator("dialog[open] kbd:text-is('?')").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("dialog[open]").wait_for(state="hidden")
+
+
+def test_every_control_has_a_name(pages: Pages):
+    for view in VIEWS:
+        page = visit(pages, "first", view)
+        page.locator(VIEWS[view]).first.wait_for()
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll('button, input, select, a[href], [tabindex="0"]')].filter((node) =>
+            !node.hidden && !node.ariaLabel && !node.textContent.trim() && !node.labels?.length && !node.title)
+            .map((node) => node.outerHTML.slice(0, 200))"""
+        )
+        assert nameless == []
+
+
+@pytest.fixture
+def live(tmp_path: Path, browser: Any) -> Iterator[tuple[Pages, Path, Callable[[int, float], None]]]:
+    """A run that is still written to: pages, its folder, and a function that writes one row of statistics."""
+    run = make_run(tmp_path / "live" / "now", steps=5, rollouts=80)
+
+    def write(step: int, reward: float) -> None:
+        row = json.loads(run.stats_path.read_text().splitlines()[-1])
+        with run.stats_path.open("a") as file:
+            file.write(json.dumps({**row, "step": step, "time": row["time"] + 1, "reward": reward}) + "\n")
+
+    with serve(tmp_path / "live") as address:
+        pages = Pages(browser, address)
+        yield pages, run.path, write
+        pages.close()
+        assert pages.problems == []
+
+
+def test_a_live_run_updates_without_new_nodes(live: tuple[Pages, Path, Callable[[int, float], None]]):
+    pages, _, write = live
+    page = pages.open("#/curves")
+    card = page.locator(".chart-card:has(h3:text-is('Reward'))")
+    card.wait_for()
+    card.evaluate("(node) => { node.dataset.seen = 'yes' }")
+    page.locator("[aria-label='Smoothing']").fill("0")
+    write(5, 123.0)
+    page.locator(".chart-card[data-seen=yes] .readout b:text-is('123')").wait_for()
