@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 # Test processes that run at the same time. The tests are made for two cores.
 JOBS ?= 2
-REAL := slurm or ray or vllm or sglang
+REAL := slurm or ray or vllm or sglang or browser
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-all soak lint format docs diagrams clean
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      train a small model by asynchronous reinforcement learning on this machine"
 	@echo "make test      run the tests that need nothing but this machine, in five minutes on two cores"
-	@echo "make test-all  also the slow tests, and those with Ray, Slurm, SGLang and vLLM where they are installed"
+	@echo "make test-all  also the slow tests, and those with Ray, Slurm, SGLang, vLLM and Chromium where they are installed"
 	@echo "make soak      also the tests that take hours"
 	@echo "make lint      ruff and pyright"
 	@echo "make format    let ruff rewrite the files"
@@ -31,12 +31,12 @@ test: setup
 
 # Clusters and servers of the real tests exist once: those tests run in one process.
 test-all:
-	@scripts/setup dev,ray
+	@scripts/setup dev,ray,browser
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu and not soak and not ($(REAL))" $(ARGS)
 	@$(PY) -m pytest -q -m "($(REAL)) and not gpu and not soak" $(ARGS)
 
 soak:
-	@scripts/setup dev,ray
+	@scripts/setup dev,ray,browser
 	@$(PY) -m pytest -q -m "not gpu" $(ARGS)
 
 lint: setup

@@ -54,7 +54,7 @@ export function rolloutsView(root, context) {
 }
 
 function filterBar(own) {
-  const changed = debounce(() => { keep(Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, own.params[name]]))); own.list.scrollTop = 0; reload(own); countFilters(); }, 90);
+  const changed = debounce(() => { keep(Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, own.params[name]]))); own.list.scrollTop = 0; reload(own); countFilters(); }, 60);
   const field = (name, label, type) => h("input", {
     type, name, value: own.params[name] ?? "", placeholder: label, "aria-label": label, inputmode: type === "number" ? "decimal" : null, step: "any", autocomplete: "off", spellcheck: "false",
     oninput: (event) => { own.params[name] = event.target.value; changed(); },
