@@ -78,7 +78,8 @@ def is_untouched(page: Any) -> bool:
     """Say whether no script came out of text: neither ran nor stands in the page."""
     return page.evaluate(
         """() => window.pwned === undefined && !document.querySelector('#view script, #view svg[onload], img[src="x"]')
-        && [...document.querySelectorAll('#view *')].every((node) => [...node.attributes].every((a) => !a.name.startsWith('on')))"""
+        && [...document.querySelectorAll('#view *')].every((node) =>
+            [...node.attributes].every((attribute) => !attribute.name.startsWith('on')))"""
     )
 
 
