@@ -158,7 +158,7 @@ export function waitTable(lanes, [start, end], max = 12) {
     }
     const total = (end - start) * members.length;
     const top = [...reasons].sort((a, b) => b[1] - a[1])[0];
-    const name = members.length > 1 ? `${members.length} ${members[0].group} lanes` : members[0].name;
+    const name = members.length > 1 ? `${members.length} ${members[0].group} lanes` : members[0].name.includes(members[0].group) ? members[0].name : `${members[0].group}: ${members[0].name}`;
     rows.push({ name, total, phases: [...phases].sort((a, b) => (a[0] === "wait") - (b[0] === "wait") || b[1] - a[1]), waits: phases.get("wait") ?? 0, top });
   }
   return h("div", { class: "waits" }, rows.map((row) => h("div", { class: "wait-row" },

@@ -13,7 +13,7 @@ export function num(value, digits = 4) {
       return trim(scaled.toPrecision(Math.max(3, digits - 1))) + suffix;
     }
   }
-  return Number.isInteger(value) ? String(value) : trim(value.toPrecision(digits));
+  return Number.isInteger(value) ? String(value) : size >= 10 ** digits ? value.toFixed(0) : trim(value.toPrecision(digits));
 }
 
 function trim(text) {

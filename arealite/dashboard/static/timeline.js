@@ -19,7 +19,7 @@ export function timelineView(root, context) {
   own.where = h("span", { class: "num muted" });
   own.phases = h("div", { class: "phases" });
   own.waits = h("div", { class: "card panel" });
-  own.lanes = new Lanes({ onwindow: (window) => { follow(own, window); refine(own, path); } });
+  own.lanes = new Lanes({ onwindow: (window) => { own.moved = true; follow(own, window); refine(own, path); } });
   own.lanesCard = h("div", { class: "card lanes-card" }, own.lanes.element);
   own.ages = new AgeMap();
   own.servers = new ServerTable(own.groups);
@@ -79,12 +79,13 @@ async function loadTrace(own, path, context, atEnd) {
       return replace(own.waits, emptyState("Nothing to compare", "There are no spans in this run's trace."));
     }
     if (!own.lanesCard.contains(own.lanes.element)) replace(own.lanesCard, own.lanes.element);
-    const whole = !own.base || (own.lanes.window[0] <= own.base.start && atEnd);
     const size = own.lanes.window[1] - own.lanes.window[0];
+    for (const lane of answer.lanes) lane.spans.sort((a, b) => a[0] - b[0]);
     own.base = answer;
     own.lanes.setData({ lanes: answer.lanes, full: [answer.start, answer.end], overview: true });
-    // A window at the end of a live run moves with it; any other stays.
-    if (whole) own.lanes.setWindow(answer.start, answer.end, false);
+    // Until the user moves it, the window shows everything but the start-up. At the end of a live run it moves along.
+    const begin = Math.min(...answer.lanes.filter((lane) => lane.name !== "startup").map((lane) => lane.spans[0]?.[0] ?? Infinity));
+    if (!own.moved) own.lanes.setWindow(Number.isFinite(begin) ? begin : answer.start, answer.end, false);
     else if (atEnd) own.lanes.setWindow(answer.end - size, answer.end, false);
     if (own.lanes.folded.size === 0 && answer.lanes.filter((lane) => lane.group === "rollout").length > 48) own.lanes.folded.add("rollout");
     follow(own, own.lanes.window);
