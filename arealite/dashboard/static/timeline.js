@@ -109,7 +109,7 @@ function follow(own, [start, end]) {
   own.slow ??= debounce(() => {
     const [a, b] = own.lanes.window;
     const whole = a <= own.lanes.full[0] && b >= own.lanes.full[1];
-    keep({ start: whole ? null : (a - own.lanes.full[0]).toFixed(3), end: whole ? null : (b - own.lanes.full[0]).toFixed(3) });
+    if (own.moved) keep({ start: whole ? null : (a - own.lanes.full[0]).toFixed(3), end: whole ? null : (b - own.lanes.full[0]).toFixed(3) });
     if (own.base) replace(own.waits, waitTable(own.lanes.lanes, own.lanes.window));
   }, 120);
   own.slow();
