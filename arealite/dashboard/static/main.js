@@ -114,7 +114,7 @@ function show() {
   root.dataset.view = route.view;
   if (!route.run) {
     view = null;
-    return root.append(emptyState("No runs", "The folders given to `arealite dashboard` hold no run yet. A run appears here as soon as it writes stats.jsonl or config.yaml.", null));
+    return root.append(emptyState("No runs", "The folders given to `arealite dashboard` hold no run yet. A run appears here as soon as its launcher has written config.yaml and logs/.", null));
   }
   view = MAKERS[route.view](root, context);
 }
