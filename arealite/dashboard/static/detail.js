@@ -146,7 +146,7 @@ function conversation(body, data) {
   body.append(addLazily(h("div", { class: "messages" }), nodes, 20));
 }
 
-const knownRole = (role) => (["system", "user", "assistant", "tool", "prompt", "answer"].includes(role) ? role : "other");
+const knownRole = (role) => (["system", "user", "assistant", "tool", "observation", "prompt", "answer"].includes(role) ? role : "other");
 
 /** Images come from this server or are data: URLs; anything else is not loaded. */
 function imageUrl(source) {
