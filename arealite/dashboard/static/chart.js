@@ -165,7 +165,7 @@ export class Chart {
     }
     ctx.textBaseline = "alphabetic";
     ctx.textAlign = "center";
-    const xs = ticks(x0, x1, Math.max(2, inner.width / 76), xKind);
+    const xs = ticks(x0, x1, Math.max(2, inner.width / 58), xKind);
     const xStep = xs.length > 1 ? xs[1] - xs[0] : 1;
     for (const x of xs) {
       const px = toX(x);

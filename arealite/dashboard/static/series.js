@@ -64,7 +64,8 @@ export function tracePath(ctx, xs, ys, toX, toY, width) {
   };
   for (let i = 0; i < xs.length; i++) {
     const py = ys[i] === null || ys[i] === undefined || xs[i] === null ? null : toY(ys[i]);
-    if (py === null) { if (dense) flush(); open = false; continue; }
+    // Many statistics have a value at some steps only: the line goes on to the next one.
+    if (py === null) continue;
     const px = toX(xs[i]);
     if (!dense) {
       if (open) ctx.lineTo(px, py);
