@@ -220,7 +220,7 @@ export class Lanes {
     ctx.rect(x + 2, y, w - 4, height);
     ctx.clip();
     ctx.font = "500 10.5px Inter, system-ui, sans-serif";
-    const text = reason && w > 90 ? reason : span[2];
+    const text = reason && w > 240 ? reason : span[2].replace(/^wait: /, "");
     if (reason) {
       const size = Math.min(ctx.measureText(text).width + 8, w - 4);
       ctx.fillStyle = this.colors.surface;
