@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from arealite.dashboard.app import STATIC
 from tests.dashboard.browser import PHONE, Pages, chromium, find_chromium, serve
 from tests.dashboard.make_run import HOSTILE, make_run
 
@@ -321,3 +322,9 @@ def test_a_live_run_updates_without_new_nodes(live: tuple[Pages, Path, Callable[
     page.locator("[aria-label='Smoothing']").fill("0")
     write(5, 123.0)
     page.locator(".chart-card[data-seen=yes] .readout b:text-is('123')").wait_for()
+
+
+def test_every_module_is_loaded_ahead_of_time():
+    page = (STATIC / "index.html").read_text()
+    modules = {file.name for file in STATIC.glob("*.js")} - {"theme.js", "main.js"}
+    assert set(re.findall(r'modulepreload" href="static/([^"]+)"', page)) == modules
