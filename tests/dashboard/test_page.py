@@ -168,7 +168,7 @@ def test_timeline_zooms_and_keeps_its_window_in_the_link(pages: Pages):
     page.locator(".flow").wait_for()
     page.locator(".age-map canvas").wait_for()
     page.reload()
-    page.wait_for_function("() => /^\\d.*from [1-9]/.test(document.querySelector('.toolbar .num').textContent)")
+    page.wait_for_function("() => /^\\d.*from [1-9]/.test(document.querySelector('.toolbar .num')?.textContent)")
     page.keyboard.press("0")
     page.wait_for_function("() => !location.hash.includes('start=')")
 
@@ -194,7 +194,7 @@ def test_filters_choose_rollouts_and_stay_in_the_link(pages: Pages):
     found = int(status.inner_text().split()[0].replace(",", ""))
     assert 0 < found < 400
     page.reload()
-    page.wait_for_function(f"() => document.querySelector('.filters [role=status]').textContent.startsWith('{found} ')")
+    page.wait_for_function(f"() => document.querySelector('.filters [role=status]')?.textContent.startsWith('{found} ')")
     page.locator("[name=text]").fill("no answer has these words")
     page.locator("text=No rollout matches").wait_for()
 
