@@ -194,7 +194,7 @@ def test_filters_choose_rollouts_and_stay_in_the_link(pages: Pages):
     found = int(status.inner_text().split()[0].replace(",", ""))
     assert 0 < found < 400
     page.reload()
-    page.wait_for_function(f"() => document.querySelector('.filters [role=status]')?.textContent.startsWith('{found} ')")
+    page.locator(".filters [role=status]", has_text=re.compile(f"^{found} ")).wait_for()
     page.locator("[name=text]").fill("no answer has these words")
     page.locator("text=No rollout matches").wait_for()
 
