@@ -90,7 +90,8 @@ def test_help_of_a_part_of_a_kind_and_of_a_script(capsys, tmp_path):
     assert "\n  model.path " in capsys.readouterr().out
 
 
-def test_diff_of_runs_and_files(file, capsys, tmp_path):
+def test_diff_of_runs_and_files(file, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     runs = [tmp_path / "a", tmp_path / "b"]
     for number, run in enumerate(runs):
         RunDir(run).create(load_config(["--config", file, f"actor.optimizer.lr=1e-{number + 5}"], GRPOConfig))

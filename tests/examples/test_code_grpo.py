@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.examples.test_scripts import EXAMPLES, NUM_STEPS, common, grpo_overrides, run, stats_of
 
 
+@pytest.mark.slow
 def test_code_is_trained_on_a_local_file(model_path, tmp_path):
     data = tmp_path / "mbpp.jsonl"
     rows = [

@@ -83,6 +83,7 @@ def test_sft_runs_on_two_ranks_and_its_loss_falls(model_path, gsm8k_path, tmp_pa
     AutoTokenizer.from_pretrained(checkpoint)
 
 
+@pytest.mark.slow
 def test_ready_loop_equals_script_bit_for_bit(model_path, gsm8k_path, tmp_path):
     script, ready = tmp_path / "script", tmp_path / "ready"
     run(

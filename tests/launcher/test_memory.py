@@ -116,7 +116,7 @@ def test_offloaded_states_count_for_the_host(show):
 def test_without_a_gpu_the_size_can_be_given_and_unknown_models_are_said(show, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "set cluster.gpu_memory_gib" in show("0.5B")
-    assert "some/model is not on this machine" in show("0.5B", "actor.path=some/model")
+    assert "the sizes of some/model are not known" in show("0.5B", "actor.path=some/model")
 
 
 def test_parameters_are_read_from_files_if_there_are_some(tmp_path, models):

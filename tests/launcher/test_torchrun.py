@@ -45,6 +45,7 @@ def script(work):
     wait_until_gone(work)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun(work, arguments, capfdbinary):
     assert launch("script.py", arguments()) == 0
     out = capfdbinary.readouterr().out.decode()

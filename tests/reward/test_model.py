@@ -21,6 +21,7 @@ def classifier(model_path, tokenizer, tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_classifier_scores_text_and_tokens(classifier, tokenizer):
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     ids = [*tokenizer.encode("2+2?4", add_special_tokens=False), tokenizer.eos_token_id]

@@ -96,12 +96,17 @@ class ModelSize:
 
 
 def read_model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model in a folder or in the hub's cache; None if there is none."""
+    """Return the sizes of the model in a folder or in the hub's cache; None if they are not known.
+
+    That is, there is no such folder, or its config.json leaves them to the defaults of the model's class.
+    """
     folder = _local_folder(path)
     if folder is None:
         return None
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = ModelSize.of(config)
+    if not (size.hidden and size.layers and size.vocab):
+        return None
     counts = [_count_numbers(file) for file in folder.glob("*.safetensors")]
     return ModelSize.of(config, sum(counts)) if sum(counts) > size.ends else size
 
