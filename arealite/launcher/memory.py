@@ -96,7 +96,7 @@ def describe_memory(job: Job, runs_here: bool) -> str:
     values: Values = OmegaConf.to_container(OmegaConf.create(job.config.resolved_yaml), resolve=False)  # pyright: ignore
     missing = [path for path in _model_paths(job, values) if read_model_size(path) is None]
     if missing or not _model_paths(job, values):
-        what = f"the sizes of {missing[0]} are not known on this machine" if missing else "the configuration names no model"
+        what = f"the sizes of {missing[0]} are not known here" if missing else "the configuration names no model"
         return f"memory: not estimated, because {what}"
     devices = estimate(job, values, runs_here)
     lines = ["memory in GiB, estimated (at most, with the longest answers):"]
