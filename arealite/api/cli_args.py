@@ -96,6 +96,10 @@ class RecoverConfig(FreqConfig):
             yield f"recover.retries={self.retries} needs a checkpoint to restart from: set recover.mode=auto"
 
 
+# Keys of `stats_logger` that are services; each needs the package of its name.
+SERVICES = ("wandb", "swanlab", "trackio")
+
+
 @dataclass
 class StatsLoggerConfig(Section):
     """Outputs of statistics besides stats.jsonl."""
@@ -107,6 +111,10 @@ class StatsLoggerConfig(Section):
     swanlab: str = _choice("Also log to SwanLab, or write its files for `swanlab sync`.", "off", "online", "offline")
     trackio: str = _help("Also log with trackio: local, or a Hugging Face Space as user/name.", "off")
     console: bool = _help("Show the live table on the console.", True)
+
+    def problems(self) -> Iterator[str]:
+        if not re.fullmatch(r"off|local|[\w.-]+/[\w.-]+", self.trackio):
+            yield f"stats_logger.trackio={self.trackio} is none of off, local, or a Hugging Face Space as user/name"
 
 
 @dataclass

@@ -17,12 +17,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from arealite.api.backends import KEY_REFERENCE
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, RWConfig, ServerConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.cli.main import MainConfig
 from arealite.launcher.launch_config import find_config_class, resolve_config
-from arealite.utils.config import load_config, load_plain, print_to_pipe, read_sources, run_main, to_yaml
+from arealite.utils.config import hide_secrets, load_config, load_plain, print_to_pipe, read_sources, run_main, to_yaml
 from arealite.utils.config_help import fill_text, help_text, nearest_text
 from arealite.utils.rundir import RunDir
 
@@ -77,8 +76,7 @@ def show(argv: list[str]) -> list[str]:
         for source, part in read_sources(rest, cls):
             name = "command line" if source.startswith("override ") else source
             origins |= dict.fromkeys(flatten(OmegaConf.to_container(part)), name)
-    _hide_key(values)
-    return list(_yaml_lines(values, origins, only_set))
+    return list(_yaml_lines(hide_secrets(values), origins, only_set))
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -127,15 +125,6 @@ def _config_file(where: str) -> Path:
 
 def _read_file(path: Path) -> Any:
     return OmegaConf.to_container(load_plain(["--config", str(path)]))
-
-
-def _hide_key(values: Any) -> None:
-    """Replace API keys by a reference to the environment."""
-    for name, value in list(values.items()):
-        if isinstance(value, dict):
-            _hide_key(value)
-        elif name == "api_key" and value is not None:
-            values[name] = KEY_REFERENCE
 
 
 def _yaml_lines(values: Any, origins: dict[str, str], only_set: bool, prefix: str = "") -> Iterator[str]:
@@ -189,8 +178,7 @@ def _diff(argv: list[str]) -> int:
     paths = [_config_file(where) for where in argv]
     sides = []
     for path in paths:
-        values = _read_file(path)
-        _hide_key(values)
+        values = hide_secrets(_read_file(path))
         sides.append({key: _yaml_value(value) for key, value in flatten(values).items()})
     first, second = sides
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]

@@ -38,6 +38,7 @@ from arealite.launcher.launch_config import launch_config_of
 from arealite.launcher.placement import local_slots
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.model_config import check_model
+from arealite.utils.process import RESUME_ENV
 from arealite.utils.rundir import RunDir, make_new_folder, run_path
 
 logger = logging.getLogger("arealite.easy")
@@ -128,7 +129,7 @@ class EasyTrainer(abc.ABC):
         path continues that recover checkpoint.
         """
         check_process()
-        config = self._start_config()
+        config = self._start_config(resume_from_checkpoint)
         launch_config = launch_config_of(config)
         job = Job(launch_config, "", [], *local_slots(launch_config))
         check_job(job, servers_run_here=True)
@@ -136,7 +137,9 @@ class EasyTrainer(abc.ABC):
         job.save()
         folders = job.run_dir
         threads = job.placement().threads
+        call = f'{type(self).__name__}(…, trial_name="{config.trial_name}").train(resume_from_checkpoint=True)'
         with (
+            variables({RESUME_ENV: call}),
             borrowed_process(folders.logs / "rank0.log", threads),
             ServersBeside(job) as servers,
             variables(servers.environment()),
@@ -146,9 +149,12 @@ class EasyTrainer(abc.ABC):
         self.result = TrainResult(path, folders.path, read_stats(folders), self.has_scalar_head)
         return self.result
 
-    def _start_config(self) -> Any:
+    def _start_config(self, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Return the configuration of a new run, with a run directory and a model that servers can read."""
         config = self.config
+        if resume_from_checkpoint and config.recover.mode == "disabled":
+            # Otherwise the earlier run of this name, with its checkpoint, is moved aside.
+            config = dataclasses.replace(config, recover=dataclasses.replace(config.recover, mode="auto"))
         if self.given.get("trial_name") is None:
             folder = run_path(config.cluster.fileroot, config.experiment_name, "run").parent
             name = make_new_folder(folder / f"run{number}" for number in itertools.count(1)).name

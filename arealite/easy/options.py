@@ -6,7 +6,7 @@ the configuration (`seed`, `gconfig={…}`, `**{"actor.optimizer.lr": 1e-5}`) or
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
 from arealite.api.errors import ConfigError
-from arealite.easy.trl_args import is_field, read_fields, read_peft, translate, unknown_fields
+from arealite.easy.trl_args import is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
 from arealite.utils.config import load_plain, merge_sources
 
 C = TypeVar("C", bound=BaseExperimentConfig)
@@ -63,16 +63,24 @@ def read_given(
     is_rl, on_gpu = section == "actor", torch.cuda.is_available()
     own_keys = {field.name for field in dataclasses.fields(cls)}
     fields = {} if args is None else read_fields(args)
+    plain = {**(fields if isinstance(args, Mapping) else {}), **options}
+    ignored = {
+        name: value
+        for name, value in plain.items()
+        if name.split(".")[0] not in own_keys and not is_field(name, is_rl) and is_ignored(name, is_rl)
+    }
+    if ignored:
+        given.warnings.append(_ignored_text(f"{name}={value!r}" for name, value in ignored.items()))
     if isinstance(args, Mapping):
         # A dict may mix fields of TRL and keys.
-        keys = {name: value for name, value in fields.items() if not is_field(name, is_rl)}
+        keys = {name: value for name, value in fields.items() if not is_field(name, is_rl) and name not in ignored}
         fields = {name: value for name, value in fields.items() if name not in keys}
         given.sources.append(("args", _nested(keys, "args")))
     elif args is not None:
         names = unknown_fields(args, fields, is_rl)
         if names:
-            given.warnings.append(f"args: {', '.join(names)} has no counterpart here and is ignored")
-    short = {k: v for k, v in options.items() if k not in own_keys and is_field(k, is_rl)}
+            given.warnings.append(_ignored_text(names))
+    short = {k: v for k, v in options.items() if k not in own_keys and (is_field(k, is_rl) or k in ignored)}
     given.fields = {**fields, **short}
     of_args, of_all = (translate(each, section, on_gpu) if each else {} for each in (fields, given.fields))
     # Some fields have a meaning only together: a batch size and the size of a group.
@@ -83,6 +91,10 @@ def read_given(
     given.sources.append(("config", _read_config(config, cls)))
     given.sources.append(("the keyword arguments", _nested(own, "the keyword arguments")))
     return given
+
+
+def _ignored_text(fields: Iterable[str]) -> str:
+    return f"arguments without counterpart here are ignored: {', '.join(fields)}"
 
 
 def _read_config(config: Any, cls: type[BaseExperimentConfig]) -> DictConfig:

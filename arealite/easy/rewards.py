@@ -30,7 +30,10 @@ _MAX_TEXT = 10_000
 _OF_ONE = {"prompt", "completion", "prompt_ids"}
 _OF_GROUP = {"prompts", "completions"}
 # What a function of each kind may ask for besides the columns of the dataset.
-_GIVEN = {False: {"prompt", "completion", "prompt_ids", "completion_ids"}, True: _OF_GROUP | {"completion_ids"}}
+_GIVEN = {
+    False: {"prompt", "completion", "prompt_ids", "completion_ids"},
+    True: _OF_GROUP | {"completion_ids", "trainer_state"},
+}
 
 
 @dataclass(frozen=True)
@@ -179,14 +182,14 @@ class Rewards(RewardPool):
         if self._turns is None:
             self._turns = asyncio.Semaphore(_MAX_THREADS)
         try:
-            async with self._turns, asyncio.timeout(self.timeout_s):
+            async with self._turns, asyncio.timeout(self.timeout_s) as deadline:
                 return await (call() if is_async(part.fn) else _in_thread(call))
-        except TimeoutError as error:
-            raise RewardError(
-                f"reward {part.name} did not return within {self.timeout_s:g} s (reward_timeout_s)"
-            ) from error
-        # Reward code may raise anything.
+        # Reward code may raise anything, also a TimeoutError of its own.
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise RewardError(
+                    f"reward {part.name} did not return within {self.timeout_s:g} s (reward_timeout_s)"
+                ) from error
             text = "".join(traceback.format_exception(error, limit=-3))[:_MAX_TEXT]
             raise RewardError(f"reward {part.name} raised:\n{text}") from error
 

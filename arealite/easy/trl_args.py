@@ -24,10 +24,10 @@ _SAME = {
     "seed": "seed",
     "output_dir": "cluster.fileroot",
     "max_length": "train_dataset.max_length",
-    "max_prompt_length": "train_dataset.max_length",
     "shuffle_dataset": "train_dataset.shuffle",
 }
 _SAME_RL = {
+    "max_prompt_length": "train_dataset.max_length",
     "num_generations": "gconfig.n_samples",
     "max_completion_length": "gconfig.max_new_tokens",
     "temperature": "gconfig.temperature",
@@ -71,16 +71,15 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 # Fields that change nothing here: how TRL runs, logs and shows; what `__post_init__` fills in.
 _IGNORED = (
     "logging_", "log_", "dataloader_", "ddp_", "vllm_", "hub_", "push_to_hub", "eval_", "save_", "fsdp", "torch_",
-    "do_", "per_device_eval", "label_", "_", "tf32", "disable_", "remove_unused", "ds3_", "pad_", "cast_lm",
+    "do_", "per_device_eval", "label_names", "_", "tf32", "disable_", "remove_unused", "ds3_", "pad_", "cast_lm",
     "num_completions", "accelerator_config", "parallelism_config", "average_tokens", "local_rank", "project",
     "trackio_", "include_", "skip_memory", "length_column", "train_sampling", "prediction_loss", "batch_eval",
     "jit_mode", "full_determinism", "data_seed", "ignore_data_skip", "restore_callback", "greater_is", "metric_for",
-    "load_best", "debug", "deepspeed_plugin", "gradient_checkpointing_kwargs", "group_by", "past_index",
-    "mp_parameters", "run_name", "use_legacy", "use_liger", "trust_remote", "sapo_temperature", "vespo_", "ref_model_",
-    "cache_",
-    "entropy_", "use_bias_correction", "use_transformers", "transformers_", "use_vllm", "dataset_", "model_adapter",
+    "debug", "deepspeed_plugin", "gradient_checkpointing_kwargs", "group_by", "past_index", "mp_parameters", "run_name",
+    "use_legacy", "use_liger", "trust_remote", "ref_model_", "cache_", "entropy_", "use_transformers",
+    "transformers_", "use_vllm", "dataset_", "model_adapter",
     "ref_adapter", "eos_token", "overwrite_", "tpu_", "xpu_", "no_cuda", "half_precision", "enable_jit",
-    "neftune", "liger", "distributed_", "resume_from", "warmup_", "optim_", "lr_scheduler", "bf16_", "fp16_",
+    "neftune", "liger", "distributed_", "resume_from", "warmup_", "lr_scheduler", "bf16_", "fp16_",
 )  # fmt: skip
 _OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
 _OPTIMIZERS |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
@@ -89,6 +88,8 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
 _LOSSES = {"grpo": ("clip", "sequence"), "bnpo": ("clip", "token"), "dapo": ("clip", "token"),
            "dr_grpo": ("clip", "constant"), "cispo": ("cispo", "token"), "sapo": ("sapo", "sequence")}  # fmt: skip
 _SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+# Values of `stats_logger`, by `report_to`.
+_SERVICES = {"tensorboard": True, "wandb": "online", "swanlab": "online", "trackio": "local"}
 _PREFERENCES = {"sigmoid": "dpo", "ipo": "ipo"}
 
 Fields = Mapping[str, Any]
@@ -99,6 +100,12 @@ def is_field(name: str, is_rl: bool = True) -> bool:
     """Whether a keyword argument is a field of TRL's arguments that is translated or refused."""
     own = _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL.keys() if is_rl else set())
     return name in own
+
+
+def is_ignored(name: str, is_rl: bool) -> bool:
+    """Whether a field of TRL's arguments changes nothing here."""
+    # TRL cuts prompts of supervised rows at a length of their own; here `max_length` is that of the whole row.
+    return name.startswith(_IGNORED) or (name == "max_prompt_length" and not is_rl)
 
 
 def read_fields(args: Any) -> dict[str, Any]:
@@ -143,6 +150,11 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     parts += [_rl_batch, _objective] if is_rl else [_batch, _preference]
     for part in parts:
         found |= part(fields, section, on_gpu)
+    # TRL counts optimizer steps; a step here is a whole generation batch.
+    updates = found.get("actor.ppo_n_minibatches", 1)
+    for key in ("total_train_steps", "saver.freq_steps", "evaluator.freq_steps", "warmup_steps"):
+        if key in found:
+            found[key] = math.ceil(found[key] / updates)
     return found
 
 
@@ -201,7 +213,11 @@ def _frequencies(fields: Fields, section: str, on_gpu: bool) -> Keys:
 def _loggers(fields: Fields, section: str, on_gpu: bool) -> Keys:
     wanted = fields.get("report_to") or []
     names = [wanted] if isinstance(wanted, str) else list(wanted)
-    return {f"stats_logger.{name}": True for name in names if name not in ("none", "all")}
+    names = [name for name in names if name not in ("none", "all")]
+    unknown = [name for name in names if name not in _SERVICES]
+    if unknown:
+        raise ConfigError(f"report_to={unknown[0]!r} has no counterpart: use none or {', '.join(_SERVICES)}")
+    return {f"stats_logger.{name}": _SERVICES[name] for name in names}
 
 
 def _batch(fields: Fields, section: str, on_gpu: bool) -> Keys:
@@ -225,10 +241,13 @@ def _rl_batch(fields: Fields, section: str, on_gpu: bool) -> Keys:
             f"a batch has {whole} completions (per_device_train_batch_size={size} times {whole // size}), which is not "
             f"divisible by num_generations={group}: change one of them"
         )
-    return {
-        "train_dataset.batch_size": whole // group,
-        "actor.ppo_n_minibatches": max(1, whole // (size * accumulated)),
-    }
+    if whole % (size * accumulated):
+        raise ConfigError(
+            f"a generation batch has {whole} completions, which is not divisible by the {size * accumulated} of an "
+            "optimizer step (per_device_train_batch_size times gradient_accumulation_steps): change one of them"
+        )
+    updates = whole // (size * accumulated)
+    return {"train_dataset.batch_size": whole // group, "actor.ppo_n_minibatches": updates}
 
 
 def _objective(fields: Fields, section: str, on_gpu: bool) -> Keys:
@@ -243,6 +262,8 @@ def _objective(fields: Fields, section: str, on_gpu: bool) -> Keys:
     found: Keys = {}
     loss, mean = _LOSSES[kind or "grpo"]
     if level == "sequence":
+        if loss != "clip":
+            raise ConfigError(f"loss_type={kind!r} has no sequence level: leave importance_sampling_level at token")
         loss, mean = "gspo", "sequence"
     if kind is not None or scale is not None or level == "sequence":
         norm = {"mean_level": "group", "std_level": _SCALES[True if scale is None else scale]}
@@ -253,6 +274,12 @@ def _objective(fields: Fields, section: str, on_gpu: bool) -> Keys:
             for name, key in (("epsilon", "actor.eps_clip"), ("epsilon_high", "actor.eps_clip_higher"))
             if fields.get(name) is not None
         }
+    if loss == "cispo":
+        # TRL's epsilon_high is the largest weight itself, and there is no smallest.
+        largest = fields.get("epsilon_high") or fields.get("epsilon") or 0.2
+        if largest <= 1:
+            raise ConfigError(f"loss_type='cispo' cuts weights at epsilon_high={largest}: set one above 1, such as 5")
+        found |= {"actor.eps_clip": 1.0, "actor.eps_clip_higher": largest - 1.0}
     if fields.get("delta") is not None:
         found["actor.c_clip"] = fields["delta"]
     if (fields.get("num_generations_eval") or 1) > 1:

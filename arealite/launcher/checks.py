@@ -5,6 +5,7 @@ these reasons.
 """
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 from arealite.api.alloc_mode import AllocationMode
@@ -33,6 +34,20 @@ def check_job(job: Job, servers_run_here: bool) -> None:
             raise ConfigError(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():
         _check_dataset(config, key, path)
+    if not _runs_elsewhere(config):
+        check_loggers(config.logger_packages)
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise if the package of a service that statistics are sent to is missing."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"stats_logger.{name} needs its package: pip install 'arealite[{name}]'")
+
+
+def _runs_elsewhere(config: LaunchConfig) -> bool:
+    """Whether ranks run in a container or another environment than this one."""
+    return any(key == "wrap" or key.startswith("container") for key in config.launcher.slurm)
 
 
 def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
@@ -62,8 +77,7 @@ def _check_dataset(config: LaunchConfig, key: str, path: str) -> None:
         return
     if is_local:
         raise ConfigError(f"there is no dataset at {path} ({key}): give a file or a folder")
-    runs_elsewhere = any(k == "wrap" or k.startswith("container") for k in config.launcher.slurm)
-    if config.reads_datasets and not runs_elsewhere and importlib.util.find_spec("datasets") is None:
+    if config.reads_datasets and not _runs_elsewhere(config) and importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"{key}={path} is not a local path, and datasets from the hub need the package `datasets`: "
             "pip install 'arealite[hub]', or give a .jsonl file"

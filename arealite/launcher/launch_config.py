@@ -58,6 +58,8 @@ class LaunchConfig:
     # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
+    # Packages of the services that statistics are sent to.
+    logger_packages: list[str] = field(default_factory=list)
     resolved_yaml: str = ""
 
     @property
@@ -214,6 +216,8 @@ def _pick_keys(values: Any) -> LaunchConfig:
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")
     config.server_addrs = list(rollout.get("server_addrs") or [])
+    services = _section(values, "stats_logger")
+    config.logger_packages = [name for name in cli_args.SERVICES if str(services.get(name, "off")) != "off"]
     config.resolved_yaml = public_yaml(values)
     for name in ("recover", "cluster", "launcher", "server"):
         check_section(name, getattr(config, name))

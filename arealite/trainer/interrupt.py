@@ -16,7 +16,7 @@ from arealite.launcher.job import resume_command
 from arealite.trainer.recover import Recover
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank, world_size
-from arealite.utils.process import ATTEMPT_ENV
+from arealite.utils.process import ATTEMPT_ENV, RESUME_ENV
 
 
 class Interrupt:
@@ -43,7 +43,10 @@ class Interrupt:
     def stop_if_due(self, recover: Recover, info: StepInfo, is_last: bool) -> None:
         """After Ctrl+C save a recover checkpoint and end the run; rank 0 decides for all ranks."""
         self.has_step = True
-        if is_last or not (broadcast_json(self.is_requested) if world_size() > 1 else self.is_requested):
+        if is_last:
+            # The model is saved. Only evaluations may follow, which Ctrl+C ends at once.
+            return self.remove()
+        if not (broadcast_json(self.is_requested) if world_size() > 1 else self.is_requested):
             return
         path = recover.path(info)
         try:
@@ -55,12 +58,14 @@ class Interrupt:
             show_message(f"warning: {error}")
         if rank() == 0 and path.exists():
             show_message(f"saved {path}")
-            if ATTEMPT_ENV not in os.environ:
-                show_message(f"resume with: {resume_command()}")
+            if RESUME_ENV in os.environ or ATTEMPT_ENV not in os.environ:
+                show_message(f"resume with: {os.environ.get(RESUME_ENV) or resume_command()}")
         raise KeyboardInterrupt
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.is_requested or not self.has_step:
+            if rank() == 0:
+                show_message("stopped without a new checkpoint")
             raise KeyboardInterrupt
         self.is_requested = True
         if rank() == 0:

@@ -6,7 +6,6 @@ nothing more. The project is the experiment, the run is the trial; a resumed run
 """
 
 import importlib
-import importlib.util
 import logging
 import queue
 import threading
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from arealite.api.cli_args import BaseExperimentConfig
-from arealite.api.errors import ConfigError
-from arealite.utils.config import public_yaml
+from arealite.launcher.checks import check_loggers
+from arealite.utils.config import hide_secrets, public_yaml
 from arealite.utils.console import show_message
 from arealite.utils.rundir import RunDir, write_file
 
@@ -79,12 +78,10 @@ def make_service_loggers(config: BaseExperimentConfig, run_dir: RunDir) -> list[
     """Return a logger for each service that `stats_logger` names; raises if its package is missing."""
     modes = {name: str(getattr(config.stats_logger, name)) for name in _OPEN}
     chosen = {name: mode for name, mode in modes.items() if mode != "off"}
-    for name in chosen:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"stats_logger.{name} needs its package: pip install 'arealite[{name}]'")
+    check_loggers(chosen)
     if not chosen:
         return []
-    values = yaml.safe_load(public_yaml(config))
+    values = hide_secrets(yaml.safe_load(public_yaml(config)))
     info = RunInfo(config.experiment_name, config.trial_name, _run_id(run_dir), values, run_dir.path)
     return [ServiceLogger(name, info, mode) for name, mode in chosen.items()]
 

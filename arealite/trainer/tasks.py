@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig, GenerationHyperparameters, GRPOConfig
 from arealite.api.dataset_args import DataSourceConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, DatasetError
 from arealite.api.named_code import accepted, load_object
 from arealite.api.reward_api import RewardFn
 from arealite.api.rollout_api import load_workflow
@@ -195,7 +195,12 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
     `kind` is that of the trainer: grpo, sft, rw, dpo, or None for evaluation. Data of the hub is not downloaded.
     """
     training: Mapping[str, DataSourceConfig] = config.train_datasets or {"": config.train_dataset}
-    for data in (*(training.values() if kind else ()), *config.validation_sets.values()):
+    sets: list[tuple[str, DataSourceConfig]] = [*(_by_key("train_dataset", training) if kind else ())]
+    sets += _by_key("valid_dataset", {} if config.valid_dataset is None else {"": config.valid_dataset})
+    sets += _by_key("valid_dataset", config.valid_datasets)
+    for key, data in sets:
+        if not _are_raw(config, data):
+            _check_file(data, key)
         if kind in (None, "grpo") and config.workflow is not None:
             found = load_object(config.workflow, "workflow")
             accepted(found, config.workflow, config.workflow_args, _offered(config, data), "workflow")
@@ -203,6 +208,18 @@ def check_data(config: BaseExperimentConfig, kind: str | None) -> None:
             find_reward(data, config.reward)
         if not _are_raw(config, data):
             _check_rows(data, kind)
+
+
+def _by_key(key: str, sets: Mapping[str, DataSourceConfig]) -> list[tuple[str, DataSourceConfig]]:
+    """Return datasets with the key of each path; one without a name is the only one."""
+    return [(f"{key}s.{name}.path" if name else f"{key}.path", data) for name, data in sets.items()]
+
+
+def _check_file(data: DataSourceConfig, key: str) -> None:
+    try:
+        find_files(data)
+    except DatasetError as error:
+        raise DatasetError(f"{error} ({key}): give a file, a folder, or a name of the hub") from error
 
 
 def _check_rows(data: DataSourceConfig, kind: str | None) -> None:

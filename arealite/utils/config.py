@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import logging
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,8 @@ COLLAPSED = 3
 _PERMANENT = (ConfigError, DatasetError, CheckpointError)
 # Each is merged on its own, so that an error can name it.
 MAX_OVERRIDES = 500
+# Keys whose texts are not shown; `tokenizer_path` is none of them.
+_SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)
 _OPTIONS = ("--config", "--help", "--dry-run")
 
 
@@ -115,6 +118,20 @@ def public_yaml(config: Any) -> str:
     if OmegaConf.select(node, "server.api_key") is not None:
         node = OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}})
     return OmegaConf.to_yaml(node)
+
+
+def hide_secrets(values: Any, key: str = "") -> Any:
+    """Return nested values without the texts of keys and sections that name a secret.
+
+    An API key becomes a reference to the environment, as in `public_yaml`.
+    """
+    if isinstance(values, dict):
+        return {name: hide_secrets(v, key if _SECRET.search(key) else str(name)) for name, v in values.items()}
+    if isinstance(values, list):
+        return [hide_secrets(value, key) for value in values]
+    if not isinstance(values, str) or not _SECRET.search(key):
+        return values
+    return KEY_REFERENCE if key == "api_key" else "(hidden)"
 
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:

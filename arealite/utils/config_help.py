@@ -152,7 +152,9 @@ def _lines_of_part(cls: type, part: str) -> Iterator[str]:
         own = [row for row in rows if row.path.startswith(f"{path}.")]
         yield f"{path}: {text}"
         if len(own) > _MAX_KEYS:
-            yield from _table(_plain_keys(section, f"{path}."))
+            plain = {row.path for row in _plain_keys(section, f"{path}.")}
+            # Rows of the whole class: a section may have other defaults in it than by itself.
+            yield from _table([row for row in own if row.path in plain])
             yield from _part_list(section, f"{path}.")
         else:
             yield from _table(own)

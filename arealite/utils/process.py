@@ -23,6 +23,8 @@ MARK_ENV = "AREALITE_PROCESS"
 CONTROLLER_ENV = "AREALITE_CONTROLLER"
 # Number of the attempt at a job, set by a launcher.
 ATTEMPT_ENV = "AREALITE_ATTEMPT"
+# How an interrupted run goes on, if not by its command.
+RESUME_ENV = "AREALITE_RESUME"
 # Folder in which the ranks of one machine meet, set by a launcher.
 STORE_ENV = "AREALITE_STORE"
 _PR_SET_PDEATHSIG = 1

@@ -80,6 +80,12 @@ def test_a_key_is_not_shown(file, capsys):
     assert not any("secret" in line for line in shown(capsys, "grpo", "--config", file, "server.api_key=secret"))
 
 
+def test_secrets_are_not_shown_and_only_they_are_hidden(file, capsys):
+    lines = shown(capsys, "grpo", "--config", file, "workflow_args.my_token=abc", "tokenizer_path=here")
+    assert "my_token: (hidden)" in lines and "tokenizer_path: here" in lines
+    assert sum("(hidden)" in line for line in lines) == 1
+
+
 def test_help_of_a_part_of_a_kind_and_of_a_script(capsys, tmp_path):
     assert config.main(["help", "grpo", "gconfig"]) == 0
     assert "\n  gconfig.n_samples " in capsys.readouterr().out

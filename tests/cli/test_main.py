@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from arealite.api.cli_args import GRPOConfig
@@ -63,3 +65,11 @@ def test_the_file_that_ranks_read_has_no_key(tmp_path, gsm8k_path, monkeypatch):
     with _config_file(flat, tmp_path) as path:
         assert "secret" not in path.read_text()
         assert load_config(["--config", str(path)], GRPOConfig).server.api_key == "secret"
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize("key", ["valid_dataset.path", "valid_datasets.mine.path"])
+def test_a_missing_validation_set_of_an_evaluation_is_named_by_its_key(tmp_path, key, more):
+    options = ["trainer.type=null", f"{key}=/nope.jsonl", f"cluster.fileroot={tmp_path}"]
+    with pytest.raises(AReaLiteError, match=rf"no dataset at /nope\.jsonl \({re.escape(key)}\)"):
+        main([*options, *more])

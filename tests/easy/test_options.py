@@ -92,6 +92,14 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
         ({"optim": "sgd"}, "use one of adamw_torch"),
         ({"per_device_train_batch_size": 4}, "not divisible by num_generations=8"),
         ({"model_init_kwargs": {"dtype": "x"}}, "set actor.dtype"),
+        ({"report_to": "mlflow"}, "report_to='mlflow' has no counterpart: use none or tensorboard, wandb"),
+        ({"loss_type": "cispo", "epsilon": 0.2}, "epsilon_high=0.2: set one above 1"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "has no sequence level"),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 2},
+            "16 completions, which is not divisible by the 32 of an optimizer step",
+        ),
+        ({"load_best_model_at_end": True}, "unknown key 'load_best_model_at_end'"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -126,7 +134,7 @@ def test_fields_without_counterpart():
     with pytest.raises(ConfigError, match=r"mask_truncated_completions=True has no counterpart: use actor.overlong"):
         make(args=LikeTRL(mask_truncated_completions=True))
     given = read_given(GRPOConfig, LikeTRL(brand_new=True, use_vllm=True), None, {}, None)
-    assert given.warnings == ["args: brand_new=True has no counterpart here and is ignored"]
+    assert given.warnings == ["arguments without counterpart here are ignored: brand_new=True"]
     with pytest.raises(ConfigError, match="args is int"):
         make(args=3)
 
@@ -134,12 +142,69 @@ def test_fields_without_counterpart():
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"])
 @pytest.mark.parametrize("scale", [True, False, "group", "batch", "none"])
 def test_every_loss_of_trl_is_a_valid_objective(kind, scale):
-    config = make(args=LikeTRL(loss_type=kind, scale_rewards=scale))
+    config = make(args=LikeTRL(loss_type=kind, scale_rewards=scale, epsilon_high=5.0 if kind == "cispo" else None))
     assert config.actor.algorithm == "custom"
 
 
 def test_ratios_of_sequences_are_gspo():
     assert make(importance_sampling_level="sequence").actor.loss == "gspo"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tensorboard", True), ("wandb", "online"), ("swanlab", "online"), ("trackio", "local")]
+)
+def test_services_of_trl(name, value):
+    config = make(report_to=[name])
+    assert getattr(config.stats_logger, name) == value
+    assert make(report_to="none").stats_logger.wandb == "off"
+
+
+def test_steps_of_trl_are_optimizer_steps():
+    config = make(
+        args={"per_device_train_batch_size": 8, "steps_per_generation": 4, "max_steps": 100, "save_steps": 50},
+        warmup_steps=20,
+    )
+    assert (config.train_dataset.batch_size, config.actor.ppo_n_minibatches) == (4, 4)
+    # 25 generation batches are 100 optimizer steps.
+    assert (config.total_train_steps, config.saver.freq_steps) == (25, 13)
+    assert config.actor.optimizer.warmup_steps_proportion == 0.2
+
+
+def test_the_largest_weight_of_cispo():
+    config = make(loss_type="cispo", epsilon_high=5.0)
+    assert (config.actor.loss, config.actor.eps_clip, config.actor.eps_clip_higher) == ("cispo", 1.0, 4.0)
+
+
+def test_fields_that_change_the_result_are_never_ignored_silently():
+    @dataclass
+    class Args:
+        load_best_model_at_end: bool = False
+        label_smoothing_factor: float = 0.0
+        optim_args: str = ""
+        sapo_temperature_neg: float = 1.05
+        use_bias_correction_kl: bool = False
+        logging_steps: int = 10
+
+    given = read_given(GRPOConfig, Args(True, 0.1, "x", 2.0, True, 1), None, {}, None)
+    (text,) = given.warnings
+    assert all(field.name in text for field in dataclasses.fields(Args) if field.name != "logging_steps")
+    assert "logging_steps" not in text
+
+
+@pytest.mark.parametrize("as_args", [True, False])
+def test_fields_about_how_trl_runs_are_ignored_with_one_warning(as_args):
+    fields = {"logging_steps": 1, "use_vllm": True, "max_steps": 3, "eval_gconfig.max_new_tokens": 7}
+    given = read_given(GRPOConfig, fields if as_args else None, None, {} if as_args else fields, None)
+    assert given.warnings == ["arguments without counterpart here are ignored: logging_steps=1, use_vllm=True"]
+    config = make_config(GRPOConfig, given, "org/model", DATA)
+    assert (config.total_train_steps, config.eval_gconfig.max_new_tokens) == (3, 7)
+
+
+def test_the_length_of_prompts_is_that_of_rows_in_reinforcement_learning_only():
+    assert make(max_prompt_length=512).train_dataset.max_length == 512
+    given = read_given(DPOConfig, {"max_length": 1024, "max_prompt_length": 512}, None, {}, None)
+    assert given.warnings == ["arguments without counterpart here are ignored: max_prompt_length=512"]
+    assert make_config(DPOConfig, given, "org/model", DATA).train_dataset.max_length == 1024
 
 
 def test_a_dict_may_mix_fields_and_keys():

@@ -125,3 +125,20 @@ def test_a_reward_that_hangs_fails_at_its_deadline():
     with pytest.raises(RewardError, match=r"did not return within 0.1 s \(reward_timeout_s\)"):
         score(lambda completion: stop.wait(60), [row()], timeout_s=0.1)
     stop.set()
+
+
+def test_a_timeout_inside_of_a_reward_is_an_error_of_the_reward():
+    def reward(completion):
+        raise TimeoutError("the judge did not answer")
+
+    with pytest.raises(RewardError, match=r"(?s)reward1 raised:.*TimeoutError: the judge did not answer"):
+        score(reward, [row()])
+
+
+def test_a_reward_may_name_the_state_of_the_trainer():
+    def reward(completions, trainer_state):
+        assert trainer_state is None
+        return [1.0] * len(completions)
+
+    check_columns(read_rewards(reward, None), ["prompt"])
+    assert score(reward, [row()]) == [1]

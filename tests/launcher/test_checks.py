@@ -59,6 +59,20 @@ def test_a_server_that_is_not_installed(refused):
     refused("vllm is not installed in", mode="vllm.d1+d1")
 
 
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+def test_a_logger_that_is_not_installed(refused, name, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *a: None if module == name else find(module, *a))
+    value = "local" if name == "trackio" else "offline"
+    refused(
+        rf"stats_logger\.{name} needs its package: pip install 'arealite\[{name}\]'", f"stats_logger.{name}={value}"
+    )
+
+
+def test_values_of_trackio(refused):
+    refused(r"stats_logger\.trackio=online is none of off, local", "stats_logger.trackio=online")
+
+
 def test_paths_that_do_not_exist(refused):
     refused(r"actor\.path: model path '/nowhere' does not exist", "actor.path=/nowhere")
     refused(r"no dataset at /nowhere \(valid_dataset\.path\)", "valid_dataset.path=/nowhere")

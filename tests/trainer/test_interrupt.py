@@ -1,4 +1,4 @@
-"""Ctrl+C in a real run under the launcher: a checkpoint, and a command that resumes."""
+"""Ctrl+C: what each signal does, and a real run under the launcher with a command that resumes."""
 
 import os
 import shlex
@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from arealite.trainer.interrupt import Interrupt
 from arealite.trainer.stats_logger import read_stats
+from arealite.utils.process import RESUME_ENV
 from arealite.utils.rundir import RunDir
 
 TIMEOUT_S = 240.0
@@ -30,6 +32,50 @@ def wait_for_steps(process: subprocess.Popen, run_dir: RunDir, count: int) -> No
     while len(read_stats(run_dir)) < count:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
+
+
+@pytest.fixture
+def interrupt():
+    """Installed for a run with a step, and removed after the test."""
+    handler = Interrupt()
+    handler.install(has_step=True)
+    yield handler
+    handler.remove()
+
+
+class SavedAlready:
+    """A recover checkpoint that is there."""
+
+    def __init__(self, path):
+        self.saved = path
+
+    def path(self, info):
+        return self.saved
+
+    def wait(self):
+        pass
+
+
+def test_ctrl_c_during_the_evaluation_after_the_last_step_ends_at_once(interrupt):
+    interrupt.stop_if_due(None, None, is_last=True)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_says_that_nothing_is_saved(interrupt, capsys):
+    signal.raise_signal(signal.SIGINT)
+    assert "a checkpoint is saved after this step" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert "stopped without a new checkpoint" in capsys.readouterr().out
+
+
+def test_a_run_of_python_says_which_call_resumes(interrupt, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(RESUME_ENV, "SFTTrainer(…).train(resume_from_checkpoint=True)")
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.stop_if_due(SavedAlready(tmp_path), None, is_last=False)
+    assert "resume with: SFTTrainer(…).train(resume_from_checkpoint=True)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ class FakeService:
 def service(monkeypatch):
     def use(fails_in: str = "") -> FakeService:
         fake = FakeService(fails_in)
-        monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(loggers.importlib, "import_module", lambda name: fake)
         return fake
 
@@ -81,6 +81,18 @@ def test_a_service_gets_the_configuration_every_step_and_the_same_id_after_a_res
     assert fake.opened["project"] == "e" and fake.opened["name"] == "t" and fake.opened["resume"] == "allow"
     assert fake.opened["config"]["model"]["path"] == "m"
     assert ids[0] == ids[1]
+
+
+def test_secrets_are_not_sent(tmp_path, service):
+    fake = service()
+    secrets = {"workflow_args.judge.api_key": "s1", "workflow_args.HF_TOKEN": "s2", "workflow_args.keys": "[s3]"}
+    plain = {"workflow_args.max_tokens": 5, "tokenizer_path": "t1", "workflow_args.passwords.url": "s4"}
+    config = make_config(tmp_path, "stats_logger.wandb=online", *(f"{k}={v}" for k, v in (secrets | plain).items()))
+    logger = StatsLogger(config, RunDir(config))
+    logger.close()
+    sent = fake.opened["config"]
+    assert sent["workflow_args"]["max_tokens"] == 5 and sent["tokenizer_path"] == "t1"
+    assert not re.search(r"\bs\d\b", str(sent)) and sent["workflow_args"]["HF_TOKEN"] == "(hidden)"
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
@@ -109,7 +121,7 @@ def test_a_service_that_hangs_does_not_delay_training(tmp_path, service, monkeyp
 
 
 def test_a_missing_package_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = make_config(tmp_path, "stats_logger.trackio=local")
     with pytest.raises(ConfigError, match=r"pip install 'arealite\[trackio\]'"):
         StatsLogger(config, RunDir(config))

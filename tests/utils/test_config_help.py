@@ -74,3 +74,11 @@ def test_lines_fit_the_terminal(columns, monkeypatch):
     about = CommandHelp("arealite serve", "Serve a model " * 20, (("arealite serve", "now"),))
     for text in (help_text(ServerConfig, "", about), help_text(GRPOConfig, "gconfig")):
         assert max(map(len, text.splitlines())) <= columns
+
+
+def test_defaults_of_a_section_are_those_of_the_tree_around_it():
+    lines = {line.split()[0]: line for line in help_text(MainConfig, "actor").splitlines() if line.startswith("  ")}
+    defaults = {key.path: key.default for key in keys_of(MainConfig)}
+    for name in ("path", "ppo_n_minibatches"):
+        key = f"trainer.grpo.actor.{name}"
+        assert defaults[key] in lines[key] and "(required)" not in lines[key]

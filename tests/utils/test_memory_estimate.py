@@ -1,6 +1,7 @@
 """The memory estimate compared with the peaks that benchmark/memory.py has measured on an H200."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.utils.memory.estimate import CUDA_CONTEXT, MemoryPlan, Needs, server_needs, training_needs
-from arealite.utils.memory.model_size import ModelSize
+from arealite.utils.memory.model_size import ModelSize, read_model_size
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 LINE = re.compile(r"(\S+) +estimate +\S+ +measured +(\S+) .*?(\{.*\}|kv_tokens=\d+)")
@@ -58,3 +59,30 @@ def test_the_estimate_needs_no_torch():
 
     code = "import sys, arealite.launcher.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def write_weights(file: Path, count: int) -> None:
+    """Write the header of a safetensors file, which is all that is read."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_weights_of_a_folder_are_counted_once_and_only_if_they_are_whole(tmp_path):
+    config = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_weights(tmp_path / "model-00001-of-00002.safetensors", 3000)
+    write_weights(tmp_path / "consolidated.safetensors", 5000)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    size = read_model_size(str(tmp_path))
+    # The second file is not there yet: the sizes of config.json count.
+    assert size is not None and size.parameters == ModelSize.of(config).parameters
+    write_weights(tmp_path / "model-00002-of-00002.safetensors", 2000)
+    size = read_model_size(str(tmp_path))
+    assert size is not None and size.parameters == 5000

@@ -107,8 +107,14 @@ def read_model_size(path: str) -> ModelSize | None:
     size = ModelSize.of(config)
     if not (size.hidden and size.layers and size.vocab):
         return None
-    counts = [_count_numbers(file) for file in folder.glob("*.safetensors")]
-    return ModelSize.of(config, sum(counts)) if sum(counts) > size.ends else size
+    # Some repositories have the weights twice (consolidated.safetensors), and a cache may have some of the files only.
+    files = list(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [folder / name for name in names]
+    counts = [_count_numbers(file) for file in files]
+    return ModelSize.of(config, sum(counts)) if all(counts) and sum(counts) > size.ends else size
 
 
 def _local_folder(path: str) -> Path | None:
