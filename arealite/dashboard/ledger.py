@@ -16,8 +16,8 @@ from aiohttp import web
 from arealite.api.errors import AReaLiteError, RequestError
 from arealite.core.ledger import reading
 from arealite.core.ledger.database import SCHEMA_VERSION
-from arealite.core.ledger.rollout_index import SORTS
 from arealite.dashboard.csv_export import to_csv
+from arealite.dashboard.opening import is_regular
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run
 
@@ -38,7 +38,7 @@ _CSV_COLUMNS = (
 def open_ledger(run: Run) -> Iterator[sqlite3.Connection | None]:
     """Open the ledger of a run; None if it has none yet."""
     path = run.dir.db_path
-    if not path.exists():
+    if not is_regular(path):
         yield None
         return
     deadline = time.monotonic() + _QUERY_TIMEOUT_S
@@ -135,8 +135,8 @@ def _whole(query: Query, name: str) -> int | None:
 
 def _find(run: Run, query: Query, limit: int, offset: int = 0) -> tuple[int, list[dict[str, Any]]]:
     where, sort, desc = _filter(query), query.text("sort") or "step", query.text("desc", "1") == "1"
-    if sort not in SORTS:
-        raise RequestError(f"sort is {sort!r:.60}; use one of {', '.join(SORTS)}")
+    if sort not in reading.SORTS:
+        raise RequestError(f"sort is {sort!r:.60}; use one of {', '.join(reading.SORTS)}")
 
     def read(db: sqlite3.Connection) -> tuple[int, list[dict[str, Any]]]:
         if run.rollouts.is_loaded or db.execute(_COUNT).fetchone()[0] <= _MAX_LOAD_AT_ONCE:
@@ -150,7 +150,7 @@ def _find(run: Run, query: Query, limit: int, offset: int = 0) -> tuple[int, lis
 
 def _load_index(run: Run) -> None:
     # What cannot be read is told to the one who asks next.
-    with contextlib.suppress(AReaLiteError):
+    with contextlib.suppress(AReaLiteError, OSError):
         _ask(run, run.rollouts.update, None)
 
 
@@ -184,13 +184,9 @@ def rollout(run: Run, query: Query) -> dict[str, Any]:
 
 
 def group(run: Run, query: Query) -> dict[str, Any]:
-    rows = [_detail(each) for each in _ask(run, lambda db: reading.read_group(db, *_key(query)[:2]), [])]
-    num_tokens = 0
-    for row in rows:
-        num_tokens += row["num_tokens"]
-        # The rest is shown without tokens.
-        row["tokens"] = row["tokens"] if num_tokens <= _MAX_GROUP_TOKENS else None
-    return {"rows": rows}
+    source, episode, _ = _key(query)
+    found = _ask(run, lambda db: reading.read_group(db, source, episode, _MAX_GROUP_TOKENS), [])
+    return {"rows": [_detail(each) for each in found]}
 
 
 def same_prompt(run: Run, query: Query) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.core.episode import EpisodeId
 from arealite.core.ledger import database, store
+from arealite.core.ledger.rollouts import RolloutRow
 from arealite.core.ledger.store import EpisodeRow, Ledger, read_counts
 from tests.core.conftest import Echo, make_batch
 
@@ -340,3 +342,49 @@ def test_a_second_evaluation_replaces_the_first_and_leaves_the_history_of_traini
     with sqlite3.connect(tmp_path / "run.sqlite") as db:
         counts = dict(db.execute("SELECT source, COUNT(*) FROM episodes GROUP BY source"))
     assert counts["direct"] == 4 and counts["stream"] >= 4
+
+
+def test_an_older_state_is_not_written_after_a_newer_one(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    submit = ledger._submit
+
+    def submit_late(work):
+        monkeypatch.setattr(ledger, "_submit", submit)
+        ledger.record(EpisodeRow(1, "failed"))
+        # As the writer thread does when no job has come for a while.
+        ledger._run_now(lambda db: ledger._take_pending().write(db))
+        return submit(work)
+
+    monkeypatch.setattr(ledger, "_submit", submit_late)
+    ledger.record(EpisodeRow(1, "running"))
+    ledger.commit()
+    ledger.close()
+    assert read_counts(ledger.path) == {"failed": 1}
+
+
+def test_the_last_batch_is_not_kept_alive(tmp_path):
+    ledger, batch = Ledger(tmp_path / "run.sqlite"), make_batch(1)
+    is_freed = threading.Event()
+    weakref.finalize(batch["input_ids"], is_freed.set)
+
+    def rows(batch=batch):
+        return [] if len(batch) else None
+
+    ledger.commit(rows)
+    del batch, rows
+    assert is_freed.wait(30)
+    ledger.close()
+
+
+def test_rewind_removes_the_texts_of_later_steps(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    for step in range(4):
+        # Buffered at the checkpoint, or ended before it.
+        ledger.record(EpisodeRow(step, "trained", step=step))
+        for source in ("stream", "direct"):
+            ledger.commit(lambda s=step, o=source: [RolloutRow(s, 0, s, 0.0, 0, 0, 4, "p", "c", source=o)])
+    ledger.save_buffer(2, [(EpisodeId("stream", i), make_batch(i)) for i in (2, 3)])
+    ledger.rewind(2, has_ended=lambda i: True)
+    kept = ledger._run_now(lambda db: db.execute("SELECT source, step FROM rollouts ORDER BY 1, 2").fetchall())
+    ledger.close()
+    assert kept == [*(("direct", step) for step in range(4)), ("stream", 0), ("stream", 1)]

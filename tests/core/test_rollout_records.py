@@ -1,7 +1,12 @@
 """Rollouts in the ledger: tokens with what the trainer made of them, within a bound, and how they are read."""
 
+import os
+import sqlite3
 import subprocess
 import sys
+import weakref
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +24,11 @@ from arealite.core.ledger.reading import (
     read_same_prompt,
     read_servers,
 )
-from arealite.core.ledger.rollouts import RolloutRow
+from arealite.core.ledger.rollout_index import RolloutIndex
+from arealite.core.ledger.rollouts import RolloutRecorder, RolloutRow
 from arealite.core.ledger.store import Ledger, ServerSample
 from arealite.core.ledger.token_record import TokenRecord, join_token_texts, token_bytes
-from arealite.utils.data import select_rows
+from arealite.utils.data import concat_padded, select_rows
 from tests.core.conftest import Echo, make_batch
 
 
@@ -190,6 +196,111 @@ def test_rollouts_are_found_by_words_and_numbers(tmp_path):
     (num_data,) = db.execute("SELECT COUNT(*) FROM rollout_data").fetchone()
     assert num_data == 3
     db.close()
+
+
+def test_both_ways_to_find_words_agree(tmp_path):
+    texts = ["apple pie", "an application", "苹果树", 'a "quoted" text', "100%"]
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.commit(lambda: [RolloutRow(i, 0, 0, 0.0, 0, 0, 2, f"p{i}", text) for i, text in enumerate(texts)])
+    ledger.close()
+    with closing(open_ledger(ledger.path)) as db:
+        for text, expected in {"ap": 2, "a": 3, "苹": 1, "苹果": 1, "果树": 1, "ppl": 0, 'a "qu': 1, "%": 1}.items():
+            where = RolloutFilter(text=text)
+            assert find_rollouts(db, where)[0] == RolloutIndex().find(db, where)[0] == expected, text
+
+
+def test_an_index_reads_more_rows_than_a_query_has_variables(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.commit(lambda: [RolloutRow(i, 0, 0, 0.0, 0, 0, 2, "p", f"text {i}") for i in range(30)])
+    ledger.close()
+    with closing(open_ledger(ledger.path)) as db:
+        db.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 20)
+        _, rows = RolloutIndex().find(db, RolloutFilter(), desc=False, limit=30)
+    assert [row["completion"] for row in rows] == [f"text {i}" for i in range(30)]
+
+
+@pytest.mark.parametrize("folder", [b"plain", b"not \xff UTF-8"])
+def test_an_index_does_not_mix_two_runs_of_one_name(tmp_path, folder):
+    path = tmp_path / os.fsdecode(folder) / "run.sqlite"
+    index = RolloutIndex()
+    for count, text in ((3, "first"), (5, "second")):
+        ledger = Ledger(path)
+        ledger.commit(lambda n=count, t=text: [RolloutRow(i, 0, 0, n, 0, 0, 2, "p", t) for i in range(n)])
+        ledger.close()
+        with closing(open_ledger(path)) as db:
+            total, rows = index.find(db, RolloutFilter(text=text))
+        assert total == count and {(row["completion"], row["reward"]) for row in rows} == {(text, count)}
+        path.rename(path.with_name(text))
+
+
+def test_a_ledger_without_a_log_is_read_while_it_is_written(tmp_path):
+    path = tmp_path / "run.sqlite"
+    with closing(sqlite3.connect(path)) as writer:
+        writer.execute("PRAGMA journal_mode = DELETE")
+        writer.execute("CREATE TABLE events (time, kind, text, step, level)")
+        with closing(open_ledger(path)) as db:
+            for time in (1, 2):
+                with writer:
+                    writer.execute("INSERT INTO events VALUES (?, 'a', 'b', 0, 'info')", (time,))
+                assert len(read_events(db)) == time
+
+
+def test_a_large_group_is_read_with_the_tokens_of_its_first_samples(tmp_path):
+    ids = np.arange(10)
+    record = TokenRecord(ids, ids > 4, np.where(ids > 4, 0, -1), np.zeros(10)).to_bytes()
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.commit(lambda: [RolloutRow(1, i, 0, 0.0, 0, 0, 10, "p", "c", record=record) for i in range(4)])
+    ledger.close()
+    with closing(open_ledger(ledger.path)) as db:
+        for limit, expected in ((None, 4), (40, 4), (39, 3), (10, 1), (9, 0)):
+            group = read_group(db, "stream", 1, limit)
+            assert [row["token_columns"] is not None for row in group] == [True] * expected + [False] * (4 - expected)
+            assert all(row["completion"] == "c" and row["tokens"] == 10 for row in group)
+
+
+class Fails(Letters):
+    """Cannot decode `!` within a text."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        if len(tokens) > 1 and ord("!") in tokens:
+            raise ValueError("cannot decode")
+        return super().decode(tokens)
+
+
+@pytest.mark.parametrize("first", [None, "!"])
+def test_texts_of_tokens_follow_once_they_can_be_decoded(tmp_path, first):
+    """The first batch has no tokenizer, as one from a checkpoint, or its last row cannot be decoded."""
+    ledger, recorder = Ledger(tmp_path / "run.sqlite"), RolloutRecorder(1000)
+    for step, (letters, tokenizer) in enumerate([("a" + (first or "b"), first and Fails()), ("ab", Fails())]):
+        batch = concat_padded([make_batch(ord(letter), n=1) for letter in letters])
+        batch["group_ids"] = torch.tensor([2 * step, 2 * step + 1])
+        recorder.give(batch, step, [SimpleNamespace(workflow=SimpleNamespace(tokenizer=tokenizer))])
+        ledger.commit(recorder.take())
+    ledger.close()
+    with closing(open_ledger(ledger.path)) as db:
+        detail = read_rollout(db, "stream", 2, 0)
+    assert detail is not None and detail["token_columns"]["text"] == ["a"] * 4
+
+
+def test_texts_of_tokens_follow_an_evaluation_that_could_not_be_decoded(tmp_path, executors):
+    ledger, workflow = Ledger(tmp_path / "run.sqlite"), Echo()
+    workflow.tokenizer = Fails()
+    executor = executors(batch_size=2, ledger=ledger)
+    for letters in ("a!", "ab"):
+        executor.rollout_batch([{"x": ord(letter)} for letter in letters], workflow)
+    executor.stop()
+    with closing(open_ledger(ledger.path)) as db:
+        detail = read_rollout(db, "direct", 2, 0)
+    assert detail is not None and detail["token_columns"]["text"] == ["a"] * 4
+
+
+def test_a_recorder_of_no_tokens_keeps_no_batch():
+    recorder, batch = RolloutRecorder(0), make_batch(1)
+    tensor = weakref.ref(batch["input_ids"])
+    recorder.give(batch, 0)
+    assert recorder.take() is None
+    del batch
+    assert tensor() is None
 
 
 def test_messages_follow_the_chat_template(tmp_path):

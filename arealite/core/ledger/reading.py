@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arealite.core.ledger.token_record import TokenRecord, join_token_texts
+from arealite.core.ledger.token_record import TokenRecord, join_token_texts, token_bytes
 
 SORTS = ("step", "reward", "tokens", "answer_tokens", "turns", "images", "episode", "oldest_version", "newest_version")
 _ROLLOUT_COLUMNS = (
@@ -23,13 +23,12 @@ _ROLLOUT_COLUMNS = (
     "turns", "images", "truncated",
 )  # fmt: skip
 _COLUMNS = ", ".join(f"r.{name}" for name in _ROLLOUT_COLUMNS)
-_MAX_PREVIEW = 200
+MAX_PREVIEW = 200
 # How the chat templates of most models begin a message; the second group is the role.
 _MESSAGE_START = re.compile(
     r"(<\|im_start\|>|<start_of_turn>)([a-z_]+)\n|(<\|start_header_id\|>)([a-z_]+)<\|end_header_id\|>\n*"
 )
 _MESSAGE_END = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end_of_text\|>|<\|endoftext\|>)\s*$")
-_MIN_PREFIX = 3
 # Scripts without spaces between words.
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 
@@ -39,15 +38,30 @@ def spaced(text: str) -> str:
     return _WITHOUT_SPACES.sub(r" \g<0> ", text)
 
 
+def match_phrase(text: str) -> str:
+    """Return the query that finds a text in the index of words; its last word may be incomplete."""
+    return '"{}"*'.format(spaced(text).strip().replace('"', '""'))
+
+
 def open_ledger(path: str | Path) -> sqlite3.Connection:
     """Open `run.sqlite` for reading; raises `sqlite3.Error` if there is none.
 
-    Without a write-ahead log beside it nobody writes to it: then no file is made beside it for locks either.
+    In a file of WAL mode without a log beside it nobody writes: then no file is made beside it for locks either.
     """
     path = Path(path).absolute()
-    has_log = path.with_name(f"{path.name}-wal").exists()
-    uri = f"{path.as_uri()}?mode=ro" + ("" if has_log else "&immutable=1")
+    is_closed = not path.with_name(f"{path.name}-wal").exists() and _is_in_wal_mode(path)
+    uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if is_closed else "")
     return sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False)
+
+
+def _is_in_wal_mode(path: Path) -> bool:
+    """Return whether the header of a database says so."""
+    # On file systems without shared memory, a run writes without a log.
+    try:
+        with path.open("rb") as file:
+            return file.read(20)[18:] == b"\x02\x02"
+    except OSError:
+        return False
 
 
 class RolloutFilter(NamedTuple):
@@ -87,7 +101,7 @@ def find_rollouts(
         values,
     ).fetchall()
     query = (
-        f"SELECT {_COLUMNS}, substr(p.text, 1, {_MAX_PREVIEW}), r.preview FROM rollouts r JOIN prompts p ON "
+        f"SELECT {_COLUMNS}, substr(p.text, 1, {MAX_PREVIEW}), r.preview FROM rollouts r JOIN prompts p ON "
         "p.id = r.prompt WHERE r.id = ?"
     )
     rows = [db.execute(query, chosen).fetchone() for chosen in found[offset : offset + limit]]
@@ -118,9 +132,7 @@ def _condition(db: sqlite3.Connection, where: RolloutFilter) -> tuple[str, list[
 def _text_condition(db: sqlite3.Connection, text: str) -> tuple[str, list[str]]:
     has_index = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_search'").fetchone()
     if has_index and re.search(r"\w", text):
-        phrase = '"{}"'.format(spaced(text).strip().replace('"', '""'))
-        # The beginnings of very many words would take long to find.
-        phrase += "*" if len(text) >= _MIN_PREFIX else ""
+        phrase = match_phrase(text)
         term = (
             "(r.id IN (SELECT rowid FROM rollout_search WHERE rollout_search MATCH ?) OR "
             "r.prompt IN (SELECT rowid FROM prompt_search WHERE prompt_search MATCH ?))"
@@ -139,10 +151,13 @@ def _rollout_row(row: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, row, strict=True)) | {"truncated": bool(row[11])}
 
 
-def read_rollout(db: sqlite3.Connection, source: str, episode: int, sample: int) -> dict[str, Any] | None:
+def read_rollout(
+    db: sqlite3.Connection, source: str, episode: int, sample: int, with_tokens: bool = True
+) -> dict[str, Any] | None:
     """Return a rollout with whole texts, messages, reward parts and tokens; None if it is not kept."""
+    column = "d.record" if with_tokens else "NULL"
     found = db.execute(
-        f"SELECT {_COLUMNS}, p.text, d.completion, r.prompt, d.parts, d.record FROM rollouts r JOIN prompts p ON "
+        f"SELECT {_COLUMNS}, p.text, d.completion, r.prompt, d.parts, {column} FROM rollouts r JOIN prompts p ON "
         "p.id = r.prompt JOIN rollout_data d ON d.id = r.id WHERE r.source = ? AND r.episode = ? AND r.sample = ?",
         (source, episode, sample),
     ).fetchone()
@@ -163,11 +178,19 @@ def read_rollout(db: sqlite3.Connection, source: str, episode: int, sample: int)
     return _rollout_row(row) | more
 
 
-def read_group(db: sqlite3.Connection, source: str, episode: int) -> list[dict[str, Any]]:
-    """Return all rollouts of one episode, which are the answers to one prompt."""
-    query = "SELECT sample FROM rollouts WHERE source = ? AND episode = ? ORDER BY sample"
-    samples = [sample for (sample,) in db.execute(query, (source, episode))]
-    found = [read_rollout(db, source, episode, sample) for sample in samples]
+def read_group(
+    db: sqlite3.Connection, source: str, episode: int, max_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Return all rollouts of one episode, which are the answers to one prompt.
+
+    Those behind the first `max_tokens` tokens are read without tokens and messages.
+    """
+    query = "SELECT sample, SUM(tokens) OVER (ORDER BY sample) FROM rollouts WHERE source = ? AND episode = ?"
+    samples = db.execute(f"{query} ORDER BY sample", (source, episode)).fetchall()
+    found = [
+        read_rollout(db, source, episode, sample, max_tokens is None or num_tokens <= max_tokens)
+        for sample, num_tokens in samples
+    ]
     return [rollout for rollout in found if rollout is not None]
 
 
@@ -191,7 +214,7 @@ def _token_columns(db: sqlite3.Connection, record: TokenRecord) -> dict[str, Any
     known = dict(db.execute(query, (wanted,)).fetchall())
     return {
         "id": ids,
-        "text": join_token_texts(known.get(token, f"<{token}>".encode()) for token in ids),
+        "text": join_token_texts(known.get(token, token_bytes(None, token)) for token in ids),
         "trained": record.loss_mask.tolist(),
         "version": record.versions.tolist(),
         "logp": _numbers(record.logprobs),

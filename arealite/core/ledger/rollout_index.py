@@ -5,6 +5,8 @@ each run that it shows: a filter or another order takes milliseconds, where SQLi
 a run that goes on: rows are only added, except when it recovers; then everything is read again.
 """
 
+import json
+import os
 import re
 import sqlite3
 import threading
@@ -13,22 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from arealite.core.ledger.reading import RolloutFilter
+from arealite.core.ledger.reading import MAX_PREVIEW, RolloutFilter, match_phrase
 
 NUMBERS = (
     "episode", "sample", "step", "reward", "oldest_version", "newest_version", "tokens", "answer_tokens", "turns",
     "images", "truncated",
 )  # fmt: skip
-SORTS = ("step", "reward", "tokens", "answer_tokens", "turns", "images", "episode", "oldest_version", "newest_version")
-MAX_PREVIEW = 200
 _LOAD = (
     f"SELECT r.id, r.prompt, {', '.join(f'r.{name}' for name in NUMBERS)}, r.source, e.state FROM rollouts r "
     "LEFT JOIN episodes e ON e.source = r.source AND e.id = r.episode WHERE r.id > ? ORDER BY r.id"
 )
 # Texts whose matches are kept.
 _MAX_TEXTS = 16
-# Scripts without spaces between words, which the index of words does not cut.
-_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 
 
 class RolloutIndex:
@@ -36,6 +34,7 @@ class RolloutIndex:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._identity: tuple[int, int] | None = None
         self._clear()
         # Whether all rows have been read once. Until then `find` takes about a second for 10⁵ rows.
         self.is_loaded = False
@@ -80,6 +79,13 @@ class RolloutIndex:
         return len(found), [row | texts.get(each, empty) for each, row in zip(ids, rows, strict=True)]
 
     def _update(self, db: sqlite3.Connection) -> None:
+        # As bytes: the path may be no valid UTF-8.
+        (path,) = db.execute("SELECT CAST(file AS BLOB) FROM pragma_database_list WHERE name = 'main'").fetchone()
+        state = os.stat(path)
+        if self._identity != (state.st_dev, state.st_ino):
+            # Another run of the same name has its own file, whose ids begin again.
+            self._clear()
+            self._identity = state.st_dev, state.st_ino
         last = int(self._ids[-1]) if len(self._ids) else -1
         rows = db.execute(_LOAD, (last,)).fetchall()
         (count,) = db.execute("SELECT COUNT(*) FROM rollouts").fetchone()
@@ -141,11 +147,10 @@ class RolloutIndex:
 
 
 def _read_texts(db: sqlite3.Connection, ids: list[int]) -> dict[int, dict[str, str]]:
-    marks = ",".join("?" * len(ids))
     found = db.execute(
         f"SELECT r.id, substr(p.text, 1, {MAX_PREVIEW}), r.preview FROM rollouts r LEFT JOIN prompts p "
-        f"ON p.id = r.prompt WHERE r.id IN ({marks})",
-        ids,
+        "ON p.id = r.prompt WHERE r.id IN (SELECT value FROM json_each(?))",
+        (json.dumps(ids),),
     )
     return {number: {"prompt": prompt or "", "completion": preview or ""} for number, prompt, preview in found}
 
@@ -157,8 +162,8 @@ def _search(db: sqlite3.Connection, text: str, first: int) -> tuple[np.ndarray, 
     without regard to case.
     """
     has_index = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_search'").fetchone()
-    if has_index and re.search(r"\w", text) and not _WITHOUT_SPACES.search(text):
-        phrase = '"{}"*'.format(text.replace('"', '""'))
+    if has_index and re.search(r"\w", text):
+        phrase = match_phrase(text)
         queries = (
             ("SELECT rowid FROM rollout_search WHERE rollout_search MATCH ? AND rowid >= ?", (phrase, first)),
             ("SELECT rowid FROM prompt_search WHERE prompt_search MATCH ?", (phrase,)),

@@ -16,12 +16,11 @@ import torch
 
 from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.core.episode import Episode, EpisodeId
-from arealite.core.ledger.reading import spaced
+from arealite.core.ledger.reading import MAX_PREVIEW, spaced
 from arealite.core.ledger.token_record import TokenRecord, token_bytes
 from arealite.utils.data import IMAGE_INDEX, group_rows
 from arealite.utils.text import clean
 
-MAX_PREVIEW = 200
 # Rows of a batch; a row costs about 0.2 ms, however short it is.
 MAX_ROWS = 128
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "train_logp", "advantages")
@@ -64,6 +63,7 @@ class RolloutRecorder:
         # The last batch that was given to the trainer, which adds columns to it, with its version and tokenizer.
         self._given: tuple[Batch, int] | None = None
         self._tokenizer: Any = None
+        # Tokens whose texts are written. Grows once all rows of a batch are made: if one fails, none is written.
         self._known_tokens: set[int] = set()
 
     def give(self, batch: Batch, step: int, episodes: list[Episode] | None = None) -> None:
@@ -73,7 +73,7 @@ class RolloutRecorder:
             if episode.workflow is not None:
                 self._tokenizer = getattr(episode.workflow, "tokenizer", None)
                 break
-        self._given = batch, step
+        self._given = (batch, step) if self.max_tokens else None
 
     def replace(self, share: Batch) -> None:
         """The trainer of this process gets `share` of the last batch only."""
@@ -82,7 +82,7 @@ class RolloutRecorder:
 
     def take(self) -> Callable[[], Iterator[RolloutRow]] | None:
         """Return a function that makes the rows of the last batch; None if they were taken before."""
-        if self._given is None or not self.max_tokens:
+        if self._given is None:
             return None
         (batch, step), self._given = self._given, None
         columns = {k: v for k, v in batch.items() if k in (*_TOKEN_COLUMNS, *_ROW_COLUMNS)}
@@ -91,7 +91,8 @@ class RolloutRecorder:
 
         def rows() -> Iterator[RolloutRow]:
             budget, num_rows = self.max_tokens, 0
-            reader = _BatchReader(columns, tokenizer, self._known_tokens)
+            known_tokens = self._known_tokens.copy()
+            reader = _BatchReader(columns, tokenizer, known_tokens)
             for index, group in enumerate(group_rows(columns)):
                 group_id = int(columns["group_ids"][group[0]])
                 owner = EpisodeId("submitted", -1 - group_id) if group_id < 0 else EpisodeId("stream", group_id)
@@ -104,6 +105,7 @@ class RolloutRecorder:
                     if sizes[sample] <= budget or not (index or sample):
                         budget -= sizes[sample]
                         yield reader.row(owner, sample, row, step)
+            self._known_tokens = known_tokens
 
         return rows
 
@@ -111,14 +113,15 @@ class RolloutRecorder:
         """Return a function that makes rows of an evaluation; tokens are kept while there is room."""
 
         def rows() -> Iterator[RolloutRow]:
-            budget = self.max_tokens
+            budget, known_tokens = self.max_tokens, self._known_tokens.copy()
             for episode in episodes:
                 assert episode.result is not None
                 tokenizer = getattr(episode.workflow, "tokenizer", None)
-                reader = _BatchReader(episode.result.batch, tokenizer, self._known_tokens)
+                reader = _BatchReader(episode.result.batch, tokenizer, known_tokens)
                 budget -= episode.result.num_tokens
                 for sample in range(episode.result.num_samples):
                     yield reader.row(episode.id, sample, sample, step, with_tokens=budget >= 0)
+            self._known_tokens = known_tokens
 
         return rows
 
@@ -171,6 +174,9 @@ class _BatchReader:
         return " ".join(map(str, tokens)) if self.tokenizer is None else clean(str(self.tokenizer.decode(tokens)))
 
     def _new_tokens(self, ids: np.ndarray) -> tuple[tuple[int, bytes], ...]:
+        # Numbers must not replace texts that are known, and a later batch may have a tokenizer.
+        if self.tokenizer is None:
+            return ()
         new = set(ids.tolist()) - self.known_tokens
         self.known_tokens |= new
         return tuple((token, token_bytes(self.tokenizer, token)) for token in new)

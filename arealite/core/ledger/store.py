@@ -141,14 +141,15 @@ class Ledger:
         The writer thread calls `rollouts` and `ages`, so that reading tokens delays nobody. If `rollouts` raises, the
         rest is written without it.
         """
-        pending = self._take_pending()
-        # A transaction that finds the file locked runs again; texts are decoded once.
+        # A transaction that finds the file locked runs again; texts are decoded once. Only the writer thread takes what
+        # is pending: of two takers, the one with the older state of an episode might write last.
+        pending = functools.cache(self._take_pending)
         rows = None if rollouts is None else functools.cache(lambda: self._decode(rollouts))
 
         def job(db: sqlite3.Connection) -> None:
             # First, because it takes longest and needs no lock.
             texts = [] if rows is None else rows()
-            pending.write(db)
+            pending().write(db)
             write_rollouts(db, texts)
             if ages is not None:
                 db.executemany("INSERT OR REPLACE INTO ages VALUES (?,?,?,?)", ages())
@@ -193,6 +194,8 @@ class Ledger:
             db.execute("DELETE FROM buffer WHERE step > ?", (step,))
             for table, key in (("episodes", "id"), ("rollouts", "episode")):
                 db.executemany(f"DELETE FROM {table} WHERE source = ? AND {key} = ?", undone)
+            # Buffered episodes that were trained later are trained again, or become stale.
+            db.execute("DELETE FROM rollouts WHERE source != 'direct' AND step >= ?", (step,))
             db.execute("DELETE FROM ages WHERE step >= ?", (step,))
             text = f"resumed at step {step}: {len(undone)} episodes undone, {len(buffered)} were buffered"
             db.execute("INSERT INTO events VALUES (?,?,?,?,?)", (time.time(), "recover", text, step, "info"))
@@ -293,7 +296,8 @@ class Ledger:
                 while (job := self._next_job(database)) is not None:
                     work, future = job
                     future.set_result(database.run(work))
-                    job = None
+                    # They may hold a batch.
+                    job = work = future = None
         # Callers that wait for a job get this error; without it they would wait for the timeout.
         except BaseException as error:
             self._error = error
