@@ -4,6 +4,7 @@ Used by `Run`. Before the first step there is nothing to save, and Ctrl+C ends t
 signal on to its ranks and prints the command that resumes; without a launcher it is printed here.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -68,5 +69,7 @@ class Interrupt:
                 show_message("stopped without a new checkpoint")
             raise KeyboardInterrupt
         self.is_requested = True
+        # The signal may interrupt another print, whose buffer refuses a second one.
         if rank() == 0:
-            show_message("stopping: a checkpoint is saved after this step (Ctrl+C again ends at once, without one)")
+            with contextlib.suppress(RuntimeError):
+                show_message("stopping: a checkpoint is saved after this step (Ctrl+C again ends at once, without one)")

@@ -173,24 +173,32 @@ class RunDir:
     def is_in_use(self) -> bool:
         """Whether a launcher runs a job in this run directory."""
         try:
-            with (self.path / "lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        # There is no lock file, or the file system has no locks.
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        # The file system has no locks.
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
         return False
 
     def _acquire(self, descriptor: int, deadline: float) -> None:
         """Take the lock. Waits until the deadline if its owner is gone: its processes may still be ending."""
         pause = threading.Event()
+        # `is_in_use` of another process holds it for a moment.
+        first_deadline = time.monotonic() + 2 * _POLL_INTERVAL_S
         while True:
             try:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = clean(os.pread(descriptor, 200, 0).decode(errors="replace"))
-                if _is_running_here(owner) or time.monotonic() > deadline:
+                is_due = _is_running_here(owner) or time.monotonic() > deadline
+                if is_due and time.monotonic() > first_deadline:
                     raise ConfigError(
                         f"another run uses {self.path} ({owner}): wait for its end, stop it, or use another trial_name"
                     ) from None

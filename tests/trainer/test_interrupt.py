@@ -1,5 +1,6 @@
 """Ctrl+C: what each signal does, and a real run under the launcher with a command that resumes."""
 
+import io
 import os
 import shlex
 import signal
@@ -97,3 +98,21 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_a_command_that_resumes(tmp_path, m
     resumed = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert resumed.returncode == 0 and f"resuming after step {done}" in resumed.stdout, resumed.stdout + resumed.stderr
     assert [row["step"] for row in read_stats(run_dir) if row["step"] >= 0] == list(range(done + 1))
+
+
+def test_ctrl_c_during_another_print_is_remembered(monkeypatch):
+    class Busy(io.StringIO):
+        def write(self, text):
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    interrupt = Interrupt()
+    interrupt.install(has_step=True)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", Busy())
+            signal.raise_signal(signal.SIGINT)
+        assert interrupt.is_requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        interrupt.remove()

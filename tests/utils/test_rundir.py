@@ -1,3 +1,4 @@
+import fcntl
 import itertools
 import os
 import stat
@@ -131,3 +132,33 @@ def test_each_of_many_gets_a_folder_of_its_own(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: make_new_folder(tmp_path / str(n) for n in itertools.count(1)), range(24)))
     assert sorted(int(path.name) for path in made) == list(range(2, 26))
+
+
+def test_a_look_at_the_lock_does_not_refuse_a_run(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path)
+    with run_dir.lock():
+        pass
+    # What `is_in_use` of another process holds for a moment; the lock file names this process.
+    looker = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looker, fcntl.LOCK_SH)
+    flock = fcntl.flock
+
+    def flock_and_end(descriptor, operation):
+        try:
+            flock(descriptor, operation)
+        finally:
+            flock(looker, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(fcntl, "flock", flock_and_end)
+    with run_dir.lock():
+        assert run_dir.is_in_use()
+    os.close(looker)
+
+
+def test_what_is_no_lock_is_not_in_use(tmp_path):
+    lock = tmp_path / "lock"
+    for make in (lambda: os.mkfifo(lock), lambda: lock.symlink_to("elsewhere"), lock.mkdir):
+        make()
+        assert not RunDir(tmp_path).is_in_use()
+        lock.rmdir() if lock.is_dir() else lock.unlink()
+    assert not RunDir(tmp_path).is_in_use()
