@@ -6,17 +6,26 @@ from arealite import DPOTrainer, RewardTrainer, SFTTrainer
 from arealite.api.errors import ConfigError, DatasetError
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(16)]
+ANSWERS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
 
 
 @pytest.mark.slow
 def test_supervised_trainers(model_path, tmp_path):
     common = {"model": model_path, "output_dir": tmp_path, "max_steps": 3, "learning_rate": 1e-3}
-    answers = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
-    result = SFTTrainer(train_dataset=answers, eval_dataset=answers[:2], **common).train()
+    result = SFTTrainer(train_dataset=ANSWERS, eval_dataset=ANSWERS[:2], **common).train()
     assert result.history[-1]["loss"] < result.history[1]["loss"] and (result.path / "config.json").exists()
     assert DPOTrainer(train_dataset=PAIRS, **common).train().history[-1]["loss"] < 0.69
     assert RewardTrainer(train_dataset=PAIRS, **common).train().model.config.num_labels == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_the_earlier_one_of_its_name(model_path, tmp_path):
+    common = {"model": model_path, "train_dataset": ANSWERS, "output_dir": tmp_path, "trial_name": "mine"}
+    SFTTrainer(**common, max_steps=2, recover={"mode": "auto", "freq_steps": 1}).train()
+    result = SFTTrainer(**common, max_steps=3).train(resume_from_checkpoint=True)
+    assert [row["step"] for row in result.history if row["step"] >= 0] == [0, 1, 2]
+    assert not list(tmp_path.rglob("earlier"))
 
 
 def test_wrong_data_and_models_are_refused_before_anything_is_made(model_path, tmp_path):
