@@ -105,10 +105,18 @@ def _describe(request: web.Request, error: Exception) -> tuple[int, str]:
     return status, clean(message)[:2000]
 
 
+async def _run(request: web.Request, read: Callable[[], bytes]) -> bytes:
+    """Call `read` on a thread, which counts as a reader until it ends. Its client may go before."""
+    slots = request.app[_SLOTS]
+    await slots.acquire()
+    task = asyncio.create_task(run_beside(read), name="dashboard reader")
+    task.add_done_callback(lambda _: slots.release())
+    return await asyncio.shield(task)
+
+
 async def answer(request: web.Request, read: Callable[[], Any]) -> web.Response:
     """Answer with what `read` returns, as JSON. It is called on a thread."""
-    async with request.app[_SLOTS]:
-        body = await run_beside(lambda: orjson.dumps(read(), option=orjson.OPT_SERIALIZE_NUMPY))
+    body = await _run(request, lambda: orjson.dumps(read(), option=orjson.OPT_SERIALIZE_NUMPY))
     return web.Response(body=body, content_type="application/json")
 
 
@@ -147,8 +155,7 @@ def _download(name: str, reader: Reader) -> Handler:
 
     async def handle(request: web.Request) -> web.Response:
         runs, query = request.app[RUNS], Query(request)
-        async with request.app[_SLOTS]:
-            body = await run_beside(lambda: reader(runs.get(query.text("run")), query))
+        body = await _run(request, lambda: reader(runs.get(query.text("run")), query))
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return web.Response(body=body, content_type="text/csv", charset="utf-8", headers=headers)
 
@@ -161,8 +168,8 @@ def _stats_csv(run: Run, _: Query) -> bytes:
 
 
 def _log(run: Run, query: Query) -> dict[str, Any]:
-    end = query.integer("end", -1, low=0)
-    return read_log(run, query.text("name"), None if end < 0 else end, query.integer("size", LOG_BYTES))
+    since, end = (query.integer(name, 0) if query.text(name) else None for name in ("since", "end"))
+    return read_log(run, query.text("name"), since, end, query.integer("size", LOG_BYTES))
 
 
 def _trace(run: Run, query: Query) -> dict[str, Any]:

@@ -5,6 +5,7 @@ read, and nothing of `private/`.
 """
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from functools import lru_cache
@@ -15,11 +16,18 @@ from typing import Any
 from aiohttp import web
 
 from arealite.api.errors import RequestError
+from arealite.dashboard.opening import open_regular
 from arealite.dashboard.runs import Run, modified
 from arealite.utils.text import clean, clean_stream
 from arealite.utils.yaml_reader import MAX_CHARACTERS, read_yaml
 
-_MAX_NAME, _MAX_LOG_FILES, _MAX_LOG_BYTES, LOG_BYTES = 255, 10_000, 1 << 20, 1 << 16
+_MAX_NAME, _MAX_LOG_FILES = 255, 10_000
+# The least is more than `_INCOMPLETE` takes.
+_MIN_LOG_BYTES, LOG_BYTES, _MAX_LOG_BYTES = 1 << 6, 1 << 16, 1 << 20
+# Colours of terminals.
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+# The beginning of a colour, or of a character of two, three or four bytes, whose rest is not written yet.
+_INCOMPLETE = re.compile(rb"(?:\x1b(?:\[[0-9;]{0,20})?|[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2})\Z")
 
 
 def read_config(run: Run) -> dict[str, str]:
@@ -79,21 +87,30 @@ def list_logs(run: Run) -> dict[str, Any]:
     return {"files": sorted(files, key=lambda file: file["name"])}
 
 
-def read_log(run: Run, name: str, end: int | None, size: int) -> dict[str, Any]:
-    """Return the part of a log that ends at a position, by default its end; it begins with a whole line."""
+def read_log(run: Run, name: str, since: int | None, end: int | None, size: int) -> dict[str, Any]:
+    """Return a part of a log: from `since` on, else before `end`, by default its end.
+
+    A part before `end` begins with a whole line.
+    """
     if not name or name.startswith(".") or "/" in name or "\0" in name or len(name) > _MAX_NAME:
         raise web.HTTPNotFound(reason="there is no such log")
-    path, size = _logs(run) / name, min(max(size, 1), _MAX_LOG_BYTES)
+    path, size = _logs(run) / name, min(max(size, _MIN_LOG_BYTES), _MAX_LOG_BYTES)
     total = _size(path)
-    end = total if end is None else min(end, total)
-    start = max(0, end - size)
-    data = _read(path, start, end - start)
-    cut = data.find(b"\n") + 1 if start else 0
-    # A line that is longer than the whole part is shown from its middle.
-    if cut < len(data):
-        data, start = data[cut:], start + cut
+    # A file that has become shorter is another one: its end is shown.
+    if since is not None and since <= total:
+        data, start = _read(path, since, min(size, total - since)), since
+    else:
+        end = total if end is None else min(end, total)
+        start = max(0, end - size)
+        data = _read(path, start, end - start)
+        cut = data.find(b"\n") + 1 if start else 0
+        # A line that is longer than the whole part is shown from its middle.
+        if cut < len(data):
+            data, start = data[cut:], start + cut
+    if found := _INCOMPLETE.search(data):
+        data = data[: found.start()]
     return {
-        "text": clean_stream(data.decode(errors="replace")),
+        "text": clean_stream(_COLOR.sub("", data.decode(errors="replace"))),
         "start": start,
         "end": start + len(data),
         "size": total,
@@ -111,13 +128,6 @@ def _size(path: Path) -> int:
 
 
 def _read(path: Path, start: int, size: int) -> bytes:
-    """Read a part of a regular file; anything else counts as absent."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise FileNotFoundError(path) from error
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FileNotFoundError(path)
+    with open_regular(path) as file:
         file.seek(start)
         return file.read(size)

@@ -18,6 +18,7 @@ from arealite.core.ledger.rollout_index import RolloutIndex
 from arealite.dashboard.stats import StatsFile
 from arealite.dashboard.trace import TraceFile
 from arealite.utils.rundir import RunDir
+from arealite.utils.text import clean
 
 _MAX_DEPTH, _MAX_FOLDERS, MAX_RUNS = 6, 20_000, 1_000
 # Folders are searched again at most so often.
@@ -30,7 +31,7 @@ class Run:
     """One run directory and what was read of it."""
 
     def __init__(self, path: Path, name: str):
-        self.path, self.name = path, name
+        self.path, self.name = path, clean(name)
         self.id = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:12]
         self.dir = RunDir(path)
         self.stats = StatsFile(self.dir.stats_path)
@@ -47,9 +48,9 @@ class Run:
         return {
             "id": self.id,
             "name": self.name,
-            "path": str(self.path),
-            "experiment": self.path.parent.name,
-            "trial": self.path.name,
+            "path": clean(str(self.path)),
+            "experiment": clean(self.path.parent.name),
+            "trial": clean(self.path.name),
             "started": modified(self.dir.config_path) or started,
             "updated": self.updated(),
             "live": self.dir.is_in_use(),

@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from arealite.dashboard.opening import open_regular
+
 # Positions are numbers that say which reading of the file they belong to: a page that still shows rows of an earlier
 # one gets everything again. JavaScript has 53 bits.
 _ROW_BITS = 32
@@ -61,7 +63,7 @@ class StatsFile:
 
     def _read_new(self) -> None:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 state = os.fstat(file.fileno())
                 if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
                     self._forget()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from arealite.dashboard.opening import open_regular
 from arealite.utils.trace.trace_file import GROUPS, older_path
 
 DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
@@ -44,6 +45,11 @@ class _Lane:
             order = np.argsort(begins, kind="stable")
             self._sorted = begins[order], ends[order], order
         return self._sorted
+
+
+def _packed(args: Any) -> bytes:
+    # A copy: what orjson returns keeps the kilobytes that it reserved.
+    return bytes(memoryview(orjson.dumps(args)))
 
 
 class TraceFile:
@@ -115,7 +121,7 @@ class TraceFile:
 
     def _read_new(self) -> None:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 state = os.fstat(file.fileno())
                 if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
                     self._forget()
@@ -128,7 +134,7 @@ class TraceFile:
 
     def _read_older(self) -> None:
         try:
-            with older_path(self.path).open("rb") as file:
+            with open_regular(older_path(self.path)) as file:
                 self._read_lines(file)
         except FileNotFoundError:
             pass
@@ -160,7 +166,7 @@ class TraceFile:
                 group = self._groups.get(pid, "trainer")
                 began, seconds = float(event["ts"]) / 1e6, max(0.0, float(event["dur"]) / 1e6)
                 lane = self._lanes.setdefault((group, self._names.get((pid, tid), group)), _Lane())
-                lane.add((began, seconds, sys.intern(str(event["name"])), orjson.dumps(args)))
+                lane.add((began, seconds, sys.intern(str(event["name"])), _packed(args)))
                 self._total += 1
         # Damaged by a full disk, or written by something else.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):

@@ -1,9 +1,12 @@
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from arealite.api.errors import ConfigError
-from arealite.dashboard.app import STATIC, make_app
+from arealite.dashboard.app import _MAX_READERS, _SLOTS, STATIC, answer, make_app
 from tests.dashboard.client import Dashboard
 from tests.dashboard.make_run import make_run
 
@@ -113,3 +116,25 @@ def test_bad_parameters_are_errors_of_the_client(runs):
 def test_static_files_are_part_of_the_package():
     text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
     assert "dashboard/static/**" in text
+
+
+def test_readers_whose_clients_have_gone_still_count(tmp_path):
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def read():
+        begun.release()
+        assert release.wait(30)
+
+    async def check():
+        request = make_mocked_request("GET", "/", app=make_app([tmp_path]))
+        readers = [asyncio.create_task(answer(request, read)) for _ in range(_MAX_READERS)]
+        for _ in readers:
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
+        assert request.app[_SLOTS].locked()
+        release.set()
+        assert (await asyncio.wait_for(answer(request, read), 30)).status == 200
+
+    asyncio.run(check())

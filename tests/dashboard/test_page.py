@@ -1,5 +1,7 @@
 """The dashboard's page in a real Chromium: every view, hostile text, filters, live runs, a phone, both themes."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -193,6 +195,8 @@ def test_filters_choose_rollouts_and_stay_in_the_link(pages: Pages):
     )
     found = int(status.inner_text().split()[0].replace(",", ""))
     assert 0 < found < 400
+    rows = page.evaluate("async () => (await fetch(document.querySelector('a[download]').href)).text()")
+    assert len(list(csv.DictReader(io.StringIO(rows)))) == found
     page.reload()
     page.locator(".filters [role=status]", has_text=re.compile(f"^{found} ")).wait_for()
     page.locator("[name=text]").fill("no answer has these words")
@@ -322,6 +326,18 @@ def test_a_live_run_updates_without_new_nodes(live: tuple[Pages, Path, Callable[
     page.locator("[aria-label='Smoothing']").fill("0")
     write(5, 123.0)
     page.locator(".chart-card[data-seen=yes] .readout b:text-is('123')").wait_for()
+
+
+def test_a_log_of_a_live_run_is_followed(live: tuple[Pages, Path, Callable[[int, float], None]]):
+    pages, run, _ = live
+    (run / "logs" / "a.log").write_text("\x1b[31mfirst\x1b[0m\n")
+    page = pages.open("#/logs")
+    page.locator(".line:text-is('first')").wait_for()
+    for text, shown in (("\x1b[32msecond\x1b[0m é", "second é"), ("10%\r20%", "20%"), ("last", "last")):
+        with (run / "logs" / "a.log").open("a") as file:
+            file.write(text + "\n")
+        page.locator(".line").nth(-1).filter(has_text=shown).wait_for()
+    assert page.locator(".line").count() == 4
 
 
 def test_every_module_is_loaded_ahead_of_time():

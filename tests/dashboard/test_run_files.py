@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +135,27 @@ def test_logs(runs):
         assert "\x1b" not in page.json(f"{url}/server0.log")["text"]
 
 
+def test_a_log_is_followed_without_repeating_text(runs):
+    path = runs / "exp" / "a" / "logs" / "live.log"
+    content = "\x1b[31mred\x1b[0m one\rtwo é 公 🙂\n\x07\xff end\n".encode() + b"\xfe\n"
+    path.write_bytes(b"")
+    with Dashboard(runs) as page:
+        url = f"/api/runs/{page.run_id('exp/a')}/logs/live.log"
+        end, text = page.json(url)["end"], ""
+        for byte in content:
+            with path.open("ab") as file:
+                file.write(bytes([byte]))
+            part = page.json(f"{url}?since={end}")
+            assert part["start"] == end
+            end, text = part["end"], text + part["text"]
+        assert end == len(content) and text == page.json(url)["text"]
+        assert text.startswith("red one\rtwo é 公 🙂\n\\x07")
+        # Its part is limited, and a file that has become shorter is shown from its end.
+        assert page.json(f"{url}?since=0&size=64")["end"] <= 64
+        path.write_text("new\n")
+        assert page.json(f"{url}?since={end}") == {"text": "new\n", "start": 0, "end": 4, "size": 4}
+
+
 def test_logs_are_only_those_of_the_run(runs):
     run = runs / "exp" / "a"
     os.symlink(run / "private" / "api_key", run / "logs" / "link.log")
@@ -177,6 +199,35 @@ def test_a_run_that_is_removed_while_shown(runs):
         for what in ("stats", "config", "logs", "evaluations"):
             answer = page.get(f"/api/runs/{run_id}/{what}")
             assert answer.status == 404 and "removed" in answer.json["error"]
+
+
+def test_folders_with_anything_in_them_do_not_hide_other_runs(runs):
+    for name in ("folder", "pipe", "link"):
+        run = runs / "odd" / name
+        make = {
+            "folder": Path.mkdir,
+            "pipe": os.mkfifo,
+            "link": lambda path: path.symlink_to(runs / "exp/a" / path.name),
+        }
+        run.mkdir(parents=True)
+        for file in ("stats.jsonl", "run.sqlite", "trace.json", "config.yaml", "lock"):
+            make[name](run / file)
+    broken = runs / os.fsdecode(b"not \xff UTF-8")
+    make_run(runs / "plain", steps=2, rollouts=16).path.rename(broken)
+    with Dashboard(runs) as page:
+        found = {run["name"]: run for run in page.json("/api/runs")["runs"]}
+        assert set(found) == {"exp/a", "exp/b", "odd/folder", "odd/pipe", "odd/link", "not \\udcff UTF-8"}
+        assert all(found[f"odd/{name}"]["steps"] == 0 for name in ("folder", "pipe", "link"))
+        for name, run in found.items():
+            for what in ("stats", "trace", "rollouts", "events"):
+                page.json(f"/api/runs/{run['id']}/{what}")
+            assert page.get(f"/api/runs/{run['id']}/config").status == (404 if name.startswith("odd") else 200)
+        run = found["not \\udcff UTF-8"]
+        assert page.json(f"/api/runs/{run['id']}/rollouts")["total"] > 0
+    # A run below such a folder itself.
+    with Dashboard(broken) as page:
+        (run,) = page.json("/api/runs")["runs"]
+        assert run["steps"] == 2
 
 
 def test_a_run_that_has_just_begun(tmp_path):

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -83,6 +85,22 @@ def test_a_trace_that_grows_and_is_replaced(page, run_dir):
     assert num_spans(page.json(page.url)) == before + 3
     path.unlink()
     assert page.json(page.url)["lanes"] == []
+
+
+def test_spans_take_little_memory(tmp_path):
+    path, count = tmp_path / "trace.json", 20_000
+    event = {"pid": 4, "tid": 0, "name": "turn", "ph": "X", "ts": 1e6, "dur": 5, "args": {"version": 3, "tokens": 12}}
+    path.write_text((json.dumps(event) + ",\n") * count)
+    # In a process of its own, whose memory nobody has used before.
+    code = (
+        "import os, sys; from pathlib import Path; from arealite.dashboard.trace import TraceFile\n"
+        "def size(): return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
+        "before, trace = size(), TraceFile(Path(sys.argv[1])); trace.window(0.0, 0.0, 1)\n"
+        "print(size() - before)"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 1_500 * count
 
 
 def test_a_damaged_trace(page, run_dir):

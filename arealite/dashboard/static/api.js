@@ -9,14 +9,19 @@ export class ApiError extends Error {
 
 const TIMEOUT_MS = 60_000;
 
-/** GET a path of the API with a query; undefined, null and empty values are left out. */
-export async function get(path, query = {}, signal = undefined) {
+/** The address of a path of the API with a query; undefined, null and empty values are left out. */
+export function address(path, query = {}) {
   const parts = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
   const search = new URLSearchParams(parts).toString();
+  return `api/${path}${search ? `?${search}` : ""}`;
+}
+
+/** GET a path of the API with a query. */
+export async function get(path, query = {}, signal = undefined) {
   const limit = AbortSignal.timeout(TIMEOUT_MS);
   let response;
   try {
-    response = await fetch(`api/${path}${search ? `?${search}` : ""}`, { signal: signal ? AbortSignal.any([signal, limit]) : limit });
+    response = await fetch(address(path, query), { signal: signal ? AbortSignal.any([signal, limit]) : limit });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The dashboard's server does not answer. Is `arealite dashboard` still running?");

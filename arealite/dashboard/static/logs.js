@@ -56,8 +56,8 @@ async function listFiles(own) {
   }
 }
 
-async function read(own, end) {
-  return get(runPath(own.id, `logs/${own.file.split("/").map(encodeURIComponent).join("/")}`), { end, size: PART });
+async function read(own, end, since) {
+  return get(runPath(own.id, `logs/${own.file.split("/").map(encodeURIComponent).join("/")}`), { since, end, size: PART });
 }
 
 async function open(own, file) {
@@ -92,29 +92,20 @@ async function loadEarlier(own) {
 async function more(own) {
   if (!own.file || !own.size) return;
   const request = own.request;
-  const answer = await read(own);
+  let answer = await read(own, undefined, own.end);
+  // More than a part is missing: show the end.
+  if (answer.size - answer.end > PART) answer = await read(own);
   if (request !== own.request || answer.end === own.end) return;
-  // The file was replaced, or grew by more than one part: start again at its end.
-  if (answer.end < own.end || answer.start > own.end) Object.assign(own, answer);
-  else Object.assign(own, { text: own.text + tailAfter(answer, own.end), end: answer.end, size: answer.size });
+  // A file that was replaced is shown from its end, too.
+  if (answer.start !== own.end) Object.assign(own, answer);
+  else Object.assign(own, { text: own.text + answer.text, end: answer.end, size: answer.size });
   render(own);
-}
-
-/** The text of a part behind a position in bytes. */
-function tailAfter(answer, position) {
-  const encoded = new TextEncoder().encode(answer.text);
-  // Undecodable bytes become three-byte marks; then the lengths differ, and the whole part is the best guess.
-  if (encoded.length !== answer.end - answer.start) return answer.text;
-  return new TextDecoder().decode(encoded.subarray(position - answer.start));
 }
 
 function level(line) {
   if (/\b(ERROR|CRITICAL|FATAL|Traceback|Exception|Error:)/.test(line)) return "error";
   return /\b(WARNING|WARN)\b/.test(line) ? "warn" : "";
 }
-
-// Colour codes of terminals carry no text.
-const ANSI = /\u001b\[[0-9;]*m/g;
 
 function render(own, whole = false) {
   const words = own.find.toLowerCase();
@@ -125,6 +116,6 @@ function render(own, whole = false) {
   own.earlier.disabled = own.start === 0;
   own.status.textContent = `${words ? `${numbered.length} of ` : ""}${all.length} lines, ${bytes(own.end - own.start)} of ${bytes(own.size)}`;
   if (!kept.length) replace(own.box, all.length ? emptyState("No line matches", "Only the loaded part of the file is searched. Earlier loads more.") : emptyState("The file is empty", own.file));
-  else replace(own.box, kept.map((line) => h("div", { class: `line ${level(line)}` }, visible(line.replaceAll(ANSI, "").slice(0, 20_000)))));
+  else replace(own.box, kept.map((line) => h("div", { class: `line ${level(line)}` }, visible(line.slice(0, 20_000)))));
   if (own.follow) toEnd(own);
 }

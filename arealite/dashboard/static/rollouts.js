@@ -1,6 +1,6 @@
 // Rollouts: a list of any length, of which only the visible rows exist, with filters, and the chosen rollout beside it.
 
-import { get, runPath } from "./api.js";
+import { address, get, runPath } from "./api.js";
 import { debounce, emptyState, h, icon, perFrame, replace } from "./dom.js";
 import { count, num } from "./format.js";
 import { keep } from "./route.js";
@@ -54,25 +54,27 @@ export function rolloutsView(root, context) {
 }
 
 function filterBar(own) {
-  const changed = debounce(() => { keep(Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, own.params[name]]))); own.list.scrollTop = 0; reload(own); countFilters(); }, 60);
+  const changed = debounce(() => { keep(Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, own.params[name]]))); own.list.scrollTop = 0; reload(own); showFilters(); }, 60);
   const field = (name, label, type) => h("input", {
     type, name, value: own.params[name] ?? "", placeholder: label, "aria-label": label, inputmode: type === "number" ? "decimal" : null, step: "any", autocomplete: "off", spellcheck: "false",
     oninput: (event) => { own.params[name] = event.target.value; changed(); },
   });
   const choice = (name, label, options) => h("select", { name, "aria-label": label, onchange: (event) => { own.params[name] = event.target.value; changed(); } },
     options.map(([value, text]) => h("option", { value, selected: (own.params[name] ?? "") === value ? "" : null }, text)));
+  const csv = h("a", { class: "quiet", download: "rollouts.csv" }, icon("table"), "CSV");
   const more = h("div", { class: "more-filters", hidden: !NUMBERS.some(([name]) => own.params[name]) && !own.params.state && !own.params.source },
     NUMBERS.map(([name, label]) => field(name, label, "number")),
     choice("state", "State", [["", "any state"], ...STATES.map((s) => [s, s])]), choice("source", "Source", [["", "any source"], ...[...own.sources].map((s) => [s, s])]),
     h("button", { class: "quiet", type: "button", onclick: () => { for (const name of FILTERS) delete own.params[name]; keep(Object.fromEntries(FILTERS.map((n) => [n, null]))); replace(own.split.querySelector(".filters"), ...filterBar(own).childNodes); reload(own); } }, "Clear"),
-    h("a", { class: "quiet", href: `api/${runPath(own.id, "rollouts.csv")}`, download: "rollouts.csv" }, icon("table"), "CSV"));
+    csv);
   const badge = h("b", { class: "badge" });
-  const countFilters = () => {
+  const showFilters = () => {
     const active = FILTERS.slice(1).filter((name) => own.params[name]).length;
     badge.textContent = active;
     badge.hidden = !active;
+    csv.href = address(runPath(own.id, "rollouts.csv"), query(own));
   };
-  countFilters();
+  showFilters();
   const toggle = h("button", { class: "button", type: "button", dataset: { more: "" }, "aria-expanded": String(!more.hidden), onclick: () => { more.hidden = !more.hidden; toggle.setAttribute("aria-expanded", String(!more.hidden)); } }, "Filters", badge);
   const down = h("button", { class: "icon", type: "button", title: "Turn the order round", "aria-label": "Turn the order round", onclick: () => { own.params.desc = descending(own) ? "0" : "1"; down.classList.toggle("up", !descending(own)); changed(); } }, icon("chevron"));
   down.classList.toggle("up", !descending(own));
