@@ -65,11 +65,15 @@ class Interrupt:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.is_requested or not self.has_step:
-            if rank() == 0:
-                show_message("stopped without a new checkpoint")
+            _show("stopped without a new checkpoint")
             raise KeyboardInterrupt
         self.is_requested = True
+        _show("stopping: a checkpoint is saved after this step (Ctrl+C again ends at once, without one)")
+
+
+def _show(text: str) -> None:
+    """Show a message of a signal handler on rank 0."""
+    if rank() == 0:
         # The signal may interrupt another print, whose buffer refuses a second one.
-        if rank() == 0:
-            with contextlib.suppress(RuntimeError):
-                show_message("stopping: a checkpoint is saved after this step (Ctrl+C again ends at once, without one)")
+        with contextlib.suppress(RuntimeError):
+            show_message(text)

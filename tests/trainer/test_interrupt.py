@@ -111,8 +111,8 @@ def test_ctrl_c_during_another_print_is_remembered(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", Busy())
             signal.raise_signal(signal.SIGINT)
-        assert interrupt.is_requested
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            assert interrupt.is_requested
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
     finally:
         interrupt.remove()
