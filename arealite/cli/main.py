@@ -173,7 +173,8 @@ def flatten(config: MainConfig) -> BaseExperimentConfig:
     common["allocation_mode"] = config.allocation_mode or default
     if config.trainer.type is None:
         # An evaluation reads no training data: the launcher must not look for the default one.
-        common |= {"train_dataset": dataclasses.replace(config.train_dataset, path=""), "train_datasets": {}}
+        data = dataclasses.replace(next(iter(config.validation_sets.values())), path="")
+        common |= {"train_dataset": data, "train_datasets": {}}
     elif config.train_datasets:
         # Its path is the default.
         common["train_dataset"] = dataclasses.replace(config.train_dataset, path="", name=None, split=None)
