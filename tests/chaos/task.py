@@ -22,6 +22,8 @@ from arealite.utils.config import load_config, run_main
 from arealite.workflow.rlvr import RLVRWorkflow
 
 MISBEHAVE = float(os.environ.get("CHAOS_MISBEHAVE", "0.2"))
+# Seconds of an episode: slower steps than those of a small model.
+DURATION_S = float(os.environ.get("CHAOS_DURATION_S", "0"))
 
 
 def vowels(prompt: str, completion: str, prompt_ids, completion_ids, **data) -> float:
@@ -41,6 +43,7 @@ class Unruly(RLVRWorkflow):
                 return None
             if fault == "hang":
                 await asyncio.Event().wait()
+        await asyncio.sleep(DURATION_S)
         batch = await super().arun_episode(engine, data)
         assert batch is not None
         if rng.random() < MISBEHAVE / 4:

@@ -78,8 +78,11 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_ch
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # Failures would fill the disk with their logs.
     monkeypatch.setenv("CHAOS_MISBEHAVE", "0")
-    freq_steps = 6 // num_checkpoints
-    run = job(wrap=wrap, **{"total_train_steps": 8, "recover.freq_steps": freq_steps})
+    # The steps after the last recover checkpoint take seconds, in which the trainer is stopped.
+    monkeypatch.setenv("CHAOS_DURATION_S", "1")
+    num_steps, freq_steps = 8, 6 // num_checkpoints
+    settings = {"total_train_steps": num_steps, "recover.freq_steps": freq_steps, "rollout.dump_rollouts": False}
+    run = job(wrap=wrap, **settings)
     run.until(lambda: os.path.ismount(f"/proc/{run.launcher.pid}/root{tmp_path}/runs"), "the small disk")
     # The disk as the job sees it, also after the job has ended.
     disk = os.open(f"/proc/{run.launcher.pid}/root{tmp_path}/runs", os.O_PATH)
@@ -87,7 +90,7 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_ch
     try:
         run.until(lambda: len(list_complete(run.run_dir / "recover")) == num_checkpoints, "checkpoints")
         pid = run.send_signal("trainer", signal.SIGSTOP)
-        assert run.step() < 8
+        assert run.step() < num_steps
         usage = os.statvfs(f"/proc/self/fd/{disk}")
         Path(f"/proc/self/fd/{disk}/filler").write_bytes(bytes(usage.f_bavail * usage.f_bsize - LEFT_BYTES))
         os.kill(pid, signal.SIGCONT)
@@ -95,10 +98,10 @@ def test_a_disk_that_is_full_at_the_last_step(tmp_path, job, monkeypatch, num_ch
         output = (tmp_path / "launcher.log").read_text()
         if num_checkpoints == 2:
             assert code == 0, run.tail()
-            model = run.run_dir / "checkpoints" / "step000008"
+            model = run.run_dir / "checkpoints" / f"step{num_steps:06d}"
         else:
             assert code == 2 and "Traceback" not in output, run.tail()
-            (model,) = tmp_path.glob("arealite-model-*/step000008")
+            (model,) = tmp_path.glob(f"arealite-model-*/step{num_steps:06d}")
             assert f"The trained model is in {model}: move it" in output, output
         assert load_file(model / "model.safetensors") and (model / "tokenizer.json").exists()
         assert not find_damage(list_complete(run.run_dir / "recover")[0])

@@ -61,10 +61,10 @@ def test_a_closure_of_a_script_is_learned_twice_and_the_model_is_returned(tmp_pa
         """
 trainer = GRPOTrainer(train_dataset=rows, reward_fn=many_a, max_steps=8, **settings)
 import json, os, logging, torch
-threads = torch.get_num_threads()
+threads, variables = torch.get_num_threads(), dict(os.environ)
 result = trainer.train()
 assert threads == torch.get_num_threads() and not logging.getLogger("arealite").handlers
-assert not [name for name in os.environ if name.startswith("AREALITE") or name == "LOCAL_RANK"]
+assert dict(os.environ) == variables
 assert count >= 8 * 64, count
 ids = result.tokenizer("abcde>", return_tensors="pt").input_ids
 text = result.tokenizer.decode(result.model.generate(ids, max_new_tokens=4, do_sample=False)[0, 6:])
