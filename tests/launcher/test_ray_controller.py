@@ -161,7 +161,8 @@ def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, m
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert "rank 1 of actor died" in out and "starting again from the recover" in out
+    assert "rank 1 of actor died" in out, out
+    assert "starting again from the recover" in out
     steps = [line["step"] for line in stats(tmp_path)]
     assert steps == list(range(len(steps))), "the run continued from the checkpoint"
     wait_for(lambda: rank_pids(tmp_path) == [], 30)
