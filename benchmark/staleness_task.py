@@ -1,4 +1,4 @@
-"""The task of `staleness.py`: the demo's, on samples that are exactly as old as the staleness limit allows.
+"""The task of `staleness.py`: samples that are exactly as old as the staleness limit allows.
 
 A normal run uses fresher samples where it can. Here a batch is used only when everything but the newest batch has been
 generated, so that its samples come from η versions ago. The last weights are evaluated on held-out prompts. The
@@ -20,6 +20,7 @@ from arealite.api.cli_args import GRPOConfig
 from arealite.api.io_struct import Batch
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.trainer.ppo import PPOTrainer
+from arealite.trainer.tasks import find_reward, load_rl
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.rlvr import RLVRWorkflow
 
@@ -45,8 +46,14 @@ def hold_back(rollout: CollectingEngine, batch_size: int) -> None:
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
-    workflow = RLVRWorkflow(reverse_reward, config.gconfig, tokenizer, reward_inline=True)
-    rows, valid_rows = make_rows(16384, seed=config.seed), make_rows(512, seed=99, held_out=True)
+    if config.train_dataset.path == "generated":
+        reward = reverse_reward
+        rows, valid_rows = make_rows(16384, seed=config.seed), make_rows(512, seed=99, held_out=True)
+    else:
+        reward = find_reward(config.train_dataset, config.reward)
+        rows = load_rl(config.train_dataset, tokenizer)
+        valid_rows = {name: load_rl(data, tokenizer) for name, data in config.validation_sets.items()}
+    workflow = RLVRWorkflow(reward, config.gconfig, tokenizer, reward_inline=True)
     trainer = PPOTrainer(config, rows, tokenizer, valid_rows)
     if not config.rollout.adaptive_lead:
         hold_back(trainer.rollout, config.train_dataset.batch_size)
