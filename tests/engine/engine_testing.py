@@ -10,7 +10,9 @@ from multiprocessing.connection import Client, Listener, wait
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
@@ -36,6 +38,15 @@ MODELS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZE, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
     ),
+    "mixtral": lambda: MixtralConfig(**_SIZE, num_local_experts=4),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZE, head_dim=16, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.1
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_SIZE | {"num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=6, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_group=2, topk_group=1,
+        n_shared_experts=1, first_k_dense_replace=1, initializer_range=0.1,
+    ),
     "three_heads": lambda: Qwen2Config(**_THREE, tie_word_embeddings=True),
     "three_heads_window": lambda: Qwen2Config(**_THREE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "llama": lambda: LlamaConfig(**_SIZE, tie_word_embeddings=False),
@@ -50,7 +61,9 @@ NOISY_MODELS = {
         vocab_size=VOCAB, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=128, word_embed_proj_dim=32, dropout=0.1, layerdrop=0.3,
     ),
-    "mixtral": lambda: MixtralConfig(**_SIZE, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.1),
+    "mixtral_noise": lambda: MixtralConfig(
+        **_SIZE, num_local_experts=4, router_jitter_noise=0.5, attention_dropout=0.1
+    ),
 }  # fmt: skip
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 
@@ -58,6 +71,10 @@ SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=1)
 def make_model(path, kind: str) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config((MODELS | NOISY_MODELS)[kind]())
+    for name, value in model.state_dict().items():
+        if name.endswith(("_bias", ".sinks")):
+            # Zeros after initialization.
+            torch.nn.init.normal_(value, std=0.1)
     model.save_pretrained(path)
     return str(path)
 

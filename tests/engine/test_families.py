@@ -72,15 +72,15 @@ FAMILIES = {
     "glm4": WIDE,
     "exaone4": {"sliding_window_pattern": 2},
     "deepseek_v3": LATENT,  # values narrower than keys
+    "gpt_oss": WIDE,  # sinks, biases of experts
 }
 # One family for each kind of computation; the others are slow tests.
 FAST = {
     "llama-llama3", "qwen2-window", "qwen3_moe", "gemma3_text", "phi", "gpt2", "gpt_bigcode", "cohere2", "granite",
-    "deepseek_v3",
+    "deepseek_v3", "gpt_oss",
 }  # fmt: skip
 SERVED_ONLY = {
     "gemma2": ({**WIDE, "attn_logit_softcapping": 2.0}, "caps attention logits"),
-    "gpt_oss": (WIDE, "has sinks"),
 }
 REFUSED = {
     "bloom": ({}, "attention interface"),
@@ -108,10 +108,10 @@ def make(name: str, given: dict, folder) -> PreTrainedModel:
     # Some versions of transformers would use SDPA, which does not cap logits.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            # Biases and norms are zeros and ones after initialization.
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+        for value in model.state_dict().values():
+            # Biases, norms and a router's correction are zeros and ones after initialization.
+            if value.dim() == 1:
+                value.add_(0.2 * torch.randn_like(value))
     model.save_pretrained(folder)
     return model
 
@@ -174,7 +174,7 @@ def test_served_and_trained_logprobs_equal_the_models_own(name, tmp_path):
         torch.testing.assert_close(row[1 : len(prompt)], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gpt_neox"])
 def test_tensors_with_other_names_in_files_are_saved_and_updated(name, tmp_path):
     saved = tmp_path / "saved"
     model = make(name, FAMILIES[name], tmp_path)

@@ -37,11 +37,14 @@ def padded_logp(model, batch):
     return torch.nn.functional.pad(logp, (1, 0))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2_window", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen2_window", "qwen3", "llama", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+)
 def test_packed_gradient_equals_padded(model_dirs, kind):
     batch = random_batch(LENGTHS)
-    engine = make_engine(model_dirs[kind], max_tokens_per_mb=40)
-    reference = AutoModelForCausalLM.from_pretrained(model_dirs[kind], attn_implementation="eager")
+    folder = model_dirs[kind]
+    engine = make_engine(folder, max_tokens_per_mb=40)
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     mask = batch["loss_mask"].bool()
     mask[:, 0] = False
     logp = padded_logp(reference, batch)

@@ -84,7 +84,7 @@ def test_skipping_idle_rows_gives_the_same_update(model_dirs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "checkpointing"), [("gpt2", False), ("gpt2", True), ("opt", False), ("mixtral", False)]
+    ("kind", "checkpointing"), [("gpt2", False), ("gpt2", True), ("opt", False), ("mixtral_noise", False)]
 )
 def test_on_policy_ratios_are_one_for_models_with_dropout(noisy_model_dirs, kind, checkpointing):
     """Dropout, layer drop and router noise are off: both passes compute the same log-probs."""

@@ -77,6 +77,7 @@ class PackedModel(nn.Module):
         # Cohere multiplies logits, Granite divides them.
         self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
         self.max_length = original_length(model.config)
+        self.with_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         self.has_lm_head = model.get_output_embeddings() is not None
         # Set by `shard`: FSDP only converts types, it divides nothing.
         self.is_one_shard = False
@@ -157,7 +158,7 @@ class PackedModel(nn.Module):
             position_ids=positions,
             use_cache=False,
             packed_layout=PackedLayout.make(
-                cu_seqlens, lengths, segments, self.context_group, self.ring, one_graph=self.fused
+                cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.with_sinks
             ),
             **inputs,
         )

@@ -2,8 +2,8 @@
 
 `PackedLayout` describes the sequences of one micro-batch. It is made once per micro-batch and passed down through the
 model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU
-builds have no such kernel: there, sequences of similar length are gathered into a few padded buckets and run through
-SDPA. Padding follows the real tokens, so causal attention over a bucket is exact.
+builds have no such kernel, and it has no attention sinks: there, sequences of similar length are gathered into a few
+padded buckets and run through SDPA. Padding follows the real tokens, so causal attention over a bucket is exact.
 
 N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a
 row, p tokens of the shared prefix before them.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -54,11 +55,13 @@ def packed_attention(
 
     Attention dropout is not applied.
     """
-    if s_aux is not None or packed_layout is None:
-        reason = "has sinks" if s_aux is not None else "does not pass packed_layout to its attention"
-        raise ConfigError(f"{type(module).__name__} {reason}: it cannot be trained on packed sequences")
+    if packed_layout is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not pass packed_layout to its attention: it cannot be trained on packed "
+            "sequences"
+        )
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_layout.attend(query, key, value, scaling, sliding_window).unsqueeze(0), None
+    return packed_layout.attend(query, key, value, scaling, sliding_window, s_aux).unsqueeze(0), None
 
 
 @dataclass
@@ -84,19 +87,20 @@ class PackedLayout:
         context_group: dist.ProcessGroup | None = None,
         ring: bool = False,
         one_graph: bool = False,
+        with_sinks: bool = False,
     ) -> PackedLayout:
         """Describe sequences of `lengths`; with a context group, those of all its ranks.
 
         `plan` has the segments of sequences that share prefixes. `one_graph` gives all micro-batches on CUDA the same
-        fields, so that layers are compiled once.
+        fields, so that layers are compiled once. `with_sinks`: heads have sinks, which variable-length attention lacks.
         """
         hops = None
         if context_group is not None and ring:
             assert plan is None, "a ring computes every sequence in full"
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
             plan, hops = plan_piece(lengths, size, rank)
-        if not cu_seqlens.is_cuda:
-            kernel = Buckets(plan or SegmentPlan.of_rows(lengths))
+        if not cu_seqlens.is_cuda or with_sinks:
+            kernel = Buckets(plan or SegmentPlan.of_rows(lengths), cu_seqlens.device)
         elif plan is not None:
             kernel = Varlen.of_segments(plan, cu_seqlens.device)
         else:
@@ -107,18 +111,22 @@ class PackedLayout:
             kernel = Varlen(cu_seqlens, ends_k, max(lengths), max(lengths), every_key)
         return cls(kernel, context_group, hops)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """Return causal attention for heads `[U, heads, D]` of this rank's tokens."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return causal attention for heads `[U, heads, D]` of this rank's tokens; `sinks [heads]` take a share."""
         group = self.context_group
         if group is not None and self.ring_hops is None:
             query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
-            return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window), group)
+            sinks = None if sinks is None else sinks.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+            return heads_to_tokens(self.kernel.attend(query, key, value, scaling, window, sinks), group)
         if group is not None:
             pair = torch.stack([key, value], dim=1)
             # torch.compiler.disable loses the signature.
             both = with_earlier_pieces(pair, self.ring_hops, group)  # pyright: ignore[reportCallIssue]
             key, value = both.unbind(dim=1)
-        return self.kernel.attend(query, key, value, scaling, window)
+        return self.kernel.attend(query, key, value, scaling, window, sinks)
 
 
 @dataclass
@@ -139,7 +147,11 @@ class Varlen:
         ends_q, ends_k = (x.to(device, non_blocking=True) for x in ends)
         return cls(ends_q, ends_k, max(queries), max(keys), plan.keys.to(device))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert sinks is None, "sinks need a layout made with with_sinks"
         if self.kv_index is not None:
             key, value = _repeat_keys(key, self.kv_index), _repeat_keys(value, self.kv_index)
         # Flash attention counts the tokens before the query; transformers counts the query too.
@@ -168,12 +180,12 @@ def _pad_heads(x: Tensor) -> Tensor:
 
 
 class Buckets:
-    """Attention on CPU: segments grouped by size into padded buckets, and SDPA over these."""
+    """Attention on CPU, or with sinks: segments grouped by size into padded buckets, and SDPA over these."""
 
-    def __init__(self, plan: SegmentPlan):
+    def __init__(self, plan: SegmentPlan, device: torch.device | str = "cpu"):
         ends = accumulate(segment.prefix_length + segment.length for segment in plan.segments)
         keys_of = dict(zip(plan.segments, plan.keys.tensor_split(list(ends)[:-1]), strict=True))
-        self.buckets = [_Bucket(group, [keys_of[s] for s in group]) for group in _group_by_size(plan.segments)]
+        self.buckets = [_Bucket(group, [keys_of[s] for s in group], device) for group in _group_by_size(plan.segments)]
         self.queries = torch.cat([bucket.queries.flatten() for bucket in self.buckets])
         self.keys = torch.cat([bucket.keys.flatten() for bucket in self.buckets])
         real = torch.cat([bucket.real.flatten() for bucket in self.buckets])
@@ -183,8 +195,13 @@ class Buckets:
         self.slots[self.queries[real]] = real.nonzero().flatten()
         self.in_place = torch.equal(self.queries, torch.arange(len(self.slots)))
         self.has_prefixes = len(self.keys) > len(self.queries)
+        tensors = (self.queries, self.keys, self.pads, self.slots)
+        self.queries, self.keys, self.pads, self.slots = (x.to(device, non_blocking=True) for x in tensors)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Keys and values may have more rows than queries: those of prefixes that earlier ranks computed."""
         if self.has_prefixes or len(key) > len(query):
             key, value = (x.index_select(0, self.keys) for x in (key, value))
@@ -195,7 +212,7 @@ class Buckets:
         queries = query.split([bucket.queries.numel() for bucket in self.buckets])
         keys, values = (x.split([b.keys.numel() for b in self.buckets]) for x in (key, value))
         parts = zip(self.buckets, queries, keys, values, strict=True)
-        outs = [bucket.attend(q, k, v, scaling, window) for bucket, q, k, v in parts]
+        outs = [bucket.attend(q, k, v, scaling, window, sinks) for bucket, q, k, v in parts]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self.in_place else _Move.apply(out, self.slots, self.queries, self.pads)
 
@@ -203,7 +220,8 @@ class Buckets:
 class _Bucket:
     """Rows of similar size: tokens of their queries `[b, s]` and keys `[b, p + s]`."""
 
-    def __init__(self, segments: list[Segment], keys: list[Tensor]):
+    def __init__(self, segments: list[Segment], keys: list[Tensor], device: torch.device | str):
+        self.device = device
         start, length, self.prefix = torch.tensor(segments).T[:, :, None]
         self.own, self.shared = torch.arange(int(length.max())), torch.arange(int(self.prefix.max()))
         self.real = self.own < length
@@ -214,19 +232,42 @@ class _Bucket:
         self.keys = torch.cat([shared, self.queries], dim=1)
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, query, key, value, scaling, window) -> Tensor:
+    def attend(self, query, key, value, scaling, window, sinks) -> Tensor:
         q = query.unflatten(0, self.queries.shape).transpose(1, 2)
         k, v = (x.unflatten(0, self.keys.shape).transpose(1, 2) for x in (key, value))
+        if sinks is not None:
+            return self._attend_with_sinks(q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling, window, sinks)
         mask, gqa = self._mask(window), q.shape[1] != k.shape[1]
         out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _mask(self, window: int | None) -> Tensor | None:
+    def _attend_with_sinks(self, q, k, v, scale: float, window: int | None, sinks: Tensor) -> Tensor:
+        """A sink is one more key with the score `sinks[head]` and the value 0.
+
+        It has entries of its own in the head dimension, so that its score is a product like all others.
+        """
+        mask, size = self._mask(window, is_needed=True), v.shape[-1]
+        assert mask is not None
+        # As many entries more as keep the alignment that kernels need.
+        extra = 8 if q.is_cuda else 1
+        scores = (sinks.to(q.dtype) / scale)[None, :, None, None].expand(*q.shape[:3], 1)
+        q = torch.cat([q, scores, q.new_zeros(*q.shape[:3], extra - 1)], dim=-1)
+        key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + extra)
+        key[..., k.shape[3]] = 1.0
+        k = torch.cat([key, pad(k, (0, extra))], dim=2)
+        v = pad(v, (0, q.shape[-1] - size, 1, 0))
+        groups = q.shape[1] // k.shape[1]
+        # The kernels that take masks want as many key heads as query heads.
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        out = sdpa(q, k, v, attn_mask=pad(mask, (1, 0), value=True), scale=scale)
+        return out[..., :size].transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, window: int | None, is_needed: bool = False) -> Tensor | None:
         """Return which keys a query sees, `[b or 1, 1, s, p + s]`, or None for plain causal attention.
 
         Plain causal attention is correct without prefixes and windows: padding comes last and only padding sees it.
         """
-        if not len(self.shared) and (window is None or window >= len(self.own)):
+        if not is_needed and not len(self.shared) and (window is None or window >= len(self.own)):
             return None
         if window not in self._masks:
             prefix = self.prefix[:1] if bool((self.prefix == self.prefix[0]).all()) else self.prefix
@@ -236,7 +277,7 @@ class _Bucket:
             # Position of the query minus position of the key.
             age = torch.cat([ages, own], dim=2)
             seen = age >= 0 if window is None else (age >= 0) & (age < window)
-            self._masks[window] = seen[:, None]
+            self._masks[window] = seen[:, None].to(self.device)
         return self._masks[window]
 
 
