@@ -79,9 +79,7 @@ FAST = {
     "llama-llama3", "qwen2-window", "qwen3_moe", "gemma3_text", "phi", "gpt2", "gpt_bigcode", "cohere2", "granite",
     "deepseek_v3", "gpt_oss",
 }  # fmt: skip
-SERVED_ONLY = {
-    "gemma2": ({**WIDE, "attn_logit_softcapping": 2.0}, "caps attention logits"),
-}
+SERVED_ONLY = {"gemma2": ({**WIDE, "attn_logit_softcapping": 2.0}, "caps attention logits")}
 REFUSED = {
     "bloom": ({}, "attention interface"),
     "falcon": ({}, "attention interface"),
