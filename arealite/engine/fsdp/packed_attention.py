@@ -115,7 +115,7 @@ class PackedLayout:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return causal attention for heads `[U, heads, D]` of this rank's tokens; `sinks [heads]` take a share."""
+        """Return causal attention for heads `[U, heads, D]` of this rank's tokens, with `sinks [heads]`."""
         group = self.context_group
         if group is not None and self.ring_hops is None:
             query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
