@@ -27,6 +27,8 @@ _QUERY_TIMEOUT_S = 20.0
 _CHECK_EVERY = 50_000
 _MAX_LIMIT, _MAX_CSV_ROWS = 1_000, 200_000
 _MAX_TEXT, _MAX_GROUP_TOKENS = 500, 300_000
+# For the first rows that contain a text, while another request counts all of them.
+_SCAN_S = 0.04
 _COUNT, _MAX_LOAD_AT_ONCE = "SELECT COUNT(*) FROM rollouts", 10_000
 _CSV_COLUMNS = (
     "step", "source", "episode", "sample", "reward", "tokens", "answer_tokens", "turns", "images", "truncated",
@@ -133,12 +135,14 @@ def _whole(query: Query, name: str) -> int | None:
     return query.integer(name, 0, -(2**53), 2**53) if query.text(name) else None
 
 
-def _find(run: Run, query: Query, limit: int, offset: int = 0) -> tuple[int, list[dict[str, Any]]]:
+def _find(run: Run, query: Query, limit: int, offset: int = 0) -> tuple[int | None, list[dict[str, Any]]]:
     where, sort, desc = _filter(query), query.text("sort") or "step", query.text("desc", "1") == "1"
     if sort not in reading.SORTS:
         raise RequestError(f"sort is {sort!r:.60}; use one of {', '.join(reading.SORTS)}")
 
-    def read(db: sqlite3.Connection) -> tuple[int, list[dict[str, Any]]]:
+    def read(db: sqlite3.Connection) -> tuple[int | None, list[dict[str, Any]]]:
+        if run.rollouts.is_loaded and query.text("first") and where.text.strip():
+            return run.rollouts.find_first(db, where, sort, desc, limit, _SCAN_S)
         if run.rollouts.is_loaded or db.execute(_COUNT).fetchone()[0] <= _MAX_LOAD_AT_ONCE:
             return run.rollouts.find(db, where, sort, desc, offset, limit)
         # The first answer comes from the tables, while another thread loads the index.

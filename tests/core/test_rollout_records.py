@@ -206,7 +206,23 @@ def test_both_ways_to_find_words_agree(tmp_path):
     with closing(open_ledger(ledger.path)) as db:
         for text, expected in {"ap": 2, "a": 3, "苹": 1, "苹果": 1, "果树": 1, "ppl": 0, 'a "qu': 1, "%": 1}.items():
             where = RolloutFilter(text=text)
-            assert find_rollouts(db, where)[0] == RolloutIndex().find(db, where)[0] == expected, text
+            index = RolloutIndex()
+            first = index.find_first(db, where, "step", True, 100, budget_s=30.0)
+            assert find_rollouts(db, where)[0] == index.find(db, where)[0] == expected, text
+            assert first == (None, index.find(db, where)[1]), text
+            assert index.find_first(db, where, "step", True, 100, 30.0)[0] == expected, "known after a whole search"
+
+
+def test_the_first_rollouts_with_a_text_are_found_within_a_time(tmp_path):
+    ledger = Ledger(tmp_path / "run.sqlite")
+    ledger.commit(lambda: [RolloutRow(i, 0, i, -i, 0, 0, 2, "p", f"word {i}") for i in range(1000)])
+    ledger.close()
+    index = RolloutIndex()
+    with closing(open_ledger(ledger.path)) as db:
+        where = RolloutFilter(text="word", step_to=500)
+        _, rows = index.find_first(db, where, "reward", False, 3, budget_s=30.0)
+        assert [row["step"] for row in rows] == [500, 499, 498]
+        assert index.find_first(db, where, "reward", False, 3, budget_s=-1.0) == (None, [])
 
 
 def test_an_index_reads_more_rows_than_a_query_has_variables(tmp_path):

@@ -8,7 +8,7 @@ import json
 import re
 import sqlite3
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,18 @@ def spaced(text: str) -> str:
 def match_phrase(text: str) -> str:
     """Return the query that finds a text in the index of words; its last word may be incomplete."""
     return '"{}"*'.format(spaced(text).strip().replace('"', '""'))
+
+
+def phrase_finder(text: str) -> Callable[[str], bool]:
+    """Return a function that says of a text whether `match_phrase` would find it, but for accents.
+
+    Without a word, the characters themselves are looked for.
+    """
+    words = [re.escape(word) for word in re.findall(r"[^\W_]+", spaced(text))]
+    phrase = r"(?<![^\W_])" + r"[\W_]+".join(words) if words else re.escape(text.strip())
+    pattern = re.compile(phrase, re.IGNORECASE)
+    prepare = spaced if _WITHOUT_SPACES.search(text) else str
+    return lambda candidate: pattern.search(prepare(candidate)) is not None
 
 
 def open_ledger(path: str | Path) -> sqlite3.Connection:

@@ -91,32 +91,50 @@ function query(own) {
   return { ...found, sort: own.params.sort || "step", desc: descending(own) ? 1 : 0 };
 }
 
-/** Start the list again; rows of earlier answers are dropped only when the new ones are here. */
-async function reload(own) {
+/**
+ * Start the list again; rows of earlier answers are dropped only when the new ones are here. While a text that was just
+ * typed is searched in all rollouts, the first that contain it are shown.
+ */
+async function reload(own, isAsked = true) {
   const generation = ++own.generation;
   own.abort.abort();
   own.abort = new AbortController();
   const began = performance.now();
   const first = Math.max(0, Math.floor(own.list.scrollTop / ROW / PAGE));
+  const ask = (more) => get(runPath(own.id, "rollouts"), { ...query(own), limit: PAGE, ...more }, own.abort.signal);
+  if (isAsked && own.params.text && !first) showFirst(own, generation, ask({ first: 1 }));
   try {
-    const answer = await get(runPath(own.id, "rollouts"), { ...query(own), offset: first * PAGE, limit: PAGE }, own.abort.signal);
+    const answer = await ask({ offset: first * PAGE });
     if (generation !== own.generation) return;
-    own.pages = new Map([[first, answer.rows]]);
-    own.total = answer.total;
+    own.generation += 1;
     own.fresh.hidden = true;
-    own.status.textContent = `${count(answer.total)} ${answer.total === 1 ? "rollout" : "rollouts"}`;
     own.status.title = `answered in ${Math.round(performance.now() - began)} ms`;
-    own.spacer.style.height = `${Math.min(MAX_ROWS, answer.total) * ROW}px`;
-    own.list.setAttribute("aria-rowcount", answer.total);
-    own.spacer.replaceChildren();
-    if (!answer.total) own.spacer.append(noRows(own));
-    drawRows(own);
+    showRows(own, answer, first);
   } catch (error) {
-    if (error.name === "AbortError") return;
+    if (error.name === "AbortError" || generation !== own.generation) return;
+    own.generation += 1;
     own.total = 0;
     own.status.textContent = "";
     replace(own.spacer, emptyState("The rollouts cannot be read", error.message));
   }
+}
+
+async function showFirst(own, generation, asked) {
+  // An error is told by the answer to the whole question.
+  const answer = await asked.catch(() => null);
+  if (generation === own.generation && answer?.rows.length) showRows(own, answer, 0);
+}
+
+/** Show the rows of an answer, which begin at page `first`. Without a total there may be more. */
+function showRows(own, { total, rows }, first) {
+  own.pages = new Map([[first, rows]]);
+  own.total = total ?? rows.length;
+  own.status.textContent = total === null ? `${count(rows.length)} so far, searching…` : `${count(total)} ${total === 1 ? "rollout" : "rollouts"}`;
+  own.spacer.style.height = `${Math.min(MAX_ROWS, own.total) * ROW}px`;
+  own.list.setAttribute("aria-rowcount", own.total);
+  own.spacer.replaceChildren();
+  if (!own.total) own.spacer.append(noRows(own));
+  drawRows(own);
 }
 
 function noRows(own) {
@@ -127,7 +145,7 @@ function noRows(own) {
 
 /** A live run has more rows now: show them if the list is at its top, else offer them. */
 async function refresh(own) {
-  if (own.list.scrollTop === 0 && descending(own)) return reload(own);
+  if (own.list.scrollTop === 0 && descending(own)) return reload(own, false);
   const { total } = await get(runPath(own.id, "rollouts"), { ...query(own), offset: 0, limit: 1 });
   if (own.total !== null && total > own.total) {
     own.fresh.textContent = `${count(total - own.total)} new`;
