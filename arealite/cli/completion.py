@@ -60,7 +60,7 @@ OPTIONS = {
     "config": ("--config", "--set", "--help"),
     "evaluate": ("--once", "--help"),
     "report": ("--steps", "--rollouts", "--help"),
-    "dashboard": ("--port", "--host", "--token", "--help"),
+    "dashboard": ("--port", "--host", "--token", "--no-token", "--help"),
     **dict.fromkeys(("init", "doctor", "completion"), ("--help",)),
 }
 _CLASSES = {"train": MainConfig, "eval": MainConfig, "serve": ServerConfig, "evaluate": EvalConfig}

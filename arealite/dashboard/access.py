@@ -1,7 +1,7 @@
 """Decides which requests the dashboard answers, and what a browser may do with the answers.
 
-Without a token the dashboard listens on loopback only, and answers only to names that no web page can choose. With a
-token, every request must carry it: as `Authorization: Bearer`, or as the cookie that a visit of `/?token=…` sets.
+With a token, every request must carry it: as `Authorization: Bearer`, or as the cookie that a visit of `/?token=…`
+sets. Without one, the dashboard listens on loopback only. There it answers only to names that no web page can choose.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from arealite.utils.http_server import LoopbackHosts, bearer_token, is_same_toke
 # Scripts, styles and images of the page itself only: text of a model can never run.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-    "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
+    "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -47,16 +47,17 @@ class Access:
         query = request.query.get("token", "").encode(errors="surrogateescape")
         if request.path == "/" and is_same_token(query, self._token):
             return
-        raise web.HTTPUnauthorized(reason="missing or wrong token: open the address with ?token=TOKEN once")
+        raise web.HTTPUnauthorized(
+            reason="missing or wrong token: open the address that `arealite dashboard` has printed"
+        )
 
     def accept_token(self, request: web.Request) -> web.Response | None:
         """Answer a visit of `/?token=…`: keep the token in a cookie and remove it from the address."""
         if not self._token or "token" not in request.query:
             return None
-        response = web.Response(status=303, headers={"Location": "/"})
-        response.set_cookie(
-            self._cookie_name(request), self._cookie.decode(), httponly=True, samesite="Strict", path="/"
-        )
+        response = web.Response(status=303, headers={"Location": "./"})
+        name = self._cookie_name(request)
+        response.set_cookie(name, self._cookie.decode(), httponly=True, samesite="Strict", path="/")
         return response
 
     def _cookie_name(self, request: web.Request) -> str:

@@ -34,6 +34,7 @@ ACCESS = web.AppKey("access", Access)
 CONNECTIONS = web.AppKey("connections", Connections)
 _SLOTS = web.AppKey("slots", asyncio.Semaphore)
 STATIC = Path(str(files("arealite.dashboard"))) / "static"
+LOGIN_PAGE = STATIC.joinpath("login.html").read_bytes()
 # Threads that read at once.
 _MAX_READERS = 8
 
@@ -76,6 +77,8 @@ async def answer_all(request: web.Request, handler: Handler) -> web.StreamRespon
             raise
         status, message = _describe(request, error)
         response = web.Response(body=orjson.dumps({"error": message}), status=status, content_type="application/json")
+        if status == 401 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
+            response = web.Response(body=LOGIN_PAGE, status=status, content_type="text/html")
     finally:
         if is_known and connection is not None:
             connection.end_request()

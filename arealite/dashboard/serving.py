@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 from pathlib import Path
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -15,10 +16,11 @@ from arealite.utils.network import host_address
 DEFAULT_PORT = 8470
 
 
-def run_dashboard(roots: list[Path], host: str, port: int | None, token: str | None) -> None:
+def run_dashboard(roots: list[Path], host: str, port: int | None, token: str | None, is_token_shown: bool) -> None:
     """Serve run directories until a signal; without a port, on the default one or any that is free."""
-    app = make_app(roots, host, token)
-    asyncio.run(_serve(app, _bind(host, port), bool(token)))
+    app, sock = make_app(roots, host, token), _bind(host, port)
+    suffix = "" if not token else f"?token={quote(token)}" if is_token_shown else " (open it with ?token=TOKEN once)"
+    asyncio.run(_serve(app, sock, f"dashboard: {_address(sock)}{suffix}"))
 
 
 def _bind(host: str, port: int | None) -> socket.socket:
@@ -30,14 +32,13 @@ def _bind(host: str, port: int | None) -> socket.socket:
         return bind(host, 0)
 
 
-async def _serve(app: web.Application, sock: socket.socket, has_token: bool) -> None:
+async def _serve(app: web.Application, sock: socket.socket, message: str) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.set_exception_handler(AcceptErrors())
     runner, server = await listen(app, sock, app[CONNECTIONS])
-    # The token stays out of terminals and logs.
-    print(f"dashboard: {_address(sock)}" + (" (open it with ?token=TOKEN once)" if has_token else ""), flush=True)
+    print(message, flush=True)
     try:
         await stop.wait()
     finally:

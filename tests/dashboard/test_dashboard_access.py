@@ -75,11 +75,17 @@ def test_the_token_is_required(runs):
         assert page.get("/api/runs", headers={"Authorization": "Bearer sécret&="}).status == 200
 
 
+def test_a_browser_without_the_token_is_asked_for_it(runs):
+    with Dashboard(runs, token="secret") as page:
+        answer = page.get("/", headers={"Accept": "text/html,*/*"})
+        assert answer.status == 401 and b'name="token"' in answer.body and answer.headers["X-Content-Type-Options"]
+
+
 def test_a_visit_with_the_token_sets_a_cookie(runs):
     with Dashboard(runs, token="secret") as page:
         answer = page.get("/?token=secret")
         cookie = answer.headers["Set-Cookie"]
-        assert answer.status == 303 and answer.headers["Location"] == "/"
+        assert answer.status == 303 and answer.headers["Location"] == "./"
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and "secret" not in cookie
         # The client keeps cookies, as a browser does.
         assert page.get("/api/runs").status == 200 and page.get("/").status == 200

@@ -43,7 +43,9 @@ def visit_dashboard(workspace: Workspace, command: str) -> str:
             output += line
             found = re.search(r"http://[^\s/]+/\S*", line)
             if found:
-                with urllib.request.urlopen(found[0], timeout=60) as answer:
+                # The address has a token, which a visit puts into a cookie.
+                browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+                with browser.open(found[0], timeout=60) as answer:
                     return answer.read().decode()
         raise AssertionError(f"{command} ended without an address:\n{output}")
     finally:

@@ -419,7 +419,9 @@ def test_a_dashboard_beside_the_run_ends_with_it(work, arguments):
     process = start(arguments("tokenizer_path=until", "dashboard=0"))
     assert process.stdout is not None
     line = next(line for line in process.stdout if line.startswith("dashboard: "))
-    with urllib.request.urlopen(f"{line.split()[1]}api/runs", timeout=30) as response:
+    address, _, token = line.split()[1].partition("?token=")
+    request = urllib.request.Request(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as response:
         (run,) = json.load(response)["runs"]
     assert run["path"] == str(work / RUN) and run["live"]
     wait_for(Path("up0"))
