@@ -41,6 +41,7 @@ from arealite.api.cli_args import (
 from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.api.trainer_api import load_trainer
+from arealite.utils.activity import activity
 from arealite.utils.config import load_config, public_yaml, run_main
 from arealite.utils.config_help import USAGE, CommandHelp
 from arealite.utils.rundir import RunDir, write_file
@@ -229,7 +230,8 @@ def run(argv: list[str], about: CommandHelp) -> int:
     flat = flatten(config)
     # A trainer of the user's own may have data of its own.
     if not dry_run and not is_own:
-        _check_data(flat, kind)
+        with _shown("checking the data and the reward"):
+            _check_data(flat, kind)
     with (
         tempfile.TemporaryDirectory() as scratch,
         _config_file(flat, Path(scratch) if dry_run else RunDir(flat).path) as path,
@@ -241,6 +243,18 @@ def run(argv: list[str], about: CommandHelp) -> int:
         # After the plan, so that it is printed also for data that cannot be used.
         _check_data(flat, kind)
     return code
+
+
+@contextmanager
+def _shown(text: str) -> Iterator[None]:
+    """Say what is done, and go on saying it if it takes long. No thread is left behind."""
+    print(text, flush=True)
+    activity.watch()
+    try:
+        with activity.doing(text):
+            yield
+    finally:
+        activity.close()
 
 
 def loop_file(kind: str | None) -> Path:

@@ -21,12 +21,13 @@ from arealite.core.ledger.reading import open_ledger
 from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import run_main
-from arealite.utils.console import COLUMNS, clock, step_table
+from arealite.utils.console import COLUMNS, SUPERVISED_COLUMNS, clock, step_table
 from arealite.utils.rundir import RunDir
 from arealite.utils.text import clean
 from arealite.utils.trace.trace_file import Lane, read_trace
 
 _MAX_TEXT = 400
+_STARTUP = "time/startup/"
 _right = partial(rich_table.Column, justify="right")
 
 
@@ -45,7 +46,9 @@ def main(argv: list[str]) -> None:
     # The evaluation before the first step is no step.
     steps = [step for step in every if step["step"] >= 0]
     if steps:
-        console.print(steps_table(steps, options.steps))
+        console.print(steps_table(steps, options.steps, console.width))
+        for line in startup_lines(steps):
+            console.print(line, markup=False, soft_wrap=True)
         console.print(time_table(steps))
         if waits := wait_seconds(read_trace(run_dir.trace_path)):
             console.print(waits_table(waits))
@@ -67,13 +70,13 @@ def main(argv: list[str]) -> None:
             ) from error
 
 
-def steps_table(steps: list[dict[str, Any]], num_rows: int) -> Table:
+def steps_table(steps: list[dict[str, Any]], num_rows: int, width: int) -> Table:
     """Tabulate at most `num_rows` evenly spaced steps, with the first and the last."""
-    shown = [column for column in COLUMNS if any(column.key in step for step in steps)]
+    columns = COLUMNS if any("reward" in step for step in steps) else SUPERVISED_COLUMNS
+    shown = [column for column in columns if any(column.key in step for step in steps)]
     count = max(2, min(num_rows, len(steps)))
     sample = [steps[i] for i in sorted({round(i * (len(steps) - 1) / (count - 1)) for i in range(count)})]
-    rows = [(step["step"] + 1, [column.cell(step) for column in shown]) for step in sample]
-    return step_table(shown, rows, f"{len(steps)} steps")
+    return step_table(shown, [(step["step"] + 1, step) for step in sample], width, f"{len(steps)} steps")
 
 
 def alarm_lines(steps: list[dict[str, Any]]) -> list[str]:
@@ -86,10 +89,23 @@ def alarm_lines(steps: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def startup_lines(steps: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each start of the run: the time until its first update, and its parts."""
+    lines = []
+    for step in steps:
+        seconds = {k.removeprefix(_STARTUP): v for k, v in step.items() if k.startswith(_STARTUP) and v is not None}
+        if seconds:
+            total_s, parts = seconds.pop("total", sum(seconds.values())), sorted(seconds.items(), key=lambda i: -i[1])
+            text = ", ".join(f"{name} {took_s:.1f}" for name, took_s in parts)
+            lines.append(f"start before step {step['step'] + 1}: {total_s:.1f} s until its update ({text})")
+    return lines
+
+
 def time_table(steps: list[dict[str, Any]]) -> Table:
     """Tabulate seconds and share of each phase over the whole run."""
     total_s = sum(step.get("time/step") or 0.0 for step in steps)
-    names = sorted({k for step in steps for k in step if k.startswith("time/")} - {"time/step"})
+    keys = {key for step in steps for key in step if key.startswith("time/") and not key.startswith(_STARTUP)}
+    names = sorted(keys - {"time/step"})
     seconds = {name: sum(step.get(name) or 0.0 for step in steps) for name in names}
     table = Table("phase", _right("seconds"), _right("share"), title=f"time per phase ({clock(total_s)} in all)")
     seconds["other"] = max(0.0, total_s - sum(seconds.values()))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from arealite.api.errors import ConfigError
+from arealite.utils.activity import activity
 from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.distributed import destroy_process_group
 from arealite.utils.startup import prepare_process
@@ -35,6 +36,8 @@ def borrowed_process(log_path: Path, num_threads: int) -> Iterator[None]:
     """Use this process for a run: log to the run directory, few threads; afterwards all is as before."""
     prepare_process(runs_now=True)
     with ExitStack() as stack:
+        activity.watch()
+        stack.callback(activity.close)
         stack.enter_context(variables({LOG_FILE_ENV: str(log_path)}))
         stack.enter_context(_log_to(log_path))
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -22,6 +22,7 @@ from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.inference.weights import WeightSource
 from arealite.utils import distributed
+from arealite.utils.startup import startup_phase
 from arealite.utils.trace import tracing
 from arealite.weights.sync import make_transport, read_probe
 
@@ -48,7 +49,8 @@ class EmbeddedEngine(CollectingEngine):
         return self._engine
 
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
-        self._engine = Engine(self.server).start()
+        with startup_phase("servers", "starting the inference engine"):
+            self._engine = Engine(self.server).start()
         self.start_executor(train_batch_size)
 
     def destroy(self) -> None:

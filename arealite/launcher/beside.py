@@ -22,9 +22,7 @@ class BesidePart(NodePart):
     """
 
     def run(self) -> None:
-        for server in self.placement.servers_on(self.node):
-            self.start_server(server)
-        self.has_started_servers = True
+        self.start_servers()
         while True:
             self.step()
 

@@ -27,12 +27,16 @@ from arealite.api.config_field import check_section
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
+from arealite.utils.activity import activity
+from arealite.utils.process import tail
 from arealite.utils.rundir import RunDir, run_path, write_file
 from arealite.utils.text import clean_stream, text_decoder
 
 # How long processes of a killed run may take to end, besides their grace period.
 _ENDING_S = 5.0
 _KEY = "server.api_key="
+# Characters of a log's last line in a message.
+_MAX_LINE = 160
 
 
 def resume_command() -> str:
@@ -47,7 +51,7 @@ class LogFollower:
     def __init__(self, path: Path):
         self.path = path
         self._decoder = text_decoder()
-        self.position = path.stat().st_size if path.exists() else 0
+        self._start = self.position = path.stat().st_size if path.exists() else 0
 
     def copy(self) -> None:
         """Print what was appended since the last call."""
@@ -55,8 +59,17 @@ class LogFollower:
             with self.path.open("rb") as file:
                 file.seek(self.position)
                 sys.stdout.write(clean_stream(self._decoder.decode(file.read())))
+                if file.tell() > self.position:
+                    activity.note_output()
                 self.position = file.tell()
             sys.stdout.flush()
+
+    def describe_start(self, state: str, other_log: Path) -> str:
+        """Say what the job does until this log has a line, with the last line of the log of what starts it."""
+        if self.position > self._start:
+            return ""
+        last = tail(other_log, lines=1).strip()[:_MAX_LINE]
+        return f"{state}; rank 0 has not started yet; {other_log} ends with: {last}"
 
 
 class StopEvent(threading.Event):

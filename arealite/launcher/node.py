@@ -27,8 +27,9 @@ from arealite.api.backends import API_KEY_ENV, BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
 from arealite.launcher.job import Job, resume_command
 from arealite.launcher.placement import ServerPlacement, visible_gpus
-from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port
+from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port, wait_for_running
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
+from arealite.utils.activity import activity
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
@@ -61,7 +62,8 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
         part = (make_part or NodePart)(job, node, names, supervisor)
         code = 0
         try:
-            part.run()
+            with activity.doing(part.describe_start):
+                part.run()
         except Interrupted as interrupt:
             print(f"{interrupt}: ending {len(supervisor.children)} processes", file=sys.stderr)
             code = 128 + interrupt.number
@@ -116,9 +118,7 @@ class NodePart:
             self.start_dashboard(self.config.dashboard)
         if self.placement.shares_gpus:
             self.start_mps()
-        for server in self.placement.servers_on(self.node):
-            self.start_server(server)
-        self.has_started_servers = True
+        self.start_servers()
         backend = BACKENDS.get(self.placement.mode.gen_backend or "")
         # Where both would measure the free memory of one GPU, the server comes first.
         comes_first = self.placement.shares_gpus and backend is not None and backend.measures_free_memory
@@ -130,6 +130,27 @@ class NodePart:
         while self.ranks:
             self.step()
 
+    def start_servers(self) -> None:
+        """Start the servers of this node, and say where they will answer."""
+        for server in self.placement.servers_on(self.node):
+            self.start_server(server)
+        self.has_started_servers = True
+        if self.starting:
+            addresses = ", ".join(address for _, address, _ in self.starting.values())
+            what = f"starting {len(self.starting)} {self.placement.mode.gen_backend} server(s)"
+            print(f"{what}: {addresses} (logs: {self.logs}/server*.log)", flush=True)
+            activity.note_output()
+
+    def describe_start(self) -> str:
+        """Say what the start of this node waits for; empty when rank 0 speaks for itself."""
+        if self.starting and not self.is_up:
+            child, address, _ = next(iter(self.starting.values()))
+            what = f"waiting for {len(self.starting)} of {len(self.starting) + len(self.servers)} servers: {child.name}"
+            return f"{what} at {address}{child.last_line()}"
+        if any(child.spec.echo and not child.has_printed for child in self.ranks):
+            return f"waiting for {self.ranks[0].name}, which imports its libraries"
+        return ""
+
     def serve_until_ranks_end(self) -> None:
         """Keep the servers of a node without ranks running until all nodes with ranks have ended."""
         self.wait_for(["master"])
@@ -140,6 +161,7 @@ class NodePart:
         """Wait for an event and handle it. Raises if this node must end."""
         self.names.renew()
         self.elastic.renew()
+        activity.tick()
         self.check_starting()
         for child in self._wait(_STARTING_WAKE_S if self.starting else wait_s):
             if child in self.ranks:
@@ -295,29 +317,6 @@ class NodePart:
         print(f"warning: {child.describe_end()}\nstarting server {index} again", flush=True)
         self.start_server(self.placement.servers[index])
 
-    def wait_for_external_servers(self) -> None:
-        """Wait until all servers of `rollout.server_addrs` pass their health check."""
-        addresses, timeout_s = self.placement.external_servers, self.config.setup_timeout_s
-        deadline, is_first = time.monotonic() + timeout_s, True
-        while True:
-            problems = {a: health_problem(a, self.config.server.api_key) for a in addresses}
-            failing = ", ".join(f"{address} ({why})" for address, why in problems.items() if why)
-            if not failing:
-                return
-            if any(why in ("status 401", "status 403") for why in problems.values()):
-                raise ServerError(
-                    f"a server of rollout.server_addrs rejects the API key: {failing}; set server.api_key"
-                )
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"waited {timeout_s:.0f} s (rollout.setup_timeout_s) for the running servers of "
-                    f"rollout.server_addrs to answer /health: {failing}; start them, or correct the addresses"
-                )
-            if is_first:
-                print(f"waiting for running servers: {failing}", flush=True)
-            is_first = False
-            self.step()
-
     def start_ranks(self) -> None:
         """Start this node's ranks when the addresses of all servers and of the rendezvous are known."""
         servers, master = self.meet_servers()
@@ -345,7 +344,8 @@ class NodePart:
         has_rank_0 = self.placement.ranks_on(self.node)[0].rank == 0
         addresses = list(self.placement.external_servers)
         if has_rank_0:
-            self.wait_for_external_servers()
+            key, timeout_s = self.config.server.api_key, self.config.setup_timeout_s
+            wait_for_running(self.placement.external_servers, key, timeout_s, self.step)
             port = self.config.launcher.trainer_port or free_port(self.host)
             if not is_free(port, self.host):
                 raise ServerError(f"launcher.trainer_port={port} is taken: set another, or 0 for a free one")

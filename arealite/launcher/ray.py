@@ -22,6 +22,7 @@ from arealite.launcher.local import command_line, run_attempts, show_plan
 from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
 from arealite.launcher.supervisor import Interrupted
+from arealite.utils.activity import activity
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
 
@@ -130,8 +131,11 @@ class _Attempt:
     def wait_for_devices(self) -> None:
         timeout_s = self.job.config.setup_timeout_s
         deadline = time.monotonic() + timeout_s
+        waiting = f"waiting for Ray to grant {len(self.bundles)} × {self.bundles[0]} (see `ray status`)"
         while not self.group.wait(1):
             self.raise_if_interrupted()
+            with activity.doing(waiting):
+                activity.tick()
             if time.monotonic() > deadline:
                 raise AReaLiteError(
                     f"Ray did not grant {self.bundles} within {timeout_s:.0f} s (rollout.setup_timeout_s): "
@@ -154,7 +158,14 @@ class _Attempt:
 
     def watch(self, output: LogFollower) -> int:
         """Wait until all nodes have ended (returns 0) or one has failed (returns its code)."""
+        first = next(rank.node for rank in self.placement.ranks if rank.rank == 0)
+        state = f"{len(self.running)} nodes are starting"
+        with activity.doing(lambda: output.describe_start(state, log_path(self.job, first))):
+            return self._watch(output)
+
+    def _watch(self, output: LogFollower) -> int:
         while self.running:
+            activity.tick()
             ended, _ = self.ray.wait(list(self.running), timeout=_WATCH_INTERVAL_S)
             output.copy()
             self.raise_if_interrupted()

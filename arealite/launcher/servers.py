@@ -10,7 +10,9 @@ import http.client
 import importlib.util
 import json
 import sys
+import time
 import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -18,6 +20,7 @@ import yaml
 from arealite.api.backends import BACKENDS, OWN_KEYS
 from arealite.api.errors import ConfigError, ServerError
 from arealite.launcher.launch_config import LaunchConfig
+from arealite.utils.activity import activity
 from arealite.utils.network import free_port, is_free
 from arealite.utils.rundir import write_file
 
@@ -100,3 +103,26 @@ def _get(address: str, path: str, api_key: str | None) -> tuple[int, bytes]:
         return 0, (str(error) or type(error).__name__).encode()
     finally:
         connection.close()
+
+
+def wait_for_running(addresses: Sequence[str], key: str | None, timeout_s: float, pause: Callable[[], object]) -> None:
+    """Wait until all servers of `rollout.server_addrs` are healthy; `pause` is called between polls."""
+    deadline, is_first = time.monotonic() + timeout_s, True
+    while True:
+        problems = {address: health_problem(address, key) for address in addresses}
+        failing = ", ".join(f"{address} ({why})" for address, why in problems.items() if why)
+        if not failing:
+            return
+        if any(why in ("status 401", "status 403") for why in problems.values()):
+            raise ServerError(f"a server of rollout.server_addrs rejects the API key: {failing}; set server.api_key")
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"waited {timeout_s:.0f} s (rollout.setup_timeout_s) for the running servers of "
+                f"rollout.server_addrs to answer /health: {failing}; start them, or correct the addresses"
+            )
+        if is_first:
+            print(f"waiting for running servers: {failing}", flush=True)
+            activity.note_output()
+        is_first = False
+        with activity.doing(f"waiting for running servers: {failing}"):
+            pause()

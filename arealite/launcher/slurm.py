@@ -25,6 +25,7 @@ from arealite.launcher.checks import check_job
 from arealite.launcher.job import Job, LogFollower, StopEvent
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
+from arealite.utils.activity import activity
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
 
@@ -119,9 +120,12 @@ def _quote(flag: str) -> str:
 def _wait_for_end(job: Job, job_id: str) -> int:
     """Show rank 0's output until the job has ended or a signal cancels it. Returns the exit code."""
     output = LogFollower(job.run_dir.logs / "rank0.log")
-    silent_since = None
-    with StopEvent() as stop:
+    silent_since, state = None, "PENDING"
+    log = job.run_dir.logs / f"slurm-{job_id}.log"
+    waiting = activity.doing(lambda: output.describe_start(f"Slurm job {job_id} is {state}", log))
+    with StopEvent() as stop, waiting:
         while True:
+            activity.tick()
             stop.wait(_POLL_INTERVAL_S)
             output.copy()
             if stop.is_set():

@@ -23,6 +23,7 @@ from types import FrameType
 
 from arealite.api.errors import AReaLiteError
 from arealite.launcher.watchdog import remove_paths
+from arealite.utils.activity import activity
 from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
 from arealite.utils.text import clean_stream, text_decoder
 
@@ -31,6 +32,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 # How long a killed process may take to end, and how much of its last output is read (64 KiB each).
 _REAP_TIMEOUT_S, _MAX_LAST_READS = 10.0, 1024
+
+# Characters of a log's last line in a message.
+_MAX_LINE = 160
 
 
 class Interrupted(AReaLiteError):
@@ -69,6 +73,8 @@ class Child:
     log_start: int
     started: float = field(default_factory=time.monotonic)
     code: int | None = None
+    # Whether an echoed one has printed something.
+    has_printed: bool = False
     decoder: IncrementalDecoder = field(default_factory=text_decoder)
 
     @property
@@ -86,6 +92,11 @@ class Child:
 
     def last_lines(self) -> str:
         return "\n".join(f"  | {line}" for line in self._tail().splitlines())
+
+    def last_line(self) -> str:
+        """Return a clause with the last line of its log; empty if it has written none."""
+        has_lines = self.spec.log_path.exists() and self.spec.log_path.stat().st_size > self.log_start
+        return f", whose log ends with: {self._tail().splitlines()[-1].strip()[:_MAX_LINE]}" if has_lines else ""
 
     def error_message(self) -> str:
         """Return the message with which a command of this package ended; for others, how they ended."""
@@ -294,6 +305,8 @@ class Supervisor:
             self._has_lost_log = True
         sys.stdout.write(text)
         sys.stdout.flush()
+        child.has_printed = True
+        activity.note_output()
         return True
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

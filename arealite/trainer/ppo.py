@@ -27,6 +27,7 @@ from arealite.trainer.run import Run
 from arealite.trainer.tasks import load_rows, load_training_rows, make_training_workflow, make_workflow
 from arealite.utils.config import load_config, run_main
 from arealite.utils.rundir import RunDir
+from arealite.utils.startup import startup_phase
 from arealite.weights.sync import make_weight_meta, sync_weights
 from arealite.workflow.dynamic_sampling import DynamicSampling
 from arealite.workflow.evaluation import with_gconfig
@@ -66,6 +67,16 @@ class PPOTrainer(Trainer):
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
         """Make the rows and workflows that the configuration describes, and the trainer."""
+        with startup_phase("data", "reading the data"):
+            parts = cls._read(config)
+        rows, tokenizer, valid_rows, workflow, judges = parts
+        trainer = cls(config, rows, tokenizer, valid_rows)
+        trainer.workflow, trainer.eval_workflow = workflow, judges
+        return trainer
+
+    @staticmethod
+    def _read(config: GRPOConfig) -> tuple[Any, ...]:
+        """Return rows, tokenizer, validation sets, and the workflows of training and evaluation."""
         tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
         pool, load = RewardPool(), functools.partial(load_rows, config)
         # Made before the engines: reward processes start while the model is loaded.
@@ -77,9 +88,7 @@ class PPOTrainer(Trainer):
         judges = {
             name: make_workflow(config, data, config.evaluation_gconfig, tokenizer, pool) for name, data in sets.items()
         }
-        trainer = cls(config, rows, tokenizer, {name: load(data, tokenizer) for name, data in sets.items()})
-        trainer.workflow, trainer.eval_workflow = workflow, judges
-        return trainer
+        return rows, tokenizer, {name: load(data, tokenizer) for name, data in sets.items()}, workflow, judges
 
     def train(
         self,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from statistics import fmean
 from typing import ParamSpec, TypeVar, cast
 
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from arealite.api.cli_args import BaseExperimentConfig, GRPOConfig
 from arealite.api.engine_api import TrainEngine
-from arealite.api.errors import CheckpointError, CollapseError, ConfigError, WaitTimeout
+from arealite.api.errors import CheckpointError, CollapseError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
@@ -31,10 +30,12 @@ from arealite.trainer.guard import Guard
 from arealite.trainer.interrupt import Interrupt
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
+from arealite.trainer.server_counters import ServerCounters
 from arealite.trainer.startup import take_startup_stats
 from arealite.trainer.stats_logger import StatsLogger, read_stats
 from arealite.trainer.trace import Trace
-from arealite.utils.console import COLUMNS, Column, ProgressTable, show_message
+from arealite.utils.activity import activity
+from arealite.utils.console import COLUMNS, SUPERVISED_COLUMNS, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
@@ -45,14 +46,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Steps in a row without any signal before a warning.
 NO_SIGNAL_STEPS = 3
-
-_WITHOUT_ROLLOUT = (
-    Column("loss", "loss", "{:.4f}"),
-    Column("accuracy", "accuracy", "{:.0%}", is_optional=True),
-    Column("gradient", "grad_norm"),
-    Column("learning rate", "lr", "{:.1e}"),
-    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
-)
+# What the phases of the trainers do, for people who watch.
+_PHASES = {
+    "rollout": "waiting for rollouts",
+    "logp": "computing log-probs",
+    "update": "updating the model",
+    "weights": "sending weights to the servers",
+    "evaluate": "evaluating",
+    "save": "saving checkpoints",
+}
 
 
 class Run:
@@ -100,7 +102,7 @@ class Run:
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
         self.table: ProgressTable | None = None
-        self._server_counters = _ServerCounters(rollout)
+        self._server_counters = ServerCounters(rollout)
         # The last step that was committed, and whether its model was saved.
         self._last_info: StepInfo | None = None
         self._is_saved = False
@@ -139,7 +141,7 @@ class Run:
         first = self._recover()
         self.table = ProgressTable(
             self.spec.total_train_steps,
-            COLUMNS if self.rollout is not None else _WITHOUT_ROLLOUT,
+            COLUMNS if self.rollout is not None else SUPERVISED_COLUMNS,
             log_path=self.dir.logs / "trainer.log",
             enabled=self.config.stats_logger.console,
             first_step=first,
@@ -168,7 +170,7 @@ class Run:
         for engine in self.engines.values():
             engine.warm_up()
         if rank() == 0:
-            show_message("waiting for the first batch")
+            show_message(f"waiting for the first batch of {self.spec.train_batch_size} episodes")
 
     def _end_at_once(self, first: int) -> None:
         """Say that all steps were done before, and save the model if that failed then."""
@@ -183,9 +185,11 @@ class Run:
             if failure is not None:
                 raise failure
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step, as `time/<name>` in the statistics and as a span in trace.json."""
-        return self.trace.phase(name)
+        with activity.doing(_PHASES.get(name, name)), self.trace.phase(name):
+            yield
 
     def commit(self, step: int, stats: dict[str, float] | list[dict[str, float]]) -> None:
         """End a step: evaluate if due, write its statistics, then save checkpoints if due.
@@ -348,41 +352,6 @@ class Run:
     def _info(self, step: int) -> StepInfo:
         per_epoch = self.spec.steps_per_epoch
         return StepInfo(step // per_epoch, step % per_epoch, step, per_epoch)
-
-
-class _ServerCounters:
-    """Statistics from the servers' own counters: idle time and prefix hits; empty if they have none.
-
-    Asks at most once a second, so that short steps do not wait for responses.
-    """
-
-    def __init__(self, rollout: CollectingEngine | None):
-        self.rollout = rollout
-        self._asked_at = -1.0
-        self._counts: dict[str, float] = {}
-        self._last: dict[str, float] = {}
-
-    def take(self) -> dict[str, float]:
-        """Return `idle/server` and `rollout/prefix_hit_rate` since the last request to the servers."""
-        now = time.monotonic()
-        if self.rollout is None or now - self._asked_at < 1.0:
-            return self._last
-        try:
-            infos = [info for info in self.rollout.server_info() if "busy_s" in info]
-        # A workflow may block the event loop; that is no reason to stop.
-        except WaitTimeout as error:
-            logger.warning("idle/server is not known: %s", error)
-            infos = []
-        names = ("busy_s", "prompt_tokens", "cached_tokens")
-        counts = {name: sum(info[name] for info in infos) / len(infos) for name in names} if infos else {}
-        if counts and self._counts:
-            busy_s, prompt, cached = (counts[name] - self._counts[name] for name in names)
-            self._last = {"idle/server": min(1.0, max(0.0, 1 - busy_s / (now - self._asked_at)))}
-            # Counters of servers that joined or left may differ; a step without new prompts has no rate.
-            if prompt > 0 and 0 <= cached <= prompt:
-                self._last["rollout/prefix_hit_rate"] = cached / prompt
-        self._asked_at, self._counts = now, counts
-        return self._last
 
 
 def _fill_in(stats: dict[str, float], executor_stats: dict[str, float]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from arealite.trainer.evaluator import BlockingEvaluator, validation_sets
 from arealite.trainer.run import Run
 from arealite.trainer.tasks import load_sft, load_training_rows
 from arealite.utils.config import load_config, run_main
+from arealite.utils.startup import startup_phase
 
 Row = dict[str, Any]
 
@@ -75,9 +76,10 @@ class SFTTrainer(Trainer):
     @classmethod
     def from_config(cls, config: SFTConfig | RWConfig | DPOConfig) -> Self:
         """Make the rows that the configuration describes, and the trainer."""
-        tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-        rows = load_training_rows(config, tokenizer, cls.load_rows)
-        sets = {name: cls.load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
+        with startup_phase("data", "reading the data"):
+            tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
+            rows = load_training_rows(config, tokenizer, cls.load_rows)
+            sets = {name: cls.load_rows(data, tokenizer, None) for name, data in config.validation_sets.items()}
         return cls(config, rows, tokenizer, sets)
 
     def train(self, *, resume_from_checkpoint: str | bool | None = None) -> None:

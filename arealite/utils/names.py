@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from arealite.api.errors import AReaLiteError, WaitTimeout
+from arealite.utils.activity import activity
 from arealite.utils.rundir import RunDir, make_private_folder
 
 logger = logging.getLogger("arealite.names")
@@ -213,4 +214,6 @@ def wait_for_names(
                 f"{waiter} waited {timeout_s:.0f} s for {len(wanted)} names; missing: {', '.join(missing)}"
             )
         names.renew()
-        pause(_POLL_INTERVAL_S)
+        with activity.doing(f"{waiter} waits for {', '.join(missing)}"):
+            activity.tick()
+            pause(_POLL_INTERVAL_S)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
+from arealite.utils.activity import STARTING_S, activity
 from arealite.utils.process import raise_file_limit
 
 logger = logging.getLogger("arealite.startup")
@@ -45,13 +46,15 @@ def process_began() -> float:
 
 @contextlib.contextmanager
 def startup_phase(name: str, message: str = "") -> Iterator[None]:
-    """Time a part of the start; also a decorator. The first time, rank 0 prints the message."""
-    is_first = all(phase.name != name for phase in _phases)
-    if message and is_first and os.environ.get("RANK", "0") == "0":
+    """Time a part of the start; also a decorator. Rank 0 prints the message, and goes on saying it."""
+    if message and os.environ.get("RANK", "0") == "0":
         print(message, flush=True)
+        activity.note_output()
+    activity.watch()
     began, start = time.time(), time.perf_counter()
     try:
-        yield
+        with activity.doing(message):
+            yield
     finally:
         _phases.append(Phase(name, began, time.perf_counter() - start))
 
@@ -70,6 +73,7 @@ def prepare_process(runs_now: bool = False) -> None:
     """
     if runs_now:
         _phases.clear()
+        activity.interval_s = STARTING_S
     elif not _phases:
         own = process_began()
         launched = float(os.environ.get(LAUNCHED_ENV) or own)

@@ -30,11 +30,21 @@ def run_dir(tmp_path) -> RunDir:
 def test_the_report_shows_steps_times_episodes_and_rollouts(run_dir, capsys):
     main([str(run_dir.path), "--steps", "5"])
     out = capsys.readouterr().out
-    rows = [line.split()[1] for line in out.splitlines() if line.startswith("│") and "0." in line]
+    rows = [line.split()[0] for line in out.splitlines() if line[:4].strip().isdigit()]
     assert rows[:5] == ["1", "26", "51", "75", "100"]
     assert "75%" in out and "25%" in out, "shares of rollout and update"
     assert "reward [raised] ZeroDivisionError" in out and "trained" in out
     assert "[bold]edcba\\x1b[31m" in out and "x" * 999 not in out, "text of a model is data"
+
+
+def test_the_start_is_a_line_and_no_phase(run_dir, capsys):
+    with run_dir.stats_path.open("a") as file:
+        start = '"time/startup/load": 3, "time/startup/imports": 9, "time/startup/total": 12.5'
+        file.write(f'{{"step": 100, "time": 1, "reward": 0.1, "time/step": 1, {start}}}\n')
+    main([str(run_dir.path)])
+    out = capsys.readouterr().out
+    assert "start before step 101: 12.5 s until its update (imports 9.0, load 3.0)\n" in out
+    assert "startup" not in out
 
 
 def test_alarms_are_listed_by_step(run_dir, capsys):

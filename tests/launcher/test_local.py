@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from arealite.api.errors import ConfigError
+from arealite.launcher.job import LogFollower
 from arealite.launcher.local import launch
 from arealite.launcher.supervisor import ChildSpec, Supervisor
+from arealite.utils.activity import activity
 from arealite.utils.names import FileNames
 from arealite.utils.network import free_port
 from arealite.utils.process import end_families
@@ -60,6 +62,36 @@ def test_a_run_from_start_to_end(work, arguments, capfdbinary):
     assert "rank 0 of 2" in out and "rank 1 of 2" not in out, "only rank 0 prints to the console"
     assert "2 sglang server(s) ready" in out
     assert "allocation_mode: sglang.d2+d2" in (RUN / "config.yaml").read_text()
+
+
+def test_a_server_that_loads_is_named_until_it_answers(work, arguments, monkeypatch, capfd):
+    """The server is ready only after the launcher has said several times that it waits for it."""
+    lines = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if sum("whose log ends with: the fake server starts" in line for line in lines) == 3:
+            (work / "loaded").touch()
+
+    monkeypatch.setenv("FAKE_SERVER", "loads")
+    monkeypatch.setattr(activity, "interval_s", 0.0)
+    monkeypatch.setattr(activity, "_show", show)
+    assert launch("script.py", arguments(mode="sglang.d1+d1")) == 0
+    assert lines[0].startswith("… waiting for 1 of 1 servers: server0 at 127.0.0.1:")
+    assert "starting 1 sglang server(s): 127.0.0.1:" in capfd.readouterr().out
+
+
+def test_a_launcher_elsewhere_says_what_it_waits_for_until_rank_0_prints(tmp_path, capsys):
+    """As the Ray and Slurm launchers do."""
+    output, node_log = LogFollower(tmp_path / "rank0.log"), tmp_path / "node0.log"
+    assert output.describe_start("job 7 is PENDING", node_log).startswith("job 7 is PENDING; rank 0 has not started")
+    node_log.write_text("a\nstarting 1 sglang server(s)\n")
+    assert output.describe_start("job 7 is RUNNING", node_log).endswith(
+        "node0.log ends with: starting 1 sglang server(s)"
+    )
+    output.path.write_text("reading the data\n")
+    output.copy()
+    assert output.describe_start("job 7 is RUNNING", node_log) == "" and "reading" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])

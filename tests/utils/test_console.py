@@ -1,10 +1,23 @@
+import fcntl
+import io
 import os
 import pty
+import struct
+import termios
 
 import pytest
+from rich.console import Console
 
+from arealite.utils.activity import activity
 from arealite.utils.console import Column, ProgressTable, clock, print_summary
 from tests import warm_python
+
+
+@pytest.fixture(autouse=True)
+def outside_of_ci(monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(activity, "interval_s", activity.interval_s)
+
 
 STATS = {"reward": 0.5, "loss": 0.01, "staleness/max": 2, "tokens_per_s": 1234.5, "idle/trainer": 0.25}
 
@@ -32,6 +45,37 @@ def test_plain_lines_when_there_is_no_terminal(capsys):
     assert "server idle –" in lines[0] and lines[-1].endswith("left 0:00")
 
 
+PHASES = {"time/step": 8.0, "time/rollout": 6.0, "time/update": 1.5, "time/startup/load": 100.0}
+FULL = STATS | PHASES | {"ref_kl": 0.003, "prox_kl": 0.001, "entropy": 1.25, "answer_len": 212.0, "idle/server": 0.5}
+
+
+def shown_at(width: int, height: int = 40) -> list[str]:
+    """The lines of a table with twenty steps in a window of this size."""
+    table = ProgressTable(50)
+    for step in range(20):
+        table._add(step + 1, FULL | {"reward": step / 20})
+    out = Console(file=io.StringIO(), width=width, height=height)
+    with activity.doing("waiting for the batch: 3 of 8 episodes"):
+        out.print(table)
+    return out.file.getvalue().splitlines()
+
+
+def test_the_essentials_fit_into_80_columns_and_a_wide_window_shows_more():
+    narrow, wide = shown_at(80), shown_at(160)
+    head = "step reward loss ref KL KL entropy length staleness tokens/s"
+    assert " ".join(narrow[0].split()) == head and all(len(line) <= 80 for line in narrow)
+    assert " ".join(wide[0].split()).startswith(head + " s/step trainer idle server idle")
+    for lines in (narrow, wide):
+        assert lines[2].split()[0] == "11" and lines[11].split()[0] == "20"
+        assert any(line.startswith("reward 0 ▁") and line.rstrip().endswith("█ 0.95") for line in lines)
+        assert any("rollout 6 s 75%" in line and "update 1.5 s 19%" in line and "load" not in line for line in lines)
+        assert "20/50 steps" in lines[-2] and "now: waiting for the batch: 3 of 8 episodes (0 s)" in lines[-1]
+
+
+def test_a_low_window_shows_fewer_steps():
+    assert len(shown_at(80, height=12)) < 12
+
+
 @pytest.mark.parametrize("stats", [{"loss": 0.5, "accuracy": 0.75}, {"loss": 0.5}])
 def test_optional_columns_are_shown_where_the_first_step_has_them(capsys, stats):
     columns = [Column("loss", "loss"), Column("accuracy", "accuracy", "{:.0%}", is_optional=True)]
@@ -40,6 +84,14 @@ def test_optional_columns_are_shown_where_the_first_step_has_them(capsys, stats)
     shown = capsys.readouterr().out
     assert "loss 0.5" in shown and ("accuracy 75%" in shown) == ("accuracy" in stats)
     assert "–" not in shown
+
+
+def test_a_statistic_that_comes_later_gets_its_column(capsys):
+    with ProgressTable(2, [Column("loss", "loss"), Column("KL", "prox_kl", is_optional=True)]) as table:
+        table.update(0, {"loss": 0.5})
+        table.update(1, {"loss": 0.5, "prox_kl": 0.25})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "KL" not in first and "KL 0.25" in second
 
 
 def test_slow_steps_have_a_line_each(capsys, monkeypatch):
@@ -74,6 +126,32 @@ with ProgressTable(3, log_path=sys.argv[1]) as table:
         os.write(2, b"chatter of a library\\n")
 print("after")
 """
+
+
+@pytest.mark.parametrize("env", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_plain_lines_on_the_terminal_of_ci(tmp_path, env):
+    master, slave = pty.openpty()
+    process = warm_python.start(["-c", LIVE, tmp_path / "log"], stdout=slave, stderr=slave, env={**os.environ, **env})
+    os.close(slave)
+    text = read_terminal(master).decode()
+    assert process.wait() == 0, text
+    assert "step 1/3" in text and "chatter" in text and "\x1b" not in text
+
+
+def test_the_live_table_says_what_is_waited_for_before_the_first_step(tmp_path):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
+    code = (
+        "import sys\nfrom arealite.utils.activity import activity\nfrom arealite.utils.console import ProgressTable\n"
+        "with ProgressTable(3, log_path=sys.argv[1]) as table, activity.doing('waiting for ' + 'x' * 100):\n"
+        "    table._screen.live.refresh()"
+    )
+    process = warm_python.start(["-c", code, tmp_path / "log"], stdout=slave, stderr=slave, env=os.environ)
+    os.close(slave)
+    text = read_terminal(master).decode()
+    assert process.wait() == 0, text
+    # The width is that of the window.
+    assert "0/3 steps" in text and f"now: waiting for {'x' * 100} (0 s)" in text
 
 
 def test_the_live_table_keeps_other_output_in_the_log(tmp_path):

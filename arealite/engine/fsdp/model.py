@@ -44,6 +44,7 @@ from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp.vision import insert_images, vision_parameters
+from arealite.utils.activity import activity
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
     check_interface,
@@ -260,7 +261,8 @@ def load_model(
             model = cls.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     else:
         options = {"config": hf_config, "dtype": dtype, "attn_implementation": attention}
-        model = load_decoder(cls, folder, has_new_head=scalar_head, **options)
+        with activity.doing(f"loading {folder}"):
+            model = load_decoder(cls, folder, has_new_head=scalar_head, **options)
     if has_vision(hf_config) and config.freeze_vision:
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)

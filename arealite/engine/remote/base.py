@@ -32,6 +32,7 @@ from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.sampling import server_sample
 from arealite.engine.remote.server import Router, Server
 from arealite.utils import distributed
+from arealite.utils.activity import activity
 from arealite.utils.json_client import UnreachableError
 from arealite.utils.startup import startup_phase
 from arealite.utils.trace import tracing
@@ -63,7 +64,6 @@ class RemoteEngine(CollectingEngine):
     def router(self) -> Router:
         return self.fleet.router
 
-    @startup_phase("servers", "waiting for the inference servers")
     def initialize(self, addrs: list[str] | None = None, train_batch_size: int | None = None) -> None:
         if distributed.rank() != 0:
             return
@@ -76,11 +76,18 @@ class RemoteEngine(CollectingEngine):
         self.start_executor(train_batch_size)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
         try:
-            self.executor.run_coroutine(self._connect(addresses, wait), wait)
+            message = f"waiting for {len(addresses)} inference server(s): {', '.join(addresses)}"
+            with startup_phase("servers", message), activity.doing(self._describe_missing):
+                self.executor.run_coroutine(self._connect(addresses, wait), wait)
         except BaseException:
             # The caller has no engine to destroy. Its thread would go on looking for servers until the process ends.
             self.destroy()
             raise
+
+    def _describe_missing(self) -> str:
+        servers = list(self.router.servers.values())
+        missing = [server.address for server in servers if not server.is_open]
+        return f"waiting for {len(missing)} of {len(servers)} inference servers: {', '.join(missing)}"
 
     async def _connect(self, addresses: list[str], wait: NamedWait) -> None:
         self.client.connect()

@@ -27,6 +27,7 @@ from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.sampling import sample_servers
 from arealite.utils import distributed
+from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
 from arealite.weights.layout import TensorLayout
@@ -127,13 +128,25 @@ class CollectingEngine(InferenceEngine):
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         meanwhile, self.on_first_wait = self.on_first_wait, None
         if distributed.rank() == 0:
-            share = self._share(self.executor.prepare_batch(dataloader, workflow, meanwhile))
+            with activity.doing(self._describe_batch):
+                batch = self.executor.prepare_batch(dataloader, workflow, meanwhile)
+            share = self._share(batch)
             # What is recorded is what this rank trains, with the columns that it adds.
             self.executor.accounts.rollouts.replace(share)
             return share
         if meanwhile is not None:
             meanwhile()
         return self._share(None)
+
+    def _describe_batch(self) -> str:
+        """Say how far the batch is that the trainer waits for."""
+        if self._executor is None:
+            return ""
+        now, size = self._executor.stats(), self._executor.staleness.batch_size
+        return (
+            f"waiting for the batch: {now['buffered']:.0f} of {size} episodes, {now['running']:.0f} running, "
+            f"{now['queued']:.0f} queued"
+        )
 
     @returns_nothing
     def start_evaluation(
@@ -152,7 +165,9 @@ class CollectingEngine(InferenceEngine):
         if call is None or not (wait or call.remaining == 0):
             return None
         self._evaluation = None
-        self.executor.wait_direct(call, "evaluation")
+        num = len(call.episodes)
+        with activity.doing(lambda: f"evaluating: {num - call.remaining} of {num} episodes finished"):
+            self.executor.wait_direct(call, "evaluation")
         call.raise_if_all_failed()
         return samples_of(call)
 
