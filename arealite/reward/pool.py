@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import resource
-import socket
 import time
 import traceback
 from collections import deque
@@ -23,15 +22,7 @@ from typing import Any
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import Score, is_async
-from arealite.utils.pools.process_pool import (
-    ProcessPool,
-    WorkerLost,
-    WorkerProcess,
-    WorkerTimeout,
-    close_pool_pipes,
-    die_with_owner,
-    start_fork_server,
-)
+from arealite.utils.pools.process_pool import JobPool, WorkerLost, WorkerProcess, WorkerTimeout, start_fork_server
 from arealite.utils.process import is_computing
 from arealite.utils.trace.tracing import part_of_episode
 
@@ -47,17 +38,14 @@ _MAX_TIMEOUTS_IN_ROW = 3
 _MAX_TEXT = 10_000
 
 
-class RewardPool(ProcessPool[WorkerProcess]):
+class RewardPool(JobPool):
     """Computes in `num_workers` processes, and in up to `max_workers` while those are blocked in jobs."""
 
     def __init__(self, num_workers: int = 0, timeout_s: float = 15.0, max_workers: int = 64):
-        super().__init__()
         self.num_workers = num_workers or max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+        super().__init__(self.num_workers, _answer, "arealite-reward")
         self.timeout_s = timeout_s
         self.max_workers = max(max_workers, self.num_workers)
-        self._limit = self.num_workers
-        self._idle: deque[WorkerProcess] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
         # Busy workers, and how many checks the job of each has seen.
         self._busy: dict[WorkerProcess, int] = {}
         self._growth_timer: asyncio.TimerHandle | None = None
@@ -113,7 +101,7 @@ class RewardPool(ProcessPool[WorkerProcess]):
                 f"the reward {fn!r} cannot be sent to a worker process ({error}): define it at the top level of a "
                 "module or of your script, or pass reward_inline=True"
             ) from error
-        worker = await self._acquire(fn)
+        worker = await self._acquire(fn.__module__)
         self._busy[worker] = 0
         try:
             kind, payload, busy_s, blocked_s = await self._ask(worker, job)
@@ -161,45 +149,13 @@ class RewardPool(ProcessPool[WorkerProcess]):
         """Kill all workers; idempotent."""
         if self._growth_timer is not None:
             self._growth_timer.cancel()
-        self._idle.clear()
         super().close()
-
-    async def _acquire(self, fn: Callable[..., float]) -> WorkerProcess:
-        while not self._idle:
-            if len(self._workers) + len(self._starting) < self._limit:
-                # Shielded: a start that takes longer than an episode must not begin again and again.
-                await asyncio.shield(self._launch(WorkerProcess(_serve, (), fn.__module__, "arealite-reward")))
-            else:
-                turn = asyncio.get_running_loop().create_future()
-                self._waiting.append(turn)
-                self._check_growth_later()
-                await turn
-        return self._idle.popleft()
 
     def _start_error(self, lost: WorkerLost) -> RewardError:
         return RewardError(f"a reward worker did not start: it {lost}")
 
-    def _on_ready(self, worker: WorkerProcess) -> None:
-        self._idle.append(worker)
-        self._wake(1)
-
-    def _on_start_failed(self, error: BaseException) -> None:
-        self._wake(1)
-
-    def _replace(self, worker: WorkerProcess) -> None:
-        """Remove a worker; the next job that waits starts another one."""
-        self.num_replaced += 1
-        self._remove(worker)
-        self._wake(1)
-
-    def _wake(self, count: int) -> None:
-        while self._waiting and count:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                count -= 1
-
-    def _check_growth_later(self) -> None:
+    def _on_wait(self) -> None:
+        """Check later whether more workers would help."""
         if self._growth_timer is None and self._limit < self.max_workers:
             loop = asyncio.get_running_loop()
             self._growth_timer = loop.call_later(_GROWTH_INTERVAL_S, self._grow_if_workers_are_blocked)
@@ -214,7 +170,7 @@ class RewardPool(ProcessPool[WorkerProcess]):
         if len(self._workers) == self._limit and self._are_workers_blocked():
             before, self._limit = self._limit, min(2 * self._limit, self.max_workers)
             self._wake(self._limit - before)
-        self._check_growth_later()
+        self._on_wait()
 
     def _are_workers_blocked(self) -> bool:
         """Whether they spent half of the last interval or more blocked in jobs, and few compute now.
@@ -266,30 +222,17 @@ def _check_parts(fn: Callable[..., Any], values: dict[str, Any]) -> Score:
     return Score(numbers.pop("reward"), numbers)
 
 
-def _serve(sock: socket.socket) -> None:
-    """Run jobs in a worker process until the owner is gone."""
-    die_with_owner()
-    close_pool_pipes()
-    own_pid = os.getpid()
-    owner = Connection(sock.detach())
-    owner.send("ready")
-    while True:
-        try:
-            job = owner.recv()
-        except EOFError:
-            return
-        began, used = time.monotonic(), _processor_s()
-        try:
-            fn, rows = pickle.loads(job)
-            response = ("done", _compute(owner, fn, rows))
-        # Reward code may raise anything; the owner needs the traceback.
-        except BaseException:
-            response = ("error", traceback.format_exc(limit=-6)[:_MAX_TEXT])
-        if os.getpid() != own_pid:
-            # The reward forked; the original process answers.
-            os._exit(0)
-        busy_s = time.monotonic() - began
-        owner.send((*response, busy_s, max(0.0, busy_s - (_processor_s() - used))))
+def _answer(owner: Connection, job: bytes) -> bytes:
+    """Return the answer to one job, with its busy and blocked time, in a worker process."""
+    began, used = time.monotonic(), _processor_s()
+    try:
+        fn, rows = pickle.loads(job)
+        response = ("done", _compute(owner, fn, rows))
+    # Reward code may raise anything; the owner needs the traceback.
+    except BaseException:
+        response = ("error", traceback.format_exc(limit=-6)[:_MAX_TEXT])
+    busy_s = time.monotonic() - began
+    return pickle.dumps((*response, busy_s, max(0.0, busy_s - (_processor_s() - used))))
 
 
 def _processor_s() -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.reward.pool import RewardPool
 from arealite.utils.pools import process_pool
 from arealite.utils.pools.call_pool import CallError, CallPool, CallTimeout
 from arealite.utils.pools.process_pool import WorkerProcess
@@ -148,3 +149,21 @@ def test_a_killed_worker_is_not_started_again(monkeypatch):
     with pytest.raises(EOFError):
         worker._start_process()
     worker._theirs.close()
+
+
+@pytest.mark.parametrize("make_pool", [lambda: CallPool(1), lambda: RewardPool(1, max_workers=1)])
+def test_a_job_that_is_cancelled_as_its_turn_comes_passes_it_on(make_pool):
+    async def scenario():
+        pool = make_pool()
+        # Stands for a worker that is busy; no process is needed.
+        worker = object()
+        pool._workers.append(worker)
+        first, second = (asyncio.create_task(pool._acquire(__name__)) for _ in range(2))
+        await asyncio.sleep(0)
+        pool._on_ready(worker)
+        first.cancel()
+        assert await second is worker
+        pool._workers.clear()
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -5,25 +5,14 @@ module, such as an environment, until the lease ends. A function that hangs or c
 killed and replaced. Any object that can be pickled may be returned.
 """
 
-import asyncio
 import contextlib
-import os
 import pickle
-import socket
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from arealite.utils.pools.process_pool import (
-    ProcessPool,
-    WorkerLost,
-    WorkerProcess,
-    WorkerTimeout,
-    close_pool_pipes,
-    die_with_owner,
-)
+from arealite.utils.pools.process_pool import JobPool, WorkerLost, WorkerProcess, WorkerTimeout
 
 # Of the text of an error.
 _MAX_TEXT = 10_000
@@ -39,18 +28,15 @@ class CallTimeout(CallError):
     """A function did not return within its deadline."""
 
 
-class CallPool(ProcessPool[WorkerProcess]):
+class CallPool(JobPool):
     """Up to `max_workers` processes; who finds all of them leased waits for one."""
 
     def __init__(self, max_workers: int = 16):
-        super().__init__()
-        self.max_workers = max_workers
-        self._idle: deque[WorkerProcess] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        super().__init__(max_workers, _call, "arealite-call")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process (the workflow of a rollout worker) it becomes a pool with workers of its own."""
-        return (CallPool, (self.max_workers,))
+        return (CallPool, (self._limit,))
 
     async def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
         """Return `fn(*args)` of any worker; raises `CallError`, or `CallTimeout` after the deadline."""
@@ -67,46 +53,10 @@ class CallPool(ProcessPool[WorkerProcess]):
             if lease.is_usable:
                 self._on_ready(lease.worker)
             else:
-                self.num_replaced += 1
-                self._remove(lease.worker)
-                self._wake()
-
-    async def _acquire(self, module: str) -> WorkerProcess:
-        while not self._idle:
-            if len(self._workers) + len(self._starting) < self.max_workers:
-                # Shielded: a start that takes longer than an episode must not begin again and again.
-                await asyncio.shield(self._launch(WorkerProcess(_serve, (), module, "arealite-call")))
-                continue
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._wake()
-                raise
-        return self._idle.popleft()
+                self._replace(lease.worker)
 
     def _start_error(self, lost: WorkerLost) -> CallError:
         return CallError(f"a worker process did not start: it {lost}")
-
-    def _on_ready(self, worker: WorkerProcess) -> None:
-        self._idle.append(worker)
-        self._wake()
-
-    def _on_start_failed(self, error: BaseException) -> None:
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-
-    def close(self) -> None:
-        self._idle.clear()
-        super().close()
 
 
 class Lease:
@@ -148,28 +98,15 @@ class Lease:
                 raise CallError(f"{name} failed: its worker process sent a message that is no answer")
 
 
-def _serve(sock: socket.socket) -> None:
-    """Run calls in a worker process until the owner is gone."""
-    die_with_owner()
-    close_pool_pipes()
-    own_pid = os.getpid()
-    owner = Connection(sock.detach())
-    owner.send("ready")
-    while True:
-        try:
-            job = owner.recv()
-        except EOFError:
-            return
-        try:
-            fn, args = pickle.loads(job)
-            answer = pickle.dumps(("done", fn(*args)), protocol=pickle.HIGHEST_PROTOCOL)
-            if len(answer) > _MAX_RESULT_BYTES:
-                raise ValueError(f"the result has {len(answer)} bytes; at most {_MAX_RESULT_BYTES} can be returned")
-        # Code of users may raise anything; the owner needs the text.
-        except BaseException as error:
-            text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
-            answer = pickle.dumps(("error", text))
-        if os.getpid() != own_pid:
-            # The function forked; the original process answers.
-            os._exit(0)
-        owner.send_bytes(answer)
+def _call(owner: Connection, job: bytes) -> bytes:
+    """Return the answer to one call, in a worker process."""
+    try:
+        fn, args = pickle.loads(job)
+        answer = pickle.dumps(("done", fn(*args)), protocol=pickle.HIGHEST_PROTOCOL)
+        if len(answer) > _MAX_RESULT_BYTES:
+            raise ValueError(f"the result has {len(answer)} bytes; at most {_MAX_RESULT_BYTES} can be returned")
+        return answer
+    # Code of users may raise anything; the owner needs the text.
+    except BaseException as error:
+        text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_TEXT]
+        return pickle.dumps(("error", text))
