@@ -31,6 +31,7 @@ from arealite.protocol.tool_calls import forced_prefix, style_of
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import (
     LoopbackHosts,
+    answer_request,
     bearer_token,
     bind,
     check_sender,
@@ -168,34 +169,32 @@ class Gateway:
     @web.middleware
     async def _answer_all(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check who asks, and answer every exception, also a bug, with a status and a JSON body."""
-        connection, may_stay, found = self.connections.of(request), False, None
-        task = cast(asyncio.Task[Any], asyncio.current_task())
-        try:
+        found: OpenSession | None = None
+
+        def check(request: web.Request) -> bool:
+            nonlocal found
             found, may_stay = self._authenticate(request)
-            if may_stay and connection is not None:
-                connection.begin_request()
-            if found is not None:
-                found.running.add(task)
-            response = await handler(request)
-        except ConnectionResetError:
-            raise
-        except asyncio.CancelledError:
-            if found is None or found.id in self.sessions:
-                # The client has gone.
-                raise
-            task.uncancel()
-            response = _error_response(request, web.HTTPGone(reason="the session has ended"))
-        except Exception as error:
-            response = _error_response(request, error)
-        finally:
-            if found is not None:
+            return may_stay
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if found is None:
+                return await handler(request)
+            task = cast(asyncio.Task[Any], asyncio.current_task())
+            found.running.add(task)
+            try:
+                return await handler(request)
+            except asyncio.CancelledError:
+                if found.id in self.sessions:
+                    # The client has gone.
+                    raise
+                task.uncancel()
+                raise web.HTTPGone(reason="the session has ended") from None
+            finally:
                 # The task may serve the next request of this connection too.
                 found.running.discard(task)
-            if may_stay and connection is not None:
-                connection.end_request()
-        if not may_stay:
-            response.force_close()
-        return response
+
+        connection = self.connections.of(request)
+        return await answer_request(request, handle, connection, check, partial(_error_response, request))
 
     def _authenticate(self, request: web.Request) -> tuple[OpenSession | None, bool]:
         """Return the session of a request, and whether it has a token; raises an HTTP error without one."""

@@ -26,7 +26,7 @@ HEADERS = {
 
 
 class Access:
-    """The rules of one dashboard. `check` is called for every request and raises an HTTP error."""
+    """The rules of one dashboard. `check` returns True, or raises an HTTP error."""
 
     def __init__(self, host: str, token: str | None):
         if host not in LOOPBACK_HOSTS and not token:
@@ -36,17 +36,15 @@ class Access:
         # The cookie is made from the token, so that it cannot be used in its place elsewhere.
         self._cookie = hmac.new(self._token, b"arealite dashboard", hashlib.sha256).hexdigest().encode()
 
-    def check(self, request: web.Request) -> None:
+    def check(self, request: web.Request) -> bool:
         if self._hosts is not None:
             self._hosts.check(request.headers.get("Host", ""))
-        if not self._token:
-            return
         given = request.cookies.get(self._cookie_name(request), "").encode(errors="surrogateescape")
-        if is_same_token(bearer_token(request), self._token) or is_same_token(given, self._cookie):
-            return
-        query = request.query.get("token", "").encode(errors="surrogateescape")
-        if request.path == "/" and is_same_token(query, self._token):
-            return
+        query = request.query.get("token", "").encode(errors="surrogateescape") if request.path == "/" else b""
+        if not self._token or is_same_token(given, self._cookie):
+            return True
+        if any(is_same_token(each, self._token) for each in (bearer_token(request), query)):
+            return True
         raise web.HTTPUnauthorized(
             reason="missing or wrong token: open the address that `arealite dashboard` has printed"
         )

@@ -25,7 +25,7 @@ from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
 from arealite.utils.connections import Connections
-from arealite.utils.http_server import run_beside
+from arealite.utils.http_server import answer_request, json_response, run_beside
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.dashboard")
@@ -62,28 +62,15 @@ def make_app(roots: list[Path], host: str = "127.0.0.1", token: str | None = Non
 @web.middleware
 async def answer_all(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Check who asks, answer every error with a status and a JSON body, and add the security headers."""
-    connection, is_known = request.app[CONNECTIONS].of(request), False
-    try:
-        request.app[ACCESS].check(request)
-        is_known = True
-        # Connections of others count as ones that have sent no request.
-        if connection is not None:
-            connection.begin_request()
-        response = await handler(request)
-    except ConnectionResetError:  # the client has closed the connection
-        raise
-    except Exception as error:
-        if isinstance(error, web.HTTPException) and error.status < 400:
-            raise
+
+    def respond(error: Exception) -> web.Response:
         status, message = _describe(request, error)
-        response = web.Response(body=orjson.dumps({"error": message}), status=status, content_type="application/json")
         if status == 401 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
-            response = web.Response(body=LOGIN_PAGE, status=status, content_type="text/html")
-    finally:
-        if is_known and connection is not None:
-            connection.end_request()
-    if not is_known:
-        response.force_close()
+            return web.Response(body=LOGIN_PAGE, status=status, content_type="text/html")
+        return json_response({"error": message}, status)
+
+    connection = request.app[CONNECTIONS].of(request)
+    response = await answer_request(request, handler, connection, request.app[ACCESS].check, respond)
     if not response.prepared:
         response.headers.update(HEADERS)
         response.headers.setdefault("Cache-Control", "no-store" if request.path.startswith("/api/") else "no-cache")

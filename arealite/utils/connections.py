@@ -42,9 +42,9 @@ class Connections:
     """All connections of one server. Give `accept(server)` to `create_server`."""
 
     def __init__(self) -> None:
-        self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._open: dict[asyncio.BaseTransport, Connection] = {}
         # Connections from which a header is awaited, oldest first, by the client's address; with the sweep it began.
-        self._awaited: defaultdict[str, dict[_Connection, int]] = defaultdict(dict)
+        self._awaited: defaultdict[str, dict[Connection, int]] = defaultdict(dict)
         # Connections beyond the limit, which are being refused.
         self._num_refused = 0
         self._num_sweeps = 0
@@ -53,9 +53,9 @@ class Connections:
 
     def accept(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
         """Return the protocol factory for an aiohttp server."""
-        return lambda: _Connection(self, server)
+        return lambda: Connection(self, server)
 
-    def of(self, request: web.Request) -> "_Connection | None":
+    def of(self, request: web.Request) -> "Connection | None":
         """Return the connection of a request; None if the server does not use this class."""
         transport = request.transport
         return None if transport is None else self._open.get(transport)
@@ -65,7 +65,7 @@ class Connections:
         """The most connections at once."""
         return max(_MIN_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_FILES)
 
-    def add(self, connection: "_Connection", transport: asyncio.BaseTransport) -> bool:
+    def add(self, connection: "Connection", transport: asyncio.BaseTransport) -> bool:
         """Count a new connection; False if there are too many."""
         limit = self.limit
         if len(self._open) >= limit:
@@ -91,18 +91,18 @@ class Connections:
     def remove_refused(self) -> None:
         self._num_refused -= 1
 
-    def remove(self, connection: "_Connection", transport: asyncio.BaseTransport) -> None:
+    def remove(self, connection: "Connection", transport: asyncio.BaseTransport) -> None:
         self._open.pop(transport, None)
         self.stop_awaiting(connection)
 
-    def await_header(self, connection: "_Connection") -> None:
+    def await_header(self, connection: "Connection") -> None:
         """Give the connection some seconds for the header of a request."""
         self._awaited[connection.address][connection] = self._num_sweeps
         if not self._is_sweeping:
             self._is_sweeping = True
             asyncio.get_running_loop().call_later(_SWEEP_INTERVAL_S, self._sweep)
 
-    def stop_awaiting(self, connection: "_Connection") -> None:
+    def stop_awaiting(self, connection: "Connection") -> None:
         awaited = self._awaited.get(connection.address)
         if awaited is not None:
             awaited.pop(connection, None)
@@ -124,7 +124,7 @@ class Connections:
             asyncio.get_running_loop().call_later(_SWEEP_INTERVAL_S, self._sweep)
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's handler, and notes when requests begin and end."""
 
     __slots__ = ("_handler", "_is_idle", "_is_refused", "_limits", "_server", "_transport", "address")

@@ -14,7 +14,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from aiohttp import web
 from orjson import dumps, loads
 
 from arealite.api.errors import RequestError, ServerError
-from arealite.utils.connections import ACCEPT_AT_ONCE, Connections, http_logger
+from arealite.utils.connections import ACCEPT_AT_ONCE, Connection, Connections, http_logger
 
 BODY_TIMEOUT_S = 60.0
 # Levels of lists and objects in a body. Python's `repr`, with which messages quote values, fails at about 950.
@@ -78,6 +78,38 @@ def check_sender(request: web.Request) -> None:
         raise web.HTTPUnsupportedMediaType(
             reason=f"send the body with Content-Type: application/json, got {request.content_type!r:.100}"
         )
+
+
+async def answer_request(
+    request: web.Request,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    connection: Connection | None,
+    check: Callable[[web.Request], bool],
+    respond: Callable[[Exception], web.Response],
+) -> web.StreamResponse:
+    """Answer a request with what `handler` returns, or with `respond(error)` for all that it raises, also a bug.
+
+    `check` raises for somebody who may not ask, and returns whether the connection may stay: only then it counts as one
+    that has sent a request.
+    """
+    may_stay = False
+    try:
+        may_stay = check(request)
+        if may_stay and connection is not None:
+            connection.begin_request()
+        response = await handler(request)
+    except ConnectionResetError:  # the client has closed the connection
+        raise
+    except Exception as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
+            raise
+        response = respond(error)
+    finally:
+        if may_stay and connection is not None:
+            connection.end_request()
+    if not may_stay:
+        response.force_close()
+    return response
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:

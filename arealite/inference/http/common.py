@@ -21,6 +21,7 @@ from arealite.protocol.answer import error_body as protocol_error
 from arealite.protocol.answer import event_bytes
 from arealite.protocol.fields import FieldError
 from arealite.utils.connections import Connections
+from arealite.utils.http_server import answer_request
 
 # Handlers call these as `common.NAME`.
 from arealite.utils.http_server import flag as flag
@@ -38,27 +39,13 @@ logger = logging.getLogger("arealite.server")
 @web.middleware
 async def answer_all(request: web.Request, handler: Any) -> web.StreamResponse:
     """Check who asks, and answer every exception of a handler, also a bug, with a status and a JSON body."""
-    connection, has_key = request.app[CONNECTIONS].of(request), False
-    try:
-        has_key = request.app[ACCESS].check(request)
-        # Without the key, the connection still counts as one that has sent no request.
-        if has_key and connection is not None:
-            connection.begin_request()
-        response = await handler(request)
-    except ConnectionResetError:  # the client has closed the connection
-        raise
-    except Exception as error:
-        if isinstance(error, web.HTTPException) and error.status < 400:
-            raise
+
+    def respond(error: Exception) -> web.Response:
         body = error_body(request, error)
-        response = json_response(body, body["error"]["code"])
-    finally:
-        if has_key and connection is not None:
-            connection.end_request()
-    if not has_key:
-        # Only connections of those who have the key may stay.
-        response.force_close()
-    return response
+        return json_response(body, body["error"]["code"])
+
+    connection = request.app[CONNECTIONS].of(request)
+    return await answer_request(request, handler, connection, request.app[ACCESS].check, respond)
 
 
 def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
