@@ -1,7 +1,9 @@
 """Opens files of run directories, which other users may write."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,3 +26,33 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise FileNotFoundError(path)
     return os.fdopen(descriptor, "rb")
+
+
+class GrowingFile:
+    """Reads a file as it grows. One that was replaced, cut or removed is forgotten, and read from its start."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+
+    def forget(self) -> None:
+        """Drop what was read so far."""
+        self._identity, self._offset = None, 0
+
+    @contextlib.contextmanager
+    def open_new(self) -> Iterator[BinaryIO | None]:
+        """Open the file behind what was read; None if there is none. Add to `_offset` what is read."""
+        try:
+            file = open_regular(self.path)
+        except FileNotFoundError:
+            self.forget()
+            yield None
+            return
+        with file:
+            state = os.fstat(file.fileno())
+            if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
+                self.forget()
+                self._identity = state.st_dev, state.st_ino
+            file.seek(self._offset)
+            yield file

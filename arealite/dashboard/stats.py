@@ -4,7 +4,6 @@ A row is a line: the statistics of a step, or of one evaluation. Damaged lines a
 cut, as when a run recovers, is read again from its start.
 """
 
-import os
 import random
 import threading
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from arealite.dashboard.opening import open_regular
+from arealite.dashboard.opening import GrowingFile
 
 # Positions are numbers that say which reading of the file they belong to: a page that still shows rows of an earlier
 # one gets everything again. JavaScript has 53 bits.
@@ -21,16 +20,14 @@ _MAX_COLUMNS = 4_000
 _MAX_STEP = 2**53
 
 
-class StatsFile:
+class StatsFile(GrowingFile):
     """The rows of one stats.jsonl; safe to use from several threads."""
 
     def __init__(self, path: Path):
-        self.path = path
+        super().__init__(path)
         self._lock = threading.Lock()
         self._columns: dict[str, list[float | None]] = {}
         self._num_rows = 0
-        self._offset = 0
-        self._identity: tuple[int, int] | None = None
         self._generation = random.getrandbits(20) + 1
 
     def update(self) -> None:
@@ -62,30 +59,19 @@ class StatsFile:
             return list(self._columns)
 
     def _read_new(self) -> None:
-        try:
-            with open_regular(self.path) as file:
-                state = os.fstat(file.fileno())
-                if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
-                    self._forget()
-                    self._identity = state.st_dev, state.st_ino
-                if state.st_size == self._offset:
-                    return
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            if self._num_rows:
-                self._forget()
-            return
+        with self.open_new() as file:
+            data = b"" if file is None else file.read()
         # The last line may still be being written.
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
             self._add(line)
 
-    def _forget(self) -> None:
-        self._columns, self._num_rows, self._offset = {}, 0, 0
-        self._identity = None
-        self._generation = self._generation % (1 << 20) + 1
+    def forget(self) -> None:
+        super().forget()
+        if self._num_rows:
+            self._columns, self._num_rows = {}, 0
+            self._generation = self._generation % (1 << 20) + 1
 
     def _add(self, line: bytes) -> None:
         try:

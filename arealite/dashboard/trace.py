@@ -4,16 +4,16 @@ The file is read as it grows. One that was replaced, as when a run resumes or th
 together with its older part. Counters are left out: the ledger has those of servers.
 """
 
-import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from arealite.dashboard.opening import open_regular
+from arealite.dashboard.opening import GrowingFile, open_regular
 from arealite.utils.trace.trace_file import GROUPS, older_path
 
 DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
@@ -52,18 +52,18 @@ def _packed(args: Any) -> bytes:
     return bytes(memoryview(orjson.dumps(args)))
 
 
-class TraceFile:
+class TraceFile(GrowingFile):
     """The spans of one run; safe to use from several threads."""
 
     def __init__(self, path: Path):
-        self.path = path
+        super().__init__(path)
         self._lock = threading.Lock()
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        super().forget()
         self._lanes: dict[tuple[str, str], _Lane] = {}
-        self._identity: tuple[int, int] | None = None
-        self._offset = self._total = 0
+        self._total = 0
         self._groups: dict[int, str] = {}
         self._names: dict[tuple[int, int], str] = {}
 
@@ -120,26 +120,16 @@ class TraceFile:
         return sorted(result, key=lambda span: span[0])
 
     def _read_new(self) -> None:
-        try:
-            with open_regular(self.path) as file:
-                state = os.fstat(file.fileno())
-                if self._identity != (state.st_dev, state.st_ino) or state.st_size < self._offset:
-                    self._forget()
-                    self._read_older()
-                    self._identity = state.st_dev, state.st_ino
-                file.seek(self._offset)
-                self._offset += self._read_lines(file)
-        except FileNotFoundError:
-            self._forget()
-
-    def _read_older(self) -> None:
-        try:
-            with open_regular(older_path(self.path)) as file:
-                self._read_lines(file)
-        except FileNotFoundError:
-            pass
-        # Numbers of lanes are those of one file.
-        self._groups, self._names = {}, {}
+        with self.open_new() as file:
+            if file is None:
+                return
+            if not self._offset:
+                self._lanes, self._total = {}, 0
+                with suppress(FileNotFoundError), open_regular(older_path(self.path)) as older:
+                    self._read_lines(older)
+                # Numbers of lanes are those of one file.
+                self._groups, self._names = {}, {}
+            self._offset += self._read_lines(file)
 
     def _read_lines(self, file: Any) -> int:
         """Add the events of all complete lines; returns how many bytes they have."""

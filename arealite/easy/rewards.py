@@ -7,11 +7,9 @@ not killed at their deadline, and several may run at the same time.
 """
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import pickle
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any
 from arealite.api.errors import ConfigError, RewardError
 from arealite.api.reward_api import is_async
 from arealite.reward.pool import RewardPool, check_rewards
+from arealite.utils.http_server import run_beside
 from arealite.utils.pools.process_pool import never_import_script
 
 Row = dict[str, Any]
@@ -183,7 +182,7 @@ class Rewards(RewardPool):
             self._turns = asyncio.Semaphore(_MAX_THREADS)
         try:
             async with self._turns, asyncio.timeout(self.timeout_s) as deadline:
-                return await (call() if is_async(part.fn) else _in_thread(call))
+                return await (call() if is_async(part.fn) else run_beside(call))
         # Reward code may raise anything, also a TimeoutError of its own.
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
@@ -192,35 +191,6 @@ class Rewards(RewardPool):
                 ) from error
             text = "".join(traceback.format_exception(error, limit=-3))[:_MAX_TEXT]
             raise RewardError(f"reward {part.name} raised:\n{text}") from error
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run a call on a thread of its own, which does not keep the process from ending if the call hangs."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def report(value: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        value, failure = None, None
-        try:
-            value = call()
-        # SystemExit and StopIteration cannot be set on a future.
-        except BaseException as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else failure
-        # The run may have ended.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(report, value, failure)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return await future
 
 
 def _as_lists(rows: list[Row]) -> Row:

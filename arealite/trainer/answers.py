@@ -15,6 +15,7 @@ from typing import Any
 from arealite.api.errors import DatasetError
 from arealite.api.reward_api import SOLVED
 from arealite.trainer.eval_metrics import paired_p_value
+from arealite.utils.rundir import write_file
 
 
 @dataclass(slots=True)
@@ -44,10 +45,8 @@ class Answer:
 def write_answers(path: Path, answers: Iterable[Answer]) -> None:
     """Write a file of answers, as a whole: readers never see a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w", encoding="utf-8", errors="replace") as file:
-        file.writelines(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
-    aside.replace(path)
+    text = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    write_file(path, text.encode(errors="replace"), private=False)
 
 
 def read_answers(path: str | Path) -> list[Answer]:

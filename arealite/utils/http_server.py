@@ -215,7 +215,7 @@ class AcceptErrors:
 
 
 async def run_beside(function: Callable[[], R]) -> R:
-    """Run a function that may block on a thread of its own, which does not keep the server from ending."""
+    """Run a function that may block on a thread of its own, which does not keep the process from ending."""
     future: Future[R] = Future()
 
     def run() -> None:
@@ -223,8 +223,10 @@ async def run_beside(function: Callable[[], R]) -> R:
         with contextlib.suppress(InvalidStateError):
             try:
                 future.set_result(function())
-            except BaseException as error:  # whatever it is, the caller awaits it
-                future.set_exception(error)
+            # Whatever it is, the caller awaits it; what only ends threads or generators cannot be awaited.
+            except BaseException as error:
+                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if is_plain else RuntimeError(repr(error)))
 
     threading.Thread(target=run, name=_BESIDE, daemon=True).start()
     return await asyncio.wrap_future(future)

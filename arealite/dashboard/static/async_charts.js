@@ -1,6 +1,6 @@
 // Charts of asynchrony below the timeline: ages of samples, the flow of episodes, servers, who waited.
 
-import { cssColor, h, hideTip, perFrame, replace, showTip, svg, tipRows } from "./dom.js";
+import { cssColor, h, hideTip, perFrame, replace, showTip, sizeCanvas, svg, tipRows } from "./dom.js";
 import { count, duration, num, percent, tickLabel, ticks } from "./format.js";
 import { heat, phaseColor, seriesColor, stateColor } from "./colors.js";
 import { Chart } from "./chart.js";
@@ -35,12 +35,7 @@ export class AgeMap {
     const [left, bottom] = [34, 22];
     const height = ages.length * row + bottom + 4;
     if (!width || !steps.length) return;
-    const ratio = devicePixelRatio || 1;
-    this.canvas.style.height = `${height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const ctx = this.canvas.getContext("2d");
-    ctx.scale(ratio, ratio);
+    const ctx = sizeCanvas(this.canvas, width, height);
     const size = (width - left - 6) / steps.length;
     const sums = counts.map((column) => Math.max(1, column.reduce((sum, value) => sum + value, 0)));
     // The colour is the share of the step's samples; the root keeps small shares visible.

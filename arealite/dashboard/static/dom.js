@@ -155,3 +155,14 @@ export function stored(key, fallback) {
 export function store(key, value) {
   try { localStorage.setItem(key, JSON.stringify(value)); } catch { /* storage is blocked: the choice lasts until a reload */ }
 }
+
+/** Give a canvas a size in CSS pixels, sharp on every screen; returns its context. */
+export function sizeCanvas(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const ctx = canvas.getContext("2d");
+  ctx.scale(ratio, ratio);
+  return ctx;
+}

@@ -1,6 +1,6 @@
 // The timeline's canvas: lanes of spans over time with zoom and pan, an overview above, waits hatched.
 
-import { cssColor, h, hideTip, perFrame, showTip, tipRows } from "./dom.js";
+import { cssColor, h, hideTip, perFrame, showTip, sizeCanvas, tipRows } from "./dom.js";
 import { clock, duration, num, tickLabel, ticks } from "./format.js";
 import { isDark, phaseColor } from "./colors.js";
 
@@ -108,12 +108,7 @@ export class Lanes {
     const width = this.element.clientWidth;
     if (!width) return;
     const { rows, height } = this.#layout();
-    const ratio = devicePixelRatio || 1;
-    this.canvas.style.height = `${height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const ctx = this.canvas.getContext("2d");
-    ctx.scale(ratio, ratio);
+    const ctx = sizeCanvas(this.canvas, width, height);
     ctx.textBaseline = "middle";
     const [a, b] = this.window;
     const { left } = this;
