@@ -22,7 +22,8 @@ from typing import Any
 
 from arealite.api.errors import RewardError
 from arealite.api.reward_api import Score, is_async
-from arealite.utils.pools.process_pool import JobPool, WorkerLost, WorkerProcess, WorkerTimeout, start_fork_server
+from arealite.utils.pools.job_pool import JobPool
+from arealite.utils.pools.process_pool import WorkerLost, WorkerProcess, WorkerTimeout, start_fork_server
 from arealite.utils.process import is_computing
 from arealite.utils.trace.tracing import part_of_episode
 

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from arealite.utils.pools.process_pool import JobPool, WorkerLost, WorkerProcess, WorkerTimeout
+from arealite.utils.pools.job_pool import JobPool
+from arealite.utils.pools.process_pool import WorkerLost, WorkerProcess, WorkerTimeout
 
 # Of the text of an error.
 _MAX_TEXT = 10_000
