@@ -156,7 +156,7 @@ def _yaml_value(value: Any) -> str:
 
 def _help(argv: list[str]) -> int:
     """Print keys: `[TARGET] [PART]`."""
-    target, part = "", ""
+    target = ""
     if argv and (argv[0].endswith(".py") or argv[0] in CLASSES):
         target, *argv = argv
     if len(argv) > 1:

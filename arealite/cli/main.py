@@ -99,10 +99,6 @@ else:
     DPOTree = _own_fields(DPOConfig, model=lambda: PreferenceConfig(path=DEFAULT_MODEL))
 
 
-def _default_dataset() -> DatasetConfig:
-    return DatasetConfig(path="openai/gsm8k", name="main", split="train", batch_size=64)
-
-
 @dataclass
 class TrainerTree:
     """The training loop and its own settings."""
@@ -127,7 +123,9 @@ class MainConfig(BaseExperimentConfig):
     allocation_mode: str = help_field(
         "Devices and parallelism; by default one trainer, and one embedded server if one is needed.", ""
     )
-    train_dataset: DatasetConfig = help_field("Training data.", _default_dataset)
+    train_dataset: DatasetConfig = help_field(
+        "Training data.", lambda: DatasetConfig(path="openai/gsm8k", name="main", split="train", batch_size=64)
+    )
     saver: SaverConfig = help_field("When models are saved, besides the last.", lambda: SaverConfig(freq_epochs=1))
     trainer: TrainerTree = help_field("The training loop and its settings.", TrainerTree)
 
@@ -147,11 +145,6 @@ class MainConfig(BaseExperimentConfig):
             AllocationMode.from_str(self.allocation_mode)
 
 
-def _config_class(kind: str | None) -> type[BaseExperimentConfig]:
-    """Return the configuration of a `trainer.type`."""
-    return TRAINERS[kind] if kind in TRAINERS else load_trainer(str(kind)).config_class
-
-
 def _section(config_class: type[BaseExperimentConfig]) -> str:
     """Return which section of `trainer` has the keys of a configuration."""
     sections = {"grpo": GRPOConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
@@ -164,7 +157,8 @@ def _section(config_class: type[BaseExperimentConfig]) -> str:
 
 def flatten(config: MainConfig) -> BaseExperimentConfig:
     """Return the configuration of the script that will run: common keys, and those of the chosen trainer."""
-    kind, script_config = config.trainer.type, _config_class(config.trainer.type)
+    kind = config.trainer.type
+    script_config = TRAINERS[kind] if kind in TRAINERS else load_trainer(str(kind)).config_class
     tree = getattr(config.trainer, _section(script_config))
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(BaseExperimentConfig)}
     if kind not in TRAINERS:

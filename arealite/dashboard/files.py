@@ -95,7 +95,7 @@ def read_log(run: Run, name: str, since: int | None, end: int | None, size: int)
     if not name or name.startswith(".") or "/" in name or "\0" in name or len(name) > _MAX_NAME:
         raise web.HTTPNotFound(reason="there is no such log")
     path, size = _logs(run) / name, min(max(size, _MIN_LOG_BYTES), _MAX_LOG_BYTES)
-    total = _size(path)
+    total = path.stat(follow_symlinks=False).st_size
     # A file that has become shorter is another one: its end is shown.
     if since is not None and since <= total:
         data, start = _read(path, since, min(size, total - since)), since
@@ -121,10 +121,6 @@ def _logs(run: Run) -> Path:
     if run.dir.logs.is_symlink():
         raise web.HTTPNotFound(reason="the folder of logs is a link, which is not followed")
     return run.dir.logs
-
-
-def _size(path: Path) -> int:
-    return path.stat(follow_symlinks=False).st_size
 
 
 def _read(path: Path, start: int, size: int) -> bytes:

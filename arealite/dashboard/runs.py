@@ -116,11 +116,6 @@ def _name(root: Path, path: Path) -> str:
     return str(path.relative_to(root))
 
 
-def is_run(names: set[str]) -> bool:
-    """Return whether a folder with these entries is a run directory."""
-    return bool(names & {"stats.jsonl", "run.sqlite"}) or {"config.yaml", "logs"} <= names
-
-
 def _find(root: Path) -> Iterator[Path]:
     """Yield run directories at or below a folder."""
     level, num_seen = [root], 0
@@ -136,7 +131,7 @@ def _find(root: Path) -> Iterator[Path]:
             except OSError:
                 # Removed meanwhile, or not ours to read.
                 continue
-            if is_run(set(kinds)):
+            if kinds.keys() & {"stats.jsonl", "run.sqlite"} or kinds.keys() >= {"config.yaml", "logs"}:
                 yield folder
                 # Earlier runs of the same name are kept there.
                 kinds = {"earlier": kinds.get("earlier", False)}

@@ -78,7 +78,8 @@ class StatsFile(GrowingFile):
             values = orjson.loads(line)
         except orjson.JSONDecodeError:
             return
-        if not isinstance(values, dict) or not _is_step(values.get("step")):
+        step = values.get("step") if isinstance(values, dict) else None
+        if type(step) is not int or abs(step) >= _MAX_STEP:
             return
         for name, value in values.items():
             column = self._columns.get(name)
@@ -91,7 +92,3 @@ class StatsFile(GrowingFile):
         for column in self._columns.values():
             if len(column) < self._num_rows:
                 column.append(None)
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and abs(value) < _MAX_STEP

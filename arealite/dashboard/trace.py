@@ -47,11 +47,6 @@ class _Lane:
         return self._sorted
 
 
-def _packed(args: Any) -> bytes:
-    # A copy: what orjson returns keeps the kilobytes that it reserved.
-    return bytes(memoryview(orjson.dumps(args)))
-
-
 class TraceFile(GrowingFile):
     """The spans of one run; safe to use from several threads."""
 
@@ -156,7 +151,9 @@ class TraceFile(GrowingFile):
                 group = self._groups.get(pid, "trainer")
                 began, seconds = float(event["ts"]) / 1e6, max(0.0, float(event["dur"]) / 1e6)
                 lane = self._lanes.setdefault((group, self._names.get((pid, tid), group)), _Lane())
-                lane.add((began, seconds, sys.intern(str(event["name"])), _packed(args)))
+                # A copy: what orjson returns keeps the kilobytes that it reserved.
+                packed = bytes(memoryview(orjson.dumps(args)))
+                lane.add((began, seconds, sys.intern(str(event["name"])), packed))
                 self._total += 1
         # Damaged by a full disk, or written by something else.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):

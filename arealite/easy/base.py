@@ -29,7 +29,7 @@ from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import ConfigError
 from arealite.dataset import load_tokenizer
 from arealite.easy.data import Row, read_data, read_eval_data
-from arealite.easy.options import Given, fit_to_rows, make_config, read_given
+from arealite.easy.options import Given, fit_to_rows, make_config
 from arealite.easy.process import borrowed_process, check_process, variables
 from arealite.easy.servers import ServersBeside
 from arealite.launcher.checks import check_job
@@ -108,11 +108,6 @@ class EasyTrainer(abc.ABC):
         self.valid_rows = {name: self.load(sets.get(name, own.path), own) for name, own in names.items()}
         self.config = fit_to_rows(self.config, given, len(self.rows))
         self.result: TrainResult | None = None
-
-    @classmethod
-    def read_given(cls, args: Any, config: Any, options: Mapping[str, Any], peft_config: Any) -> Given:
-        """Read what the caller has set."""
-        return read_given(cls.config_class, args, config, options, peft_config)
 
     @abc.abstractmethod
     def load(self, data: list[Row] | str, config: Any) -> Any:

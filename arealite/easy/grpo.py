@@ -12,6 +12,7 @@ from arealite.api.errors import ConfigError
 from arealite.dataset.prompts import AS_THEY_ARE, load_prompts
 from arealite.easy.base import EasyTrainer
 from arealite.easy.data import Row, as_prompts
+from arealite.easy.options import read_given
 from arealite.easy.rewards import ASKED, RewardPart, Rewards, check_columns, read_rewards
 from arealite.trainer.ppo import PPOTrainer
 from arealite.trainer.tasks import find_reward, load_rows
@@ -84,7 +85,7 @@ class GRPOTrainer(EasyTrainer):
         _refuse(passed, optimizers)
         if reward_fn is not None and reward_funcs is not None:
             raise ConfigError("reward_fn and reward_funcs are two names of one argument: pass one of them")
-        given = self.read_given(args, config, options, peft_config)
+        given = read_given(GRPOConfig, args, config, options, peft_config)
         self._is_trl = reward_funcs is not None
         self._functions = reward_fn if reward_funcs is None else reward_funcs
         self._weights = given.fields.get("reward_weights") if reward_weights is None else reward_weights

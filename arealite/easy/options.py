@@ -140,7 +140,8 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
         dtype = given.get(f"{section}.dtype", defaults[f"{section}.dtype"])
         defaults |= {"ref.path": model, "ref.dtype": dtype, "ref.device": device}
     sources = [(name, _without(values, ("warmup_steps",))) for name, values in given.sources]
-    if not {"valid_dataset.path", "valid_datasets"} & data.keys() and not _has_sets(given):
+    has_sets = given.get("valid_dataset") is not None or given.get("valid_datasets")
+    if not has_sets and not {"valid_dataset.path", "valid_datasets"} & data.keys():
         # Arguments of TRL may ask for evaluations without a set.
         sources = [(name, _without(v, ("evaluator",)) if name == "args" else v) for name, v in sources]
     merged = [("the defaults", _nested(defaults, "the defaults")), *sources, ("the datasets", _nested(data, "data"))]
@@ -151,10 +152,6 @@ def make_config(cls: type[C], given: Given, model: str, data: Keys) -> C:
             "use d1 after the +, or the launcher (docs/launching.md)"
         )
     return config
-
-
-def _has_sets(given: Given) -> bool:
-    return given.get("valid_dataset") is not None or bool(given.get("valid_datasets"))
 
 
 def _without(values: DictConfig, keys: tuple[str, ...]) -> DictConfig:

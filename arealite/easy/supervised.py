@@ -13,8 +13,18 @@ from arealite.dataset.preference import get_preferences
 from arealite.dataset.sft import get_sft
 from arealite.easy.base import EasyTrainer
 from arealite.easy.data import Row
+from arealite.easy.options import read_given
 from arealite.trainer import dpo, rw, sft
 from arealite.trainer.tasks import load_sft
+
+_REFUSED = {
+    "callbacks": "read result.history, or stats.jsonl of the run directory while it trains",
+    "compute_metrics": "leave it out",
+    "data_collator": "give rows with `messages`, or `prompt` and `response`",
+    "formatting_func": "map the dataset before: dataset.map(…)",
+    "ref_model": "set ref={'path': …}",
+    "compute_loss_func": "leave it out",
+}
 
 
 class _Supervised(EasyTrainer):
@@ -34,31 +44,16 @@ class _Supervised(EasyTrainer):
         config: Any = None,
         **options: Any,
     ):
-        for name in (
-            "callbacks",
-            "compute_metrics",
-            "data_collator",
-            "formatting_func",
-            "ref_model",
-            "compute_loss_func",
-        ):
+        for name, advice in _REFUSED.items():
             if options.pop(name, None) is not None:
-                raise ConfigError(f"{name} has no counterpart: {_ADVICE.get(name, 'leave it out')}")
-        given = self.read_given(args, config, options, peft_config)
+                raise ConfigError(f"{name} has no counterpart: {advice}")
+        given = read_given(self.config_class, args, config, options, peft_config)
         super().__init__(model, train_dataset, eval_dataset, processing_class, given)
 
     def run(self, config: Any, resume_from_checkpoint: str | bool | None) -> int:
         trainer = self.trainer_class(config, self.rows, self.tokenizer, self.valid_rows)
         trainer.train(resume_from_checkpoint=resume_from_checkpoint)
         return trainer.spec.total_train_steps
-
-
-_ADVICE = {
-    "callbacks": "read result.history, or stats.jsonl of the run directory while it trains",
-    "data_collator": "give rows with `messages`, or `prompt` and `response`",
-    "formatting_func": "map the dataset before: dataset.map(…)",
-    "ref_model": "set ref={'path': …}",
-}
 
 
 class SFTTrainer(_Supervised):

@@ -113,7 +113,7 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
     """Return what each device of the job will hold. `values` is the whole configuration."""
     placement, total = job.placement(), _gpu_bytes(values) if job.on_gpu else None
     sizes = {path: read_model_size(path) for path in _model_paths(job, values)}
-    servers, host = _Servers(job, placement, values, sizes), _host_bytes() if runs_here else None
+    servers, host = _Servers(job, placement, values, sizes), float(psutil.virtual_memory().total) if runs_here else None
     devices: list[Device] = []
     for place in _places(placement):
         on_gpu = place[1] is not None
@@ -121,7 +121,7 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
         processes = servers.on(place, free)
         used = sum(process.total for process in processes)
         left = None if free is None else free - used
-        processes += [rank for rank in _ranks(placement, place, values, sizes, left)]
+        processes += _ranks(placement, place, values, sizes, left)
         name = f"node {place[0]} gpu {place[1]}" if on_gpu else f"node {place[0]} host"
         devices.append(Device(name, free, processes))
     return devices + (_hosts(placement, devices, host) if job.on_gpu else [])
@@ -276,11 +276,8 @@ def _engine_config(name: str, section: Values) -> TrainEngineConfig:
 def _make(cls: type, section: Any) -> Any:
     """Make a section from its values; those that refer to variables are left out."""
     known = {each.name for each in fields(cls)}
-    return cls(**{k: v for k, v in dict(section or {}).items() if k in known and not _is_reference(v)})
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
+    values = {k: v for k, v in dict(section or {}).items() if k in known}
+    return cls(**{k: v for k, v in values.items() if not (isinstance(v, str) and "${" in v)})
 
 
 def _gpu_bytes(values: Values) -> float | None:
@@ -294,10 +291,6 @@ def _gpu_bytes(values: Values) -> float | None:
     listing = subprocess.run(command, text=True, capture_output=True, timeout=60).stdout
     found = [float(line) for line in listing.split() if line.strip().isdigit()]
     return min(found) * 2**20 if found else None
-
-
-def _host_bytes() -> float:
-    return float(psutil.virtual_memory().total)
 
 
 def _verdict(job: Job, values: Values, devices: list[Device]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from arealite.api.errors import ServerError
 from arealite.launcher.job import Job
-from arealite.launcher.node import NodeFailure, NodePart, run_node
+from arealite.launcher.node import NodePart, run_node
 from arealite.launcher.placement import ServerPlacement
 from arealite.launcher.servers import server_load
 from arealite.launcher.supervisor import Child
@@ -40,7 +40,7 @@ class PoolPart(NodePart):
 
     def handle_server_end(self, child: Child) -> None:
         if child.code == REFUSED:
-            raise NodeFailure(f"{child.name} cannot start: {child.error_message()}", REFUSED)
+            super().handle_server_end(child)
         raise ServerError(f"a server of the pool died: {child.describe_end()}")
 
 

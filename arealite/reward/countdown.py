@@ -6,6 +6,7 @@ The expression is parsed and evaluated with exact fractions; it is never run as 
 import ast
 import re
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,16 +17,10 @@ _REPLACED = (("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("÷",
 
 
 def countdown_reward(
-    prompt: str,
-    completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
-    numbers: list[int] | None = None,
-    target: int = 0,
-    **data: Any,
+    prompt: str, completion: str, *ids: Any, numbers: Sequence[int] = (), target: int = 0, **data: Any
 ) -> float:
     """Return 1.0 if the last `<answer>` (else the last box, else the last line) solves the row, else 0.0."""
-    return float(solves(find_expression(completion), numbers or [], target))
+    return float(solves(find_expression(completion), numbers, target))
 
 
 def find_expression(completion: str) -> str:
@@ -38,7 +33,7 @@ def find_expression(completion: str) -> str:
     return answer.split("=")[0].strip(" .$\n\t")
 
 
-def solves(expression: str, numbers: list[int], target: int) -> bool:
+def solves(expression: str, numbers: Sequence[int], target: int) -> bool:
     """Whether an expression uses each of the numbers exactly once and equals the target."""
     if not _ALLOWED.fullmatch(expression) or "**" in expression or "//" in expression:
         return False

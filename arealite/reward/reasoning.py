@@ -16,8 +16,7 @@ _NEXT_QUESTION = re.compile(r"\n\s*Question:")
 def reasoning_gym_reward(
     prompt: str,
     completion: str,
-    prompt_ids: list[int],
-    completion_ids: list[int],
+    *ids: Any,
     entry: dict[str, Any] | None = None,
     threshold: float | None = 0.999,
     **data: Any,

@@ -11,6 +11,7 @@ widen it. A floor keeps statistics that are nearly 0 from alarming over nothing.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -259,14 +260,8 @@ def update_too_large(history: History) -> Alarm | None:
     return Alarm(UPDATE_KL.key, _line(happened, UPDATE_KL.cause, UPDATE_KL.advice))
 
 
-Rule = Callable[[History], Alarm | None]
-
-
-def _bound(limits: Limits) -> Rule:
-    return lambda history: out_of_range(history, limits)
-
-
-RULES: tuple[Rule, ...] = (
-    reward_fell, entropy_exploded, entropy_collapsed, update_too_large, *(_bound(limits) for limits in LIMITS)
+RULES: tuple[Callable[[History], Alarm | None], ...] = (
+    reward_fell, entropy_exploded, entropy_collapsed, update_too_large,
+    *(partial(out_of_range, limits=limits) for limits in LIMITS),
 )  # fmt: skip
 _KEYS = ("reward", "entropy", "skipped_minibatches", UPDATE_KL.key, *(limits.key for limits in LIMITS))

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import Stat
 from arealite.engine.fsdp.sharded_checkpoint import HostCopy, State, checkpoint_state
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.utils.console import show_message
-from arealite.utils.distributed import all_reduce_stats, rank, world_size
+from arealite.utils.distributed import is_on_any_rank, rank, world_size
 
 # Host memory that is left to everything else.
 _RESERVE_BYTES = 2 << 30
@@ -59,7 +58,7 @@ class BackgroundWriter:
         need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = available_bytes()
         is_short = bool(need) and need + _RESERVE_BYTES > free
-        if all_reduce_stats({"short": Stat(torch.tensor(float(is_short)))})["short"]:
+        if is_on_any_rank(is_short):
             if rank() == 0 and not self._has_warned:
                 show_message(
                     f"note: training waits while recover checkpoints are written: copies would need {need / 1e9:.1f} "

@@ -18,18 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from arealite.api.cli_args import RecoverConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
+from arealite.api.io_struct import SaveLoadMeta, StepInfo
 from arealite.engine.fsdp.sharded_checkpoint import State, write_dcp
 from arealite.trainer.background import BackgroundWriter
 from arealite.trainer.saver import Frequency, on_all_ranks
 from arealite.utils.console import show_message
-from arealite.utils.distributed import all_reduce_stats, broadcast_json, rank, world_size
+from arealite.utils.distributed import broadcast_json, is_on_any_rank, rank, world_size
 from arealite.utils.rundir import RunDir
 
 _STATE = "state.json"
@@ -88,7 +87,7 @@ class Recover:
     def _check_named(self, path: Path) -> Path:
         """Return a checkpoint that the caller has named, if it is good."""
         damage = find_damage(path, rank(), world_size()) if path.is_dir() else "there is no such folder"
-        if all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})["damaged"]:
+        if is_on_any_rank(bool(damage)):
             reason = damage or "see the other ranks"
             raise CheckpointError(
                 f"cannot resume from {path}: {reason}. Name a folder such as RUN_DIR/recover/step000100"
@@ -101,8 +100,7 @@ class Recover:
         paths = [Path(path) for path in broadcast_json(list(map(str, list_complete(self.folder))))]
         for path in paths:
             damage = find_damage(path, rank(), world_size())
-            share = all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})
-            if share["damaged"] == 0:
+            if not is_on_any_rank(bool(damage)):
                 for other in paths[: paths.index(path)] if rank() == 0 else ():
                     _rename_damaged(other)
                 return path
@@ -128,7 +126,7 @@ class Recover:
         self._finish_earlier()
         path = self.folder / name
         damage = find_damage(path, rank(), world_size())
-        if all_reduce_stats({"damaged": Stat(torch.tensor(float(bool(damage))))})["damaged"]:
+        if is_on_any_rank(bool(damage)):
             raise CheckpointError(f"the recover checkpoint {path} is damaged ({damage or 'see the other ranks'})")
         self._load_engines(path)
 

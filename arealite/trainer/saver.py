@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from arealite.api.cli_args import FreqConfig
 from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError
-from arealite.api.io_struct import SaveLoadMeta, Stat, StepInfo
-from arealite.utils.distributed import all_reduce_stats, broadcast_json, rank
+from arealite.api.io_struct import SaveLoadMeta, StepInfo
+from arealite.utils.distributed import broadcast_json, is_on_any_rank, rank
 from arealite.utils.rundir import RunDir
 
 
@@ -155,7 +154,6 @@ def on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[
         yield
     except OSError as error:
         failure = str(error.strerror or error)
-    share = all_reduce_stats({"failed": Stat(torch.tensor(float(bool(failure))))}, group)
-    if share["failed"]:
+    if is_on_any_rank(bool(failure), group):
         reason = failure or "another rank failed, see its log"
         raise CheckpointError(f"could not write {what}: {reason}; earlier ones are untouched")

@@ -123,6 +123,11 @@ def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None)
     return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]), start
 
 
+def is_on_any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether `flag` is true on at least one rank, the same on all."""
+    return all_reduce_stats({"share": Stat(torch.tensor(float(flag)))}, group)["share"] > 0
+
+
 def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = None) -> Stats:
     """Reduce each statistic over ranks to Σtotal / Σweight, `/max` and `/min` keys to the extreme.
 
