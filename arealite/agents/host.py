@@ -36,6 +36,7 @@ class GatewayHost:
             await gateway.start()
             started.set_result(gateway)
             await loop.create_future()
+        # Whatever it is, the first episode awaits it.
         except Exception as error:
             started.set_exception(error)
         finally:

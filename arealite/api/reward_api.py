@@ -40,5 +40,5 @@ class Score(float):
 
 
 def is_async(fn: Any) -> bool:
-    """Whether a reward is a coroutine function, or an object that is called as one."""
+    """Whether a reward or an agent is a coroutine function, or an object that is called as one."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)

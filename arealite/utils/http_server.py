@@ -100,6 +100,7 @@ async def answer_request(
         response = await handler(request)
     except ConnectionResetError:  # the client has closed the connection
         raise
+    # Also a bug: it costs its own request, and `respond` logs it.
     except Exception as error:
         if isinstance(error, web.HTTPException) and error.status < 400:
             raise

@@ -47,14 +47,11 @@ class ChatAgent(Agent):
         self.policy, self.system_prompt = policy, system_prompt
 
     async def act(self, observation: Any) -> str:
-        messages = observation if _is_messages(observation) else [{"role": "user", "content": str(observation)}]
+        is_chat = isinstance(observation, list) and bool(observation) and isinstance(observation[0], Mapping)
+        messages = observation if is_chat else [{"role": "user", "content": str(observation)}]
         if self.system_prompt and not self.policy.trajectory.ids:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return await self.policy.generate(messages)
-
-
-def _is_messages(observation: Any) -> bool:
-    return isinstance(observation, list) and bool(observation) and isinstance(observation[0], Mapping)
 
 
 class AgenticWorkflow(RolloutWorkflow):

@@ -46,8 +46,9 @@ class _Group:
     def has_room(self) -> bool:
         return self.num_started < self.size and not self.done.done()
 
-    def check_done(self) -> None:
-        if self.num_started == self.size and not self.open and not self.done.done():
+    def end(self) -> None:
+        """End the group as it is; idempotent."""
+        if not self.done.done():
             self.done.set_result(None)
 
 
@@ -141,7 +142,7 @@ class OnlineWorkflow(RolloutWorkflow):
         loop = asyncio.get_running_loop()
         loop.call_later(self.session_timeout_s, self._close, found.id)
         if number == 0:
-            loop.call_later(self.session_timeout_s, _set_done, group.done)
+            loop.call_later(self.session_timeout_s, group.end)
         return found
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -181,9 +182,5 @@ class OnlineWorkflow(RolloutWorkflow):
             return
         self._gateway.close_session(session_id)
         group.open.discard(session_id)
-        group.check_done()
-
-
-def _set_done(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
+        if group.num_started == group.size and not group.open:
+            group.end()

@@ -7,7 +7,6 @@ or raises costs its own attempt: functions that may block run in worker processe
 
 import asyncio
 import copy
-import inspect
 import json
 import logging
 import math
@@ -27,6 +26,7 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RewardError
 from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.reward_api import is_async
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.http_server import run_beside
 from arealite.utils.pools.call_pool import CallPool, CallTimeout
@@ -103,7 +103,7 @@ class AgentWorkflow(RolloutWorkflow):
         """Return what the agent returns; raises `TimeoutError` if it does not end in time."""
         agent = self.agent
         try:
-            if callable(agent) and not _is_async(agent):
+            if callable(agent) and not is_async(agent):
                 return await self.pool.run(agent, row, found.base_url, found.token, timeout_s=self.timeout_s)
             async with asyncio.timeout(self.timeout_s):
                 if callable(agent):
@@ -111,11 +111,6 @@ class AgentWorkflow(RolloutWorkflow):
                 return await _run_command(list(agent), row, found)
         except (TimeoutError, CallTimeout):
             raise TimeoutError(f"the agent did not end within {self.timeout_s:g} s") from None
-
-
-def _is_async(agent: Callable[..., Any]) -> bool:
-    """Return whether a function, or an object with `__call__`, is a coroutine function."""
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__)
 
 
 def _finish(session: Session, reward: Any) -> Session:

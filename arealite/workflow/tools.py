@@ -85,7 +85,12 @@ class ToolWorkflow(RLVRWorkflow):
                 trajectory.truncated = True
                 break
             results = await asyncio.gather(*(self._run(call, counts) for call in calls))
-            trajectory.observe([_result_message(call, text) for call, text in zip(calls, results, strict=True)])
+            trajectory.observe(
+                [
+                    {"role": "tool", "tool_call_id": call.id, "name": call.name or "unknown", "content": text}
+                    for call, text in zip(calls, results, strict=True)
+                ]
+            )
             try:
                 # Sampling depends on seed and position: the seed may be that of the turn before.
                 request = trajectory.request(self.gconfig, None if seed is None else seed + index)
@@ -157,12 +162,9 @@ def _parameter_schema(parameter: inspect.Parameter) -> dict[str, str]:
         raise ConfigError(f"a tool has the parameter {parameter}: tools need plain, named parameters")
     kind = parameter.annotation
     names = {t.__name__: name for t, name in _JSON_TYPES.items()}
-    found = names.get(kind.partition("[")[0]) if isinstance(kind, str) else _JSON_TYPES.get(_origin(kind))
+    origin = getattr(kind, "__origin__", kind)
+    found = names.get(kind.partition("[")[0]) if isinstance(kind, str) else _JSON_TYPES.get(origin)
     return {"type": found} if found else {}
-
-
-def _origin(kind: Any) -> Any:
-    return getattr(kind, "__origin__", kind)
 
 
 def _bad_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
@@ -176,10 +178,6 @@ def _bad_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> str |
 def _call_tool(tool: Callable[..., Any], arguments: dict[str, Any], max_chars: int) -> str:
     """Run a tool in a worker process. Only the part that the model reads is sent back."""
     return str(tool(**arguments))[:max_chars]
-
-
-def _result_message(call: ToolCall, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name or "unknown", "content": text}
 
 
 def _marker_pattern(tokenizer: Any) -> re.Pattern[str]:

@@ -183,5 +183,6 @@ async def _append_error(
     try:
         async for chunk in chunks:
             yield chunk
+    # Also a bug: the client must learn that the stream has ended early.
     except Exception as error:
         yield event_bytes(("error" if has_named_events else "", error_body(request, error)))
