@@ -24,7 +24,7 @@ _NO_ALTERNATIVES = (
 )
 # Fields of a request that do not change the distribution that is sampled from.
 _KEPT_SAMPLING = ("n", "max_new_tokens", "stop")
-# Of the ids of responses in OpenAI's and Anthropic's APIs.
+# Prefixes of response ids in OpenAI's and Anthropic's APIs.
 _ID_PREFIXES = ("resp_", "msg_")
 
 

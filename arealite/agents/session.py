@@ -62,10 +62,10 @@ class Prompt:
     parent: Reply | None
     observed: list[int]
     turn: int
-    # Of a chat: the digest of all messages, and that of the last one alone.
+    # For a chat: the digest of all messages, and that of the last one alone.
     digest: bytes = b""
     last_digest: bytes = b""
-    # Of a completion.
+    # For a completion: the text of the prompt.
     text: str | None = None
 
 

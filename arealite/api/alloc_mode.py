@@ -20,7 +20,7 @@ from arealite.api.errors import AllocationError
 
 GEN_BACKENDS = ("sglang", "vllm", "embedded")
 TRAIN_BACKENDS = ("fsdp",)
-# Of one side.
+# Most devices of one side.
 MAX_DEVICES = 100_000
 _LETTERS = dict(d="data", p="pipeline", t="tensor", m="tensor", c="context", e="expert")
 _EXAMPLE = "for example sglang.d4p1t1+d4p1t1, embedded:d1+fsdp:d1, d8 or vllm.d4t2+eval"

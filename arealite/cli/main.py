@@ -204,7 +204,7 @@ def _config_file(flat: BaseExperimentConfig, folder: Path) -> Iterator[Path]:
     except AReaLiteError:
         if is_new:
             path.unlink(missing_ok=True)
-            # Of the run and of the experiment, if nothing else is in them.
+            # The folders of the run and of the experiment, if nothing else is in them.
             for empty in (folder, folder.parent):
                 with suppress(OSError):
                     empty.rmdir()

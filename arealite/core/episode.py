@@ -79,7 +79,7 @@ class Episode:
     # One for each sample of an episode that the workflow rejected, if it returned them.
     rejected_rewards: torch.Tensor | None = None
     has_ended: bool = False
-    # Of the trace, if the episode is traced.
+    # Its lane in the trace; None if it is not traced.
     lane: str | None = None
 
     def set_result(self, returned: Any) -> None:

@@ -50,7 +50,7 @@ class ResumeState:
         # Calls of `submit`, counted from 0 over the whole run, that the caller must repeat after a resume.
         self.to_submit_again: list[int] = []
         self._stream: RowStream | None = None
-        # Of the stream: the position of the first row of the dataloader, and which rows are skipped.
+        # The position in the stream of the first row of the dataloader, and which rows are skipped.
         self._first_position = 0
         self._streamed = EndedNumbers()
         self._submitted = EndedNumbers()

@@ -21,7 +21,7 @@ DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
 _COLUMNS = 2_000
 # More spans than two files of the largest size have.
 _MAX_TOTAL = 1_000_000
-# Of what one line may take, and of one portion that is read.
+# Bytes of the longest line that is read, and of one portion of the file.
 _MAX_LINE, _PORTION = 1 << 16, 1 << 24
 
 

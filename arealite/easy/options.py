@@ -23,7 +23,7 @@ from arealite.utils.config import load_plain, merge_sources
 C = TypeVar("C", bound=BaseExperimentConfig)
 Keys = dict[str, Any]
 
-# Of reinforcement learning; those of a GPU are the settings of examples/arealite/configs/gsm8k_grpo.yaml.
+# Defaults of reinforcement learning; those on a GPU are the settings of examples/arealite/configs/gsm8k_grpo.yaml.
 _RL: Keys = {
     "allocation_mode": "embedded.d1p1t1+d1p1t1",
     "gconfig.n_samples": 8,

@@ -175,7 +175,7 @@ def _sampling_params(progress: Progress, num_samples: int, max_tokens: int) -> d
     params["max_tokens"] = max_tokens
     params["min_tokens"] = progress.min_new_tokens(max_tokens)
     params["top_k"] = progress.request.gconfig.top_k
-    # Of the sampled token alone.
+    # 0: the log-prob of the sampled token, and no alternatives.
     params["logprobs"] = 0
     if progress.seed is not None:
         # A request draws the noise of its seed from the beginning: a continuation needs another seed.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75
-# Of a query: a model may write anything.
+# Most words of a query that are used: a model may write anything.
 _MAX_WORDS = 64
 
 

@@ -11,7 +11,7 @@ from arealite.reward.qa import normalize
 
 _LETTER = re.compile(r"[\s({\[*\"'`]*(?:option|choice|answer)?[\s({\[*:]*([A-Z])(?![A-Za-z'])[\s)}\].:*\"'`,]*", re.I)
 _STATED = re.compile(r"\banswers?\b\W{0,5}(?:is|are|be)?\W{0,5}(?:option |choice )?([A-Za-z])(?![A-Za-z'])", re.I)
-# Of an answer: what follows is not searched.
+# Characters at the end of an answer that are searched.
 _TAIL = 2_000
 
 

@@ -35,7 +35,7 @@ _LONG_JOB_CHECKS = 5
 # Jobs that take longer are split, and a worker sends the results that it has.
 _MAX_JOB_S = 0.05
 _MAX_TIMEOUTS_IN_ROW = 3
-# Of a traceback.
+# Longest traceback that is reported, in characters.
 _MAX_TEXT = 10_000
 
 

@@ -89,7 +89,7 @@ class Isolation:
 
     level: Level
     has_seccomp: bool
-    # Of the stronger levels, the reason why each is not available.
+    # Why each stronger level is not available.
     missing: dict[str, str]
 
     @property

@@ -28,7 +28,7 @@ from arealite.workflow.evaluation import SET_COLUMN, EvaluationWorkflow
 
 logger = logging.getLogger("arealite.evaluation")
 Row = dict[str, Any]
-# Of the answers that training may have in flight.
+# Share of the answers in flight that an evaluation may have beside training.
 _SHARE = 0.25
 # Other ranks wait longer than rank 0, whose error says more.
 _GRACE_S = 60.0

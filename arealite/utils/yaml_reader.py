@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
         self._num_values = 0
         # Keys that lead to the current value; a key, an item and the document itself are "".
         self._path: list[str] = []
-        # Of each complete value, with all that it holds, by id.
+        # The number of values inside each complete value, by its id.
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:

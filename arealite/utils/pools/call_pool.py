@@ -15,9 +15,9 @@ from typing import Any
 from arealite.utils.pools.job_pool import JobPool
 from arealite.utils.pools.process_pool import WorkerLost, WorkerProcess, WorkerTimeout
 
-# Of the text of an error.
+# Longest error text that is reported, in characters.
 _MAX_TEXT = 10_000
-# Of a result, so that a wrong function does not fill the memory of the trainer's process.
+# Largest result, so that a wrong function does not fill the memory of the trainer's process.
 _MAX_RESULT_BYTES = 1 << 26
 
 
