@@ -6,7 +6,7 @@ what to use instead; what has none and changes nothing that was asked for is nam
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from arealite.api.errors import ConfigError
@@ -146,10 +146,9 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
             raise ConfigError(f"{name}={fields[name]!r} has no counterpart: {advice}")
     same = _SAME | _SAME_RL if is_rl else _SAME
     found = {key.format(model=section): fields[name] for name, key in same.items() if fields.get(name) is not None}
-    parts: list[Callable[[Fields, str, bool], Keys]] = [_steps, _optimizer, _precision, _frequencies, _loggers]
-    parts += [_rl_batch, _objective] if is_rl else [_batch, _preference]
-    for part in parts:
-        found |= part(fields, section, on_gpu)
+    found |= _steps(fields) | _optimizer(fields, section) | _precision(fields, section, on_gpu)
+    found |= _frequencies(fields) | _loggers(fields)
+    found |= _rl_batch(fields) | _objective(fields) if is_rl else _batch(fields) | _preference(fields)
     # TRL counts optimizer steps; a step here is a whole generation batch.
     updates = found.get("actor.ppo_n_minibatches", 1)
     for key in ("total_train_steps", "saver.freq_steps", "evaluator.freq_steps", "warmup_steps"):
@@ -158,7 +157,7 @@ def translate(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
-def _steps(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _steps(fields: Fields) -> Keys:
     found: Keys = {}
     if fields.get("num_train_epochs") is not None:
         found["total_train_epochs"] = max(1, math.ceil(fields["num_train_epochs"]))
@@ -168,7 +167,7 @@ def _steps(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
-def _optimizer(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _optimizer(fields: Fields, section: str) -> Keys:
     found: Keys = {}
     for name, words, key in (("optim", _OPTIMIZERS, "type"), ("lr_scheduler_type", _SCHEDULES, "lr_scheduler_type")):
         value = fields.get(name)
@@ -194,7 +193,7 @@ def _precision(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
-def _frequencies(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _frequencies(fields: Fields) -> Keys:
     found: Keys = {}
     for name, part in (("save", "saver"), ("eval", "evaluator")):
         strategy, steps = fields.get(f"{name}_strategy"), fields.get(f"{name}_steps")
@@ -210,7 +209,7 @@ def _frequencies(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
-def _loggers(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _loggers(fields: Fields) -> Keys:
     wanted = fields.get("report_to") or []
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     names = [name for name in names if name not in ("none", "all")]
@@ -220,14 +219,14 @@ def _loggers(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return {f"stats_logger.{name}": _SERVICES[name] for name in names}
 
 
-def _batch(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _batch(fields: Fields) -> Keys:
     size = fields.get("per_device_train_batch_size")
     if size is None:
         return {}
     return {"train_dataset.batch_size": size * (fields.get("gradient_accumulation_steps") or 1)}
 
 
-def _rl_batch(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _rl_batch(fields: Fields) -> Keys:
     """TRL counts completions: a generation batch is used in one or several optimizer steps."""
     size, accumulated = fields.get("per_device_train_batch_size"), fields.get("gradient_accumulation_steps") or 1
     steps, whole = fields.get("steps_per_generation"), fields.get("generation_batch_size")
@@ -250,7 +249,7 @@ def _rl_batch(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return {"train_dataset.batch_size": whole // group, "actor.ppo_n_minibatches": updates}
 
 
-def _objective(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _objective(fields: Fields) -> Keys:
     kind, scale = fields.get("loss_type"), fields.get("scale_rewards")
     level = fields.get("importance_sampling_level") or "token"
     if kind is not None and kind not in _LOSSES:
@@ -288,7 +287,7 @@ def _objective(fields: Fields, section: str, on_gpu: bool) -> Keys:
     return found
 
 
-def _preference(fields: Fields, section: str, on_gpu: bool) -> Keys:
+def _preference(fields: Fields) -> Keys:
     kind = fields.get("loss_type")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
     found: Keys = {}

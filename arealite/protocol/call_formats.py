@@ -169,7 +169,7 @@ def scan_tags(scan: Scan) -> None:
             _close_tag(scan, is_broken=error is not None)
         else:
             _read_tagged_json(scan)
-        _end_call(scan, start, count)
+        _end_call(scan, count)
 
 
 def _read_tagged_json(scan: Scan) -> None:
@@ -206,8 +206,8 @@ def _block_end(scan: Scan) -> int:
     return min(scan.find(CLOSE, scan.at), scan.find(OPEN, scan.at))
 
 
-def _end_call(scan: Scan, start: int, count: int) -> None:
-    """End what began at `start`: it is content too if a call in it has no readable name."""
+def _end_call(scan: Scan, count: int) -> None:
+    """End the calls behind the first `count`: their text is content too if one has no readable name."""
     if all(call.name for call in scan.calls[count:]):
         scan.kept = scan.at
     else:
@@ -260,7 +260,7 @@ def scan_llama(scan: Scan) -> None:
             scan.fail_json(error, body, len(text))
         else:
             scan.add(value)
-        _end_call(scan, start, count)
+        _end_call(scan, count)
         start = scan.skip(_BETWEEN)
         if text.startswith(("{", PYTHON), start):
             scan.kept = start
@@ -290,7 +290,7 @@ def scan_mistral(scan: Scan) -> None:
                 scan.fail_json(error, body, _next_start(scan))
             else:
                 scan.add(value)
-        _end_call(scan, start, count)
+        _end_call(scan, count)
 
 
 def _read_list(scan: Scan) -> None:

@@ -183,7 +183,7 @@ def _prefix(engine: Engine, generation: Request, wanted: Wanted) -> str:
 def _answers(engine: Engine, generation: Request, outputs: list[SampleOutput], wanted: Wanted) -> list[Answer]:
     prefix, answers = _prefix(engine, generation, wanted), []
     for output in outputs:
-        answer = _rest(engine, generation, output, wanted)
+        answer = _rest(generation, output, wanted)
         answer.text = prefix + (output.text or "")
         if wanted.conversation is not None:
             answer.text, answer.calls = wanted.conversation.split(answer.text, style_of(engine.tokenizer))
@@ -192,7 +192,7 @@ def _answers(engine: Engine, generation: Request, outputs: list[SampleOutput], w
     return answers
 
 
-def _rest(engine: Engine, generation: Request, output: SampleOutput, wanted: Wanted) -> Answer:
+def _rest(generation: Request, output: SampleOutput, wanted: Wanted) -> Answer:
     """Make an answer without text and log-probs."""
     matched = output.finish_reason.get("matched")
     answer = Answer("", output.finish_reason["type"], stop_sequence=matched if isinstance(matched, str) else None)
@@ -237,7 +237,7 @@ async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: S
         if isinstance(event, list):
             events = []
             for index, (part, output) in enumerate(zip(parts, event, strict=True)):
-                answer = _rest(engine, generation, output, wanted)
+                answer = _rest(generation, output, wanted)
                 answer.text, answer.calls = part.finish((output.text or "")[part.num_added - len(prefix) :])
                 if not stream.has_named_events:
                     answer.extra.pop("token_ids", None)
