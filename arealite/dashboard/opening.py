@@ -29,7 +29,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 class GrowingFile:
-    """Reads a file as it grows. One that was replaced, cut or removed is forgotten, and read from its start."""
+    """Reads a file as it grows; one that was replaced, cut or removed is read again from its start."""
 
     def __init__(self, path: Path):
         self.path = path

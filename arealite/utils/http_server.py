@@ -87,7 +87,7 @@ async def answer_request(
     check: Callable[[web.Request], bool],
     respond: Callable[[Exception], web.Response],
 ) -> web.StreamResponse:
-    """Answer a request with what `handler` returns, or with `respond(error)` for all that it raises, also a bug.
+    """Answer with what `handler` returns, or with `respond(error)` for whatever it raises, also a bug.
 
     `check` raises for somebody who may not ask, and returns whether the connection may stay: only then it counts as one
     that has sent a request.

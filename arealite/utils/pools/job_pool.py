@@ -11,7 +11,7 @@ from arealite.utils.pools.process_pool import ProcessPool, WorkerProcess, close_
 
 
 class JobPool(ProcessPool[WorkerProcess]):
-    """Workers that take one job at a time: up to `limit` of them. A job that finds none idle waits for one.
+    """Up to `limit` workers that take one job at a time; a job that finds none idle waits for one.
 
     `answer(owner, job)`, a function of a module, runs in the workers (`serve_jobs`).
     """
