@@ -41,6 +41,7 @@ from arealite.utils.http_server import (
     read_object,
     run_beside,
 )
+from arealite.utils.request_log import RequestLog, current_log, use_log
 from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")
@@ -73,6 +74,8 @@ class OpenSession:
     seed: int | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    # Requests of its episode, if the run is recorded: calls come in tasks of their own.
+    log: RequestLog | None = field(default_factory=current_log)
 
 
 class Gateway:
@@ -311,6 +314,7 @@ class Gateway:
             # The engine counts the choices from the seed on.
             seed = derive_seed(seed, found.session.counts["calls"])
         request = ModelRequest(prompt.ids, gconfig, seed=seed, metadata={"session": found.id})
+        use_log(found.log)
         if gconfig.n_samples == 1:
             return [await self.engine.agenerate(request)]
         return await self.engine.agenerate_group(request)

@@ -192,6 +192,11 @@ class BaseExperimentConfig(Section):
         "warn", "stop", "rollback",
     )  # fmt: skip
     stats_logger: StatsLoggerConfig = _help("Outputs of statistics.", StatsLoggerConfig)
+    record: int = _help(
+        "MiB of disk for the record that `arealite replay` reads; the oldest steps make room. 0: no record.",
+        256,
+        NOT_NEGATIVE,
+    )
     dashboard: bool | int = _help(
         "Show the run in a browser while it goes on: true, or the port to listen on (0: a free one).", False, PORT
     )

@@ -119,6 +119,10 @@ class TrainEngine(abc.ABC):
     def load(self, meta: SaveLoadMeta) -> None:
         """Load a checkpoint of `save`, on any number of ranks."""
 
+    def weight_sums(self) -> dict[str, tuple[int, float]]:
+        """Return checksum and mean of a sample of each trained tensor, of all ranks; every rank calls it."""
+        return {}
+
     @abc.abstractmethod
     @returns_nothing
     def step_lr_scheduler(self) -> None:
@@ -158,6 +162,9 @@ class RolloutWorkflow(abc.ABC):
 
 class InferenceEngine(abc.ABC):
     """Generation, and the asynchronous collection of training batches on top of it."""
+
+    # Whether there are servers to which weights are published.
+    takes_weights = True
 
     @abc.abstractmethod
     @returns_nothing

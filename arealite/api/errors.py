@@ -69,3 +69,7 @@ class CollapseError(AReaLiteError, RuntimeError):
 
 class CheckpointError(AReaLiteError, RuntimeError):
     """A checkpoint could not be written or read; earlier ones are untouched."""
+
+
+class RecordError(AReaLiteError, RuntimeError):
+    """The record of a run is missing, damaged, or does not have what a replay needs."""

@@ -61,6 +61,7 @@ OPTIONS = {
     "evaluate": ("--once", "--help"),
     "report": ("--steps", "--rollouts", "--help"),
     "dashboard": ("--port", "--host", "--token", "--no-token", "--help"),
+    "replay": ("--from", "--to", "--steps", "--trainer-only", "--rollout-only", "--help"),
     **dict.fromkeys(("init", "doctor", "completion"), ("--help",)),
 }
 _CLASSES = {"train": MainConfig, "eval": MainConfig, "serve": ServerConfig, "evaluate": EvalConfig}

@@ -32,6 +32,7 @@ COMMANDS = {
     "launch slurm": Command("arealite.launcher.slurm", "run a script on a Slurm cluster", _RUN),
     "dashboard": Command("arealite.cli.dashboard", "show runs in a browser, during a run and afterwards", _LOOK),
     "report": Command("arealite.cli.report", "show steps, times and rollouts of a run", _LOOK),
+    "replay": Command("arealite.cli.replay", "run a run again and find the first bit that differs", _LOOK),
     "evaluate": Command("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on", _LOOK),
     "init": Command("arealite.cli.init", "write a small project that trains as it is", _SET_UP),
     "config": Command("arealite.cli.config", "show a configuration with origins, its help, differences", _SET_UP),

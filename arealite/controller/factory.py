@@ -23,6 +23,7 @@ from arealite.controller.runtime import Call, Runtime
 from arealite.engine.fsdp.parallel import fold_pipeline
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
+from arealite.replay.replaying import current_replay
 from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV
 
@@ -39,7 +40,9 @@ def make_engine(cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     A controller has the methods and attributes of the engine, and to a type checker it is the engine. It is no instance
     of `cls`.
     """
-    driver = current_driver()
+    driver, replay = current_driver(), current_replay()
+    if replay is not None:
+        return replay.make_engine(cls, args, kwargs)
     if driver is None:
         return cls(*args, **kwargs)
     if not isinstance(cls, type):

@@ -23,6 +23,7 @@ from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, sample_rewards, with_sample_columns
+from arealite.utils.request_log import RequestLog
 
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -81,6 +82,8 @@ class Episode:
     has_ended: bool = False
     # Its lane in the trace; None if it is not traced.
     lane: str | None = None
+    # Its generation requests, if the run is recorded.
+    log: RequestLog | None = None
 
     def set_result(self, returned: Any) -> None:
         """Take what the workflow returned: a batch, None, or the rewards of a rejected group alone."""

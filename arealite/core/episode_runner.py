@@ -20,6 +20,7 @@ from arealite.core.episode import Episode, copy_containers
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
+from arealite.utils.request_log import use_log
 from arealite.utils.seeds import derive_seed
 from arealite.utils.trace import tracing
 
@@ -50,6 +51,8 @@ class EpisodeRunner:
         self.timeout_s = timeout_s
         # If set, episodes run in worker processes.
         self.pool: WorkerPool | None = None
+        # Whether episodes keep their generation requests, for the record of the run.
+        self.keeps_requests = False
         # In order of start; guarded by the executor's lock.
         self.running: dict[Episode, None] = {}
         self._admit, self._check_versions, self._on_end, self._on_crash = admit, check_versions, on_end, on_crash
@@ -111,13 +114,15 @@ class EpisodeRunner:
         assert episode.workflow is not None
         episode.lane = tracing.begin_episode()
         tracing.enter_episode(episode.lane)
+        episode.log = [] if self.keeps_requests and episode.call is None else None
+        use_log(episode.log)
         if "seed" not in data:
             data["seed"] = derive_seed(self.seed, episode.id.group_id)
         try:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
-                result = await self.pool.run_episode(episode.workflow, data, episode.lane)
+                result = await self.pool.run_episode(episode.workflow, data, episode.lane, episode.log)
             episode.set_result(result)
             if episode.result is not None:
                 self._check_versions(episode, episode.result.oldest_version)

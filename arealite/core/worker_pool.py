@@ -35,6 +35,7 @@ from arealite.utils.pools.process_pool import (
     WorkerProcess,
     die_with_owner,
 )
+from arealite.utils.request_log import RequestLog, use_log
 from arealite.utils.startup import prepare_process
 from arealite.utils.trace import tracing
 
@@ -70,9 +71,12 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
         await asyncio.gather(*(self._launch(RolloutWorker(*self._engine_args)) for _ in range(self.count)))
 
     async def run_episode(
-        self, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None = None
+        self, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None = None, log: RequestLog | None = None
     ) -> Batch | None:
-        """Run `workflow.arun_episode` in the worker with the fewest episodes. `lane` is that of the trace."""
+        """Run `workflow.arun_episode` in the worker with the fewest episodes. `lane` is that of the trace.
+
+        Generation requests are added to `log`.
+        """
         self._workflows[id(workflow)] = workflow
         for _ in range(MAX_ATTEMPTS):
             while not self._workers:
@@ -82,7 +86,7 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
             worker.waiting[number] = future
             try:
                 worker.send_workflow(workflow)
-                worker.send("run", number, (id(workflow), data, lane))
+                worker.send("run", number, (id(workflow), data, lane, log is not None))
                 kind, payload = await future
             except asyncio.CancelledError:
                 # The episode ran out of time: find out whether it blocks its worker.
@@ -91,10 +95,12 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
                 raise
             finally:
                 del worker.waiting[number]
+            if kind in ("error", "result") and log is not None:
+                log += payload[-1]
             if kind == "error":
                 raise WorkerError("{}\n{}".format(*payload))
             if kind == "result":
-                return None if payload is None else load_tensors(payload)
+                return None if payload[0] is None else load_tensors(payload[0])
         raise ServerError(f"{MAX_ATTEMPTS} workers in a row died or blocked while they ran the same episode")
 
     def send_server_state(self) -> None:
@@ -250,20 +256,22 @@ class _Worker:
         elif kind == "cancel" and number in self.tasks:
             self.tasks[number].cancel()
         elif kind == "run":
-            workflow, data, lane = self.workflows[payload[0]], *payload[1:]
-            task = asyncio.create_task(self._run_episode(number, workflow, data, lane), name=f"episode-{number}")
+            episode = self._run_episode(number, self.workflows[payload[0]], *payload[1:])
+            task = asyncio.create_task(episode, name=f"episode-{number}")
             self.tasks[number] = task
             task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
     async def _run_episode(
-        self, number: int, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None
+        self, number: int, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None, keeps_requests: bool
     ) -> None:
         tracing.enter_episode(lane)
+        log: RequestLog = []
+        use_log(log if keeps_requests else None)
         try:
             batch = await workflow.arun_episode(self.engine, data)
             if lane is not None and (spans := tracing.take()):
                 self.channel.send(("spans", number, spans))
-            self.channel.send(("result", number, None if batch is None else to_bytes(batch)))
+            self.channel.send(("result", number, (None if batch is None else to_bytes(batch), log)))
         # A workflow may raise anything, also CancelledError; the owner records it.
         except BaseException as error:
-            self.channel.send(("error", number, (describe(error), traceback.format_exc(limit=-8))))
+            self.channel.send(("error", number, (describe(error), traceback.format_exc(limit=-8), log)))

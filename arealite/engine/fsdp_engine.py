@@ -25,7 +25,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.engine_api import LossFn, LossWeightFn, TrainEngine
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
-from arealite.engine.fsdp import checkpoint, sharded_checkpoint
+from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
@@ -82,8 +82,6 @@ class FSDPEngine(TrainEngine):
         self.bad_steps = self._bad_in_a_row = 0
         self._version = 0
         self._transport: Transport | None = None
-
-    # ------------------------------------------------------------------------------------------ life cycle
 
     @startup_phase("load", "loading the model")
     def initialize(self, ft_spec: FinetuneSpec | None = None) -> None:
@@ -205,8 +203,6 @@ class FSDPEngine(TrainEngine):
         share = 1.0 / self.dp_size
         sums = self.reduce_stats({str(i): Stat(total, share) for i, total in enumerate(totals)})
         return [sums[str(i)] for i in range(len(totals))]
-
-    # -------------------------------------------------------------------------------------------- training
 
     def train_batch(
         self,
@@ -385,6 +381,9 @@ class FSDPEngine(TrainEngine):
     def save_weights(self, path: str, *, adapter_only: bool) -> None:
         """Write a folder for servers to read at once, not synced to disk; merges adapters by default."""
         checkpoint.save_hf(self, path, durable=False, merge=not adapter_only)
+
+    def weight_sums(self) -> dict[str, tuple[int, float]]:
+        return weight_sums.take(self.model)
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         """Return further tensors for the sharded checkpoint. Subclasses override it."""

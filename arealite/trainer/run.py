@@ -22,12 +22,14 @@ from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
+from arealite.replay.replaying import ReplayEnd, current_replay
 from arealite.trainer.best import BestModel
 from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations
 from arealite.trainer.evaluator import BlockingEvaluator, Evaluator
 from arealite.trainer.guard import Guard
 from arealite.trainer.interrupt import Interrupt
+from arealite.trainer.recording import RunRecord, as_rows
 from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.server_counters import ServerCounters
@@ -90,7 +92,10 @@ class Run:
         parts = {"dataloader": dataloader, "rollout": rollout}
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
-        self._resume_from = resume_from_checkpoint
+        self.record = RunRecord(config, self.dir, self.engines, rollout)
+        # Set if this process runs an earlier run again.
+        self.replay = current_replay()
+        self._resume_from = resume_from_checkpoint if self.replay is None else self.replay.plan.checkpoint
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.best = BestModel(config.saver, self.saver)
         is_async = isinstance(config, GRPOConfig)
@@ -112,7 +117,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> bool:
         with ExitStack() as stack:
             # Also if waiting is interrupted.
             stack.callback(self._close)
@@ -121,6 +126,7 @@ class Run:
                 stack.callback(self._try, self.recover.wait)
             if error is None:
                 self._finish_evaluation()
+        return error is ReplayEnd
 
     def _close(self) -> None:
         self._interrupt.remove()
@@ -130,6 +136,7 @@ class Run:
         self._take_engine_stats()
         self.trace.close()
         self.stats.close()
+        self.record.close()
         if self.rollout is not None:
             self.rollout.destroy()
         for engine in self.engines.values():
@@ -139,6 +146,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield global steps, starting at 0 or after the last recover checkpoint."""
         first = self._recover()
+        if self.replay is not None:
+            return (yield from self.replay.steps(self.config, self.engines, self.rollout))
+        self.record.begin(first, self.spec)
         self.table = ProgressTable(
             self.spec.total_train_steps,
             COLUMNS if self.rollout is not None else SUPERVISED_COLUMNS,
@@ -197,6 +207,8 @@ class Run:
         Statistics of several minibatches are averaged. In this order every step of a checkpoint has its line in
         stats.jsonl, even if the process is killed in between. The time of saving counts towards the next step.
         """
+        if self.replay is not None:
+            return self.replay.check(step, as_rows(stats), self.engines)
         info = self._last_info = self._info(step)
         values = dict(stats) if isinstance(stats, Mapping) else _mean(list(stats))
         is_last = step + 1 == self.spec.total_train_steps
@@ -225,6 +237,7 @@ class Run:
         # The model comes first at the end: a disk that is full for it is full for statistics too.
         failure = self._save_last(info) if is_last else None
         self.stats.commit(step, values)
+        self.record.commit(step, as_rows(stats))
         if self.table is not None:
             self.table.update(step, values)
         self._write_evaluations(results)

@@ -47,6 +47,8 @@ class RunDir:
         self.stats_path = path / "stats.jsonl"
         self.db_path = path / "run.sqlite"
         self.trace_path = path / "trace.json"
+        # What `arealite replay` reads.
+        self.record = path / "record"
         self.curve_path = path / "reward.png"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -126,7 +128,7 @@ class RunDir:
         """Return what a run of this name has left here; empty if there was none."""
         files = (self.stats_path, self.db_path, self.trace_path, self.curve_path, self.config_path)
         files = (*files, older_path(self.trace_path))
-        folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations)
+        folders = (self.checkpoints, self.recover, self.tensorboard, self.evaluations, self.record)
         # SQLite keeps two more files beside a database.
         paths = [*files, *folders, *(self.db_path.with_name(f"{self.db_path.name}-{end}") for end in ("wal", "shm"))]
         return [p for p in paths if p.exists()] if self.stats_path.exists() or self.db_path.exists() else []

@@ -63,6 +63,9 @@ def _memory_transport(path: str) -> type[SegmentTransport]:
 
 def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdateMeta) -> None:
     """Bring every server to the actor's weights as `meta.version`."""
+    if isinstance(rollout, InferenceEngine) and not rollout.takes_weights:
+        actor.set_version(meta.version)
+        return rollout.set_version(meta.version)
     transport = make_transport(meta)
     published = transport.versioned(meta)
     rollout.begin_update(published)

@@ -17,6 +17,7 @@ from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
 from arealite.core.ledger.rollouts import RolloutRecorder
 from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
+from arealite.core.record.recorder import Recorder
 from arealite.utils.data import stats_means
 from arealite.utils.text import clean
 from arealite.utils.trace import tracing
@@ -32,6 +33,8 @@ class EpisodeAccounts:
         self.dump_rollouts = dump_rollouts
         self.rollouts = RolloutRecorder(max_dump_tokens)
         self.audit = Audit()
+        # Writes what a replay needs, if the run is recorded.
+        self.recorder: Recorder | None = None
         # Statistics of the last batch; empty before the first.
         self.last_batch: dict[str, float] = {}
 
@@ -42,6 +45,10 @@ class EpisodeAccounts:
 
     def record(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
         """Set an episode's state in the ledger."""
+        if self.recorder is not None and state == "running":
+            self.recorder.start_episode(episode)
+        elif self.recorder is not None and state not in ("trained", "evaluated") and episode.call is None:
+            self.recorder.end_episode(episode, state, reason or "")
         if self.ledger is not None:
             self.ledger.record(_episode_row(episode, state, reason, step))
 
@@ -75,6 +82,8 @@ class EpisodeAccounts:
                 self.ledger.event("audit", alarm, version, "alarm")
         batch = join_trajectories(episodes)
         self.last_batch |= stats_means(batch)
+        if self.recorder is not None:
+            self.recorder.add_batch(episodes, batch)
         self.record_trained()
         if self.ledger is not None:
             # Columns of their own: the trainer may replace those of its batch.
@@ -104,7 +113,9 @@ class EpisodeAccounts:
         return {**self.last_batch, **self.audit.stats()}
 
     def finish(self) -> None:
-        """Write the last rollouts and close the ledger."""
+        """Write the last rollouts, close the ledger and the record."""
+        if self.recorder is not None:
+            self.recorder.close()
         if self.ledger is not None:
             with contextlib.suppress(AReaLiteError):
                 # `close` reports what is wrong with the ledger.

@@ -21,6 +21,7 @@ from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import DirectCall
 from arealite.core.ledger.store import Ledger, Level, ServerSample
+from arealite.core.record.recorder import Recorder
 from arealite.core.samples import Sample, samples_of
 from arealite.core.waits import NamedWait
 from arealite.core.workflow_executor import WorkflowExecutor
@@ -30,6 +31,7 @@ from arealite.utils import distributed
 from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
+from arealite.utils.request_log import log_request
 from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
@@ -68,6 +70,21 @@ class CollectingEngine(InferenceEngine):
         if self._executor is not None and self._executor.accounts.ledger is not None:
             self._executor.accounts.ledger.event(kind, text, self._version if step is None else step, level)
 
+    @returns_nothing
+    def begin_record(self, folder: str, max_bytes: int, first_step: int, environment: dict[str, Any]) -> None:
+        """Record the run from this step on, for `arealite replay` (rank 0)."""
+        if self._executor is not None:
+            recorder = Recorder(Path(folder), max_bytes, self.seed)
+            recorder.begin(first_step, environment)
+            self._executor.accounts.recorder = recorder
+            self._executor.runner.keeps_requests = True
+
+    @returns_nothing
+    def record_step(self, step: int, results: dict[str, Any]) -> None:
+        """Add the results of a step to the record (rank 0)."""
+        if self._executor is not None and self._executor.accounts.recorder is not None:
+            self._executor.accounts.recorder.commit(step, results)
+
     def destroy(self) -> None:
         if self._executor is not None:
             self._executor.stop()
@@ -86,9 +103,16 @@ class CollectingEngine(InferenceEngine):
         """Generate `count` continuations of one sample."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._complete(Progress(request, request.seed))
+        response = await self._complete(Progress(request, request.seed))
+        log_request(request, [response], is_group=False)
+        return response
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
+        responses = await self._generate_group(request)
+        log_request(request, responses, is_group=True)
+        return responses
+
+    async def _generate_group(self, request: ModelRequest) -> list[ModelResponse]:
         """Generate all samples in one request; samples that are interrupted continue one by one."""
         seed = request.seed
         seeds = [None if seed is None else seed + i for i in range(request.gconfig.n_samples)]
@@ -132,7 +156,10 @@ class CollectingEngine(InferenceEngine):
                 batch = self.executor.prepare_batch(dataloader, workflow, meanwhile)
             share = self._share(batch)
             # What is recorded is what this rank trains, with the columns that it adds.
-            self.executor.accounts.rollouts.replace(share)
+            accounts = self.executor.accounts
+            accounts.rollouts.replace(share)
+            if accounts.recorder is not None:
+                accounts.recorder.set_share(share)
             return share
         if meanwhile is not None:
             meanwhile()

@@ -1,0 +1,112 @@
+"""What a run depends on besides its data: configuration, code, versions, hardware.
+
+Recorded once per start of a run; a replay describes itself in the same way, and `differences` says what has changed.
+"""
+
+import platform
+import subprocess
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+from arealite import __version__
+from arealite.utils.config import hide_secrets
+from arealite.utils.distributed import world_size
+
+# Keys that decide nothing about the results of training, or that a replay sets.
+_IRRELEVANT = ("experiment_name", "trial_name", "cluster.", "recover.", "saver.", "evaluator.", "valid_dataset")
+_IRRELEVANT += ("stats_logger.", "dashboard", "record", "launcher.", "on_collapse", "controller", "eval_gconfig.")
+_IRRELEVANT += ("rollout.server_addrs", "rollout.weight_update", "rollout.dump_rollouts", "rollout.max_dump_tokens")
+_IRRELEVANT += ("server.port", "server.host", "server.api_key")
+_GIT_TIMEOUT_S = 10.0
+
+
+def describe_environment(config: Any) -> dict[str, Any]:
+    """Return what this process depends on, as JSON. `config` is the configuration of the run."""
+    values = hide_secrets(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    on_gpu = torch.cuda.is_available()
+    return {
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": _processor(),
+            "gpu": torch.cuda.get_device_name() if on_gpu else "none",
+            "threads": torch.get_num_threads(),
+            "ranks": world_size(),
+        },
+        "versions": {
+            "arealite": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "commit": _commit(),
+        "modules": dict(sorted(_own_modules())),
+        "config": dict(_flatten(values)),
+    }
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what has changed since the record, in words."""
+    found = []
+    for kind in ("hardware", "versions"):
+        old, new = recorded[kind], now[kind]
+        found += [f"{name}: {old.get(name)}, now {new[name]}" for name in new if old.get(name) != new[name]]
+    old, new = recorded["config"], now["config"]
+    names = [name for name in sorted({*old, *new}) if not name.startswith(_IRRELEVANT)]
+    found += [f"{name}: {old.get(name)}, now {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+    old, new = recorded["modules"], now["modules"]
+    changed = [name for name in old if name in new and old[name] != new[name]]
+    if changed:
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        found.append(f"code of {', '.join(changed[:8])}{more} (recorded at commit {recorded['commit'] or 'unknown'})")
+    return found
+
+
+def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _own_modules() -> Iterator[tuple[str, int]]:
+    """Yield the loaded modules that are not installed packages, with a checksum of each file."""
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in kinds})
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not str(Path(file).resolve()).startswith(installed):
+            try:
+                yield ("script" if name == "__main__" else name), zlib.crc32(Path(file).read_bytes())
+            except OSError:
+                # A module of an archive, or one that is gone.
+                continue
+
+
+def _processor() -> str:
+    """Return the kind of the CPU: other kinds have other kernels."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "CPU implementer", "CPU part", "Features", "flags")
+    found = dict.fromkeys(line.split(":", 1)[-1].strip() for line in lines if line.startswith(wanted))
+    return f"{next(iter(found), '')} {zlib.crc32(' '.join(found).encode()):08x}"
+
+
+def _commit() -> str:
+    """Return the commit of the package's repository; empty if it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip()

@@ -1,0 +1,144 @@
+"""Episodes in a record: data row, seed and generation requests, as JSON.
+
+Answers that a trajectory holds are not written twice: a sample then refers to a row of the step's batch, and says where
+its tokens begin and how many there are.
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from arealite.api.io_struct import Batch, ModelResponse
+from arealite.core.episode import Episode
+from arealite.utils.request_log import LoggedRequest
+
+_BYTES = "__bytes__"
+# Columns of a batch that hold an answer.
+_ANSWER = ("input_ids", "logprobs", "versions")
+
+
+class RecordedRequest(NamedTuple):
+    """A request of a recorded episode, and what was answered."""
+
+    episode: str
+    prompt: list[int]
+    seed: int | None
+    is_group: bool
+    responses: list[ModelResponse]
+
+
+def encode_episode(episode: Episode, seed: int, batch: Batch | None, first_row: int = 0) -> dict[str, Any]:
+    """Describe an episode. Its rows in `batch`, if it was trained, begin at `first_row`."""
+    result = episode.result
+    num_rows = 0 if batch is None or result is None else result.num_samples
+    rows = [] if batch is None else [_Row(batch, first_row + i) for i in range(num_rows)]
+    data, problem = encode_row(episode.data) if episode.workflow is not None else (None, "restored from a checkpoint")
+    return {
+        "id": str(episode.id),
+        "group": episode.id.group_id,
+        "start": episode.start_version,
+        "rows": num_rows,
+        "seed": episode.data.get("seed", seed),
+        "data": data,
+        "problem": problem,
+        "requests": [_encode_request(each, rows) for each in episode.log or ()],
+    }
+
+
+def encode_row(row: dict[str, Any]) -> tuple[Any, str]:
+    """Return a data row as JSON; or None, and why that is not possible."""
+    try:
+        return _encode(row), ""
+    except TypeError as error:
+        return None, str(error)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"its row holds a {type(value).__name__}, which cannot be recorded")
+
+
+def decode_row(value: Any) -> Any:
+    """Return the row of `encode_row`."""
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        return {key: decode_row(item) for key, item in value.items()}
+    return [decode_row(item) for item in value] if isinstance(value, list) else value
+
+
+class _Row:
+    """Tokens and log-probs of a row of a batch."""
+
+    def __init__(self, batch: Batch, index: int):
+        self.index = index
+        length = int(batch["attention_mask"][index].sum())
+        self.ids: list[int] = batch["input_ids"][index, :length].tolist()
+        self.logprobs: list[float] = batch["logprobs"][index, :length].tolist()
+        self.versions: list[int] = batch["versions"][index, :length].tolist()
+
+    def holds(self, response: ModelResponse) -> bool:
+        start, tokens = len(response.input_tokens), response.output_tokens
+        part = slice(start, start + len(tokens))
+        return (
+            self.ids[part] == tokens
+            and self.versions[part] == response.output_versions
+            and self.logprobs[part] == torch.tensor(response.output_logprobs, dtype=torch.float32).tolist()
+            and self.ids[:start] == response.input_tokens
+        )
+
+
+def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, Any]:
+    samples = [_encode_sample(response, rows) for response in logged.responses]
+    encoded: dict[str, Any] = {"seed": logged.request.seed, "samples": samples}
+    if logged.is_group:
+        encoded["is_group"] = True
+    if not any("at" in sample for sample in samples):
+        encoded["prompt"] = logged.request.input_ids
+    return encoded
+
+
+def _encode_sample(response: ModelResponse, rows: Sequence[_Row]) -> dict[str, Any]:
+    sample: dict[str, Any] = {"stop": response.stop_reason}
+    if response.num_interruptions:
+        sample["interruptions"] = response.num_interruptions
+    row = next((row for row in rows if row.holds(response)), None)
+    if row is not None:
+        return sample | {"at": [row.index, len(response.input_tokens), len(response.output_tokens)]}
+    tokens = {"tokens": response.output_tokens, "logprobs": response.output_logprobs}
+    return sample | tokens | {"versions": response.output_versions}
+
+
+def decode_requests(episode: dict[str, Any], batch: Batch | None) -> list[RecordedRequest]:
+    """Return the requests of an episode of `encode_episode`, whose batch is `batch`."""
+    return [_decode_request(episode["id"], each, batch) for each in episode["requests"]]
+
+
+def _decode_request(episode: str, encoded: dict[str, Any], batch: Batch | None) -> RecordedRequest:
+    found = next((sample["at"] for sample in encoded["samples"] if "at" in sample), None)
+    if found is None:
+        prompt = encoded["prompt"]
+    else:
+        assert batch is not None
+        prompt = batch["input_ids"][found[0], : found[1]].tolist()
+    responses = []
+    for sample in encoded["samples"]:
+        if "at" in sample:
+            assert batch is not None
+            row, start, count = sample["at"]
+            part = slice(start, start + count)
+            tokens, logprobs, versions = (batch[key][row, part].tolist() for key in _ANSWER)
+        else:
+            tokens, logprobs, versions = sample["tokens"], sample["logprobs"], sample["versions"]
+        interruptions = sample.get("interruptions", 0)
+        responses.append(ModelResponse(prompt, tokens, logprobs, versions, sample["stop"], interruptions))
+    return RecordedRequest(episode, prompt, encoded["seed"], encoded.get("is_group", False), responses)

@@ -1,0 +1,112 @@
+"""A recorded run is replayed bit for bit; a change is named with its step, its tensor and its cause."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from arealite.core.record.step_file import read_step, recorded_steps
+from arealite.replay.compare import Difference
+from arealite.utils.rundir import RunDir
+from tests.replay.recorded_loop import NUM_STEPS, make_config, replay, train, vowels, with_lr
+
+
+@pytest.fixture(scope="module")
+def recorded(model_path, tokenizer, tmp_path_factory):
+    config = make_config(model_path, tmp_path_factory.mktemp("run"))
+    train(config, tokenizer)
+    return config
+
+
+def describe(result):
+    return Difference(**result["difference"]).describe(result["changes"])
+
+
+def test_a_step_of_the_record_is_small_and_whole(recorded):
+    folder = RunDir(recorded).record
+    assert recorded_steps(folder) == list(range(NUM_STEPS))
+    assert max(path.stat().st_size for path in folder.glob("*.rec")) < 10_000
+    record = read_step(folder, 2)
+    (batch,), (episodes,) = record.batches, record.info["episodes"]
+    assert batch["input_ids"].shape == batch["logprobs"].shape and len(batch["rewards"]) == 8
+    assert [e["group"] for e in episodes for _ in range(e["rows"])] == batch["group_ids"].tolist()
+    # All answers are parts of trajectories: they are stored once.
+    samples = [sample for e in episodes for request in e["requests"] for sample in request["samples"]]
+    assert len(samples) > 8 and all("at" in sample for sample in samples)
+    assert record.info["weights"]["actor"] and record.info["stats"][0]["grad_norm"] > 0
+    order = [event for step in range(NUM_STEPS) for event in read_step(folder, step).info["order"]]
+    assert order.index("+0@0") < order.index("-0") < len(order)
+
+
+@pytest.mark.parametrize("mode", ["trainer-only", "rollout-only", "whole"])
+def test_a_replay_is_equal_bit_for_bit(recorded, tokenizer, tmp_path, mode):
+    result = replay(recorded, tokenizer, tmp_path, {"mode": mode})
+    assert result["difference"] is None and result["num_steps"] == NUM_STEPS and result["changes"] == []
+    assert result["num_episodes"] == (0 if mode == "trainer-only" else 4 * NUM_STEPS)
+
+
+@pytest.mark.parametrize("uses_servers", [False, True])
+def test_a_replay_starts_from_a_checkpoint(recorded, tokenizer, tmp_path, uses_servers):
+    checkpoint = RunDir(recorded).recover / "step000002"
+    plan = {"first": 2, "checkpoint": str(checkpoint), "uses_servers": uses_servers}
+    result = replay(recorded, tokenizer, tmp_path, plan)
+    assert result["difference"] is None and result["num_steps"] == NUM_STEPS - 2
+
+
+def test_servers_generate_the_recorded_answers_at_their_versions(recorded, tokenizer, tmp_path):
+    steps = [read_step(RunDir(recorded).record, step) for step in range(NUM_STEPS)]
+    ages = [step - int(v) for step, r in enumerate(steps) for v in r.batches[0]["versions"].unique() if v >= 0]
+    assert max(ages) == 1, "the run was not asynchronous"
+    result = replay(recorded, tokenizer, tmp_path, {"uses_servers": True})
+    assert result["difference"] is None and result["num_steps"] == NUM_STEPS
+
+
+def test_another_learning_rate_is_named(recorded, tokenizer, tmp_path):
+    result = replay(recorded, tokenizer, tmp_path, {"mode": "trainer-only"}, actor=with_lr(recorded, 2e-2))
+    text = describe(result)
+    assert text.startswith("step 1: lr of minibatch 1 differs: recorded 0.01, replayed 0.02"), text
+    assert "actor.optimizer.lr: 0.01, now 0.02" in text and result["num_steps"] == 0
+
+
+def test_an_altered_reward_is_named(recorded, tokenizer, tmp_path):
+    plain = read_step(RunDir(recorded).record, 1).batches[0]["rewards"].tolist()
+
+    def reward(completion, **data):
+        return vowels(completion) + (0.5 if data["prompt"].startswith(f"{chosen}: ") else 0.0)
+
+    chosen = tokenizer.decode(read_step(RunDir(recorded).record, 1).batches[0]["input_ids"][0])[0]
+    result = replay(recorded, tokenizer, tmp_path, {"mode": "rollout-only", "first": 1, "last": 1}, reward=reward)
+    text = describe(result)
+    assert "rewards of episode 4, sample 0 differs" in text and f"recorded {plain[0]!r}" in text, text
+    assert "the reward, or what it reads" in text
+
+
+def test_another_prompt_is_named(recorded, tokenizer, tmp_path):
+    result = replay(recorded, tokenizer, tmp_path, {"mode": "rollout-only"}, hint="think")
+    text = describe(result)
+    assert "step 1: prompt of a request of episode" in text and "the workflow asked for something else" in text
+
+
+def test_an_altered_weight_of_the_model_is_named(recorded, tokenizer, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(recorded.actor.path, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1e-3
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    actor = replace(recorded.actor, path=str(model))
+    text = describe(replay(recorded, tokenizer, tmp_path / "r", {"mode": "trainer-only"}, actor=actor))
+    assert "weights before the first step: actor: model.layers.1.mlp.up_proj.weight differs" in text
+    assert f"actor.path: {recorded.actor.path}, now {model}" in text
+
+
+def test_a_weight_that_changes_during_training_is_named(recorded, tokenizer, tmp_path):
+    def alter(step, actor):
+        if step == 2:
+            actor.model.model.norm.weight.data[0] += 1e-3
+
+    result = replay(recorded, tokenizer, tmp_path, {"mode": "trainer-only"}, between=alter)
+    text = describe(result)
+    assert text.startswith("step 3: prox_logp differs") and "kernel that does not repeat" in text
+    assert result["num_steps"] == 2 and Path(RunDir(recorded).record).is_dir()
