@@ -32,10 +32,8 @@ MAY_IMPORT = {
     "workflow": BASE | {"reward", "protocol", "agents"},
     "env": BASE | {"reward"},
     "engine": BASE | {"algo", "weights", "inference", "core"},
-    "replay": BASE | {"core", "engine"},
-    "controller": BASE | {"weights", "core", "engine", "launcher", "replay"},
-    "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"}
-    | {"replay"},
+    "controller": BASE | {"weights", "core", "engine", "launcher"},
+    "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
 }
 MAY_IMPORT["easy"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

@@ -20,9 +20,9 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import ConfigError, RecordError
 from arealite.cli.arguments import ArgumentParser
 from arealite.core.record.step_file import read_step
+from arealite.engine.replay.compare import Difference
+from arealite.engine.replay.plan import REPLAY_ENV, Mode, ReplayPlan, choose_steps, environment_of
 from arealite.launcher.local import launch
-from arealite.replay.compare import Difference
-from arealite.replay.plan import REPLAY_ENV, Mode, ReplayPlan, choose_steps, environment_of
 from arealite.trainer.recover import find_damage, list_complete
 from arealite.utils.config import run_main
 from arealite.utils.rundir import RunDir, make_new_folder

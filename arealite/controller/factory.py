@@ -21,9 +21,9 @@ from arealite.controller.controllers import Controller, RolloutController
 from arealite.controller.rank import RankActor
 from arealite.controller.runtime import Call, Runtime
 from arealite.engine.fsdp.parallel import fold_pipeline
+from arealite.engine.replay.replaying import current_replay
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
-from arealite.replay.replaying import current_replay
 from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV
 

@@ -1,7 +1,7 @@
 """What a training loop adds to the record of its run: statistics and checksums of the weights after each step.
 
 `Run` calls it. With rollouts the engine that collects batches owns the `Recorder`, because it knows the episodes;
-supervised runs have one of their own. `arealite.replay` reads the record.
+supervised runs have one of their own. `arealite.engine.replay` reads the record.
 """
 
 from collections.abc import Mapping

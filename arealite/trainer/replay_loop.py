@@ -9,8 +9,8 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.dataset import load_tokenizer
-from arealite.replay.plan import environment_of
-from arealite.replay.replaying import current_replay
+from arealite.engine.replay.plan import environment_of
+from arealite.engine.replay.replaying import current_replay
 from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 

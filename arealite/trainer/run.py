@@ -22,7 +22,7 @@ from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
-from arealite.replay.replaying import ReplayEnd, current_replay
+from arealite.engine.replay.replaying import ReplayEnd, current_replay
 from arealite.trainer.best import BestModel
 from arealite.trainer.eval_report import evaluation_lines
 from arealite.trainer.evaluations import Evaluations

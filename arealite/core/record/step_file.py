@@ -1,7 +1,7 @@
 """One step of a recorded run as a file: `record/step000012.rec`, numbered from 0.
 
 A file is compressed safetensors: the batches of the step without padding, and JSON about everything else. Its checksum
-is that of zlib. `Recorder` writes it and `arealite.replay` reads it; the format is known here only.
+is that of zlib. `Recorder` writes it and `arealite.engine.replay` reads it; the format is known here only.
 """
 
 import json

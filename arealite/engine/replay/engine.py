@@ -21,9 +21,9 @@ from arealite.core.record.step_file import StepRecord, read_step
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.remote.progress import Piece, Progress
-from arealite.replay.compare import Difference, compare_batches
-from arealite.replay.plan import ReplayPlan
-from arealite.replay.playback import Generation, Playback, ReplayMismatch
+from arealite.engine.replay.compare import Difference, compare_batches
+from arealite.engine.replay.plan import ReplayPlan
+from arealite.engine.replay.playback import Generation, Playback, ReplayMismatch
 from arealite.utils import distributed
 from arealite.utils.data import concat_padded, select_rows, with_sample_columns
 

@@ -12,6 +12,7 @@ from arealite.api.io_struct import Batch
 _TIMED = re.compile(r"(_per_s|_s|tflops|mfu)$|(^|/)time/")
 # Columns in the order in which an episode makes them; others follow.
 _ORDER = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "truncated", "rewards")
+_OF_EPISODES = r"episode|prompt|rewards"
 _CAUSES = (
     ("prompt", "the workflow asked for something else: its code, a tool, an environment, the chat template or the row"),
     ("tokens|input_ids|logprobs|versions", "sampling: other weights, another engine, or one that is not deterministic"),
@@ -43,10 +44,11 @@ class Difference:
         if changes:
             lines += ["changed since the run:", *(f"  {change}" for change in changes)]
         else:
-            lines.append(
-                "configuration, code, versions and hardware are those of the run: a kernel that does not repeat its "
-                "results (atomic additions on a GPU), or something that is not recorded"
-            )
+            # Episodes depend on the world outside of the record, training on kernels only.
+            outside = "a random number without a seed, the time, a file or a service that has changed"
+            kernel = "a kernel that does not repeat its results, such as atomic additions on a GPU"
+            cause = outside if re.search(_OF_EPISODES, self.tensor) else kernel
+            lines.append(f"configuration, code, versions and hardware are those of the run: perhaps {cause}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from arealite.controller.factory import make_engine
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.embedded import EmbeddedEngine
 from arealite.engine.ppo.actor import FSDPPPOActor
-from arealite.replay.plan import REPLAY_ENV, ReplayPlan
-from arealite.replay.replaying import current_replay
+from arealite.engine.replay.plan import REPLAY_ENV, ReplayPlan
+from arealite.engine.replay.replaying import current_replay
 from arealite.trainer.run import Run
 from arealite.utils.rundir import RunDir
 from arealite.weights.sync import make_weight_meta, sync_weights

@@ -15,9 +15,9 @@ from arealite.api.errors import ConfigError
 from arealite.core.record.environment import describe_environment, differences
 from arealite.core.record.recorder import column_sums
 from arealite.core.record.step_file import read_step
-from arealite.replay.compare import Difference, compare_stats, compare_sums
-from arealite.replay.engine import ReplayEngine
-from arealite.replay.plan import ReplayPlan, environment_of, read_attempt, weights_before
+from arealite.engine.replay.compare import Difference, compare_stats, compare_sums
+from arealite.engine.replay.engine import ReplayEngine
+from arealite.engine.replay.plan import ReplayPlan, environment_of, read_attempt, weights_before
 from arealite.utils.console import show_message
 from arealite.utils.distributed import broadcast_json, rank
 

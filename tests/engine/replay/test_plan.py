@@ -1,0 +1,137 @@
+"""Which steps of a record can be replayed, and what is wrong with one that cannot."""
+
+import json
+
+import pytest
+import torch
+
+from arealite.api.errors import RecordError
+from arealite.core.episode import Episode, EpisodeId, check_trajectories
+from arealite.core.record.environment import differences
+from arealite.core.record.episodes import decode_row, encode_row
+from arealite.core.record.recorder import Recorder
+from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
+from arealite.engine.replay.plan import choose_steps, weights_before
+from tests.engine.engine_testing import random_batch
+
+
+def record(folder, steps, **info):
+    folder.mkdir(exist_ok=True)
+    for step in steps:
+        write_step(folder, step, StepRecord({"attempt": "attempt000000-x", **info}, []))
+    return folder
+
+
+def test_steps_and_their_checkpoint_are_chosen(tmp_path):
+    folder = record(tmp_path / "r", range(10))
+    checkpoints = [(3, tmp_path / "a"), (7, tmp_path / "b"), (10, tmp_path / "c")]
+    assert choose_steps(folder, checkpoints, None, None, True) == (0, 9, None)
+    assert choose_steps(folder, checkpoints, 8, 8, True) == (7, 8, tmp_path / "b")
+    assert choose_steps(folder, checkpoints, 5, None, True) == (3, 9, tmp_path / "a")
+    assert choose_steps(folder, checkpoints, 5, 6, False) == (5, 6, None)
+
+
+def test_what_cannot_be_replayed_says_what_can(tmp_path):
+    with pytest.raises(RecordError, match=r"no record in .*`record` above 0"):
+        choose_steps(tmp_path, [], None, None, True)
+    folder = record(tmp_path / "r", range(4, 10))
+    with pytest.raises(RecordError, match=r"step 1 is not in the record.*it has steps 5 to 10"):
+        choose_steps(folder, [], 0, None, True)
+    with pytest.raises(RecordError, match=r"before step 6: replay can start at steps none.*recover.freq_steps"):
+        choose_steps(folder, [], 5, None, True)
+    with pytest.raises(RecordError, match="before step 6: replay can start at steps 9 of"):
+        choose_steps(folder, [(2, tmp_path), (8, tmp_path)], 5, None, True)
+    with pytest.raises(RecordError, match="--to 5 is before --from 7"):
+        choose_steps(folder, [], 6, 4, False)
+    step_path(folder, 6).unlink()
+    with pytest.raises(RecordError, match="step 7 is missing"):
+        choose_steps(folder, [], 4, 8, False)
+
+
+def test_damaged_files_are_named(tmp_path):
+    folder = record(tmp_path / "r", [0])
+    path = step_path(folder, 0)
+    whole = path.read_bytes()
+    for wrong in (b"", whole[:-4], whole[:20] + b"\x00" + whole[21:], b"text"):
+        path.write_bytes(wrong)
+        with pytest.raises(RecordError, match=r"step000000.rec is damaged.*step 1 cannot be replayed"):
+            read_step(folder, 0)
+    path.write_bytes(whole)
+    with pytest.raises(RecordError, match=r"attempt000000-x\.json"):
+        weights_before(folder, 0)
+
+
+def test_a_batch_is_stored_exactly(tmp_path):
+    batch = random_batch([5, 9, 1, 7]) | {"stats/x": torch.tensor([1.0, torch.nan, 3.0, 4.0])}
+    batch["odd_padding"] = torch.full(batch["input_ids"].shape, 7)
+    batch["huge"] = torch.tensor([1 << 40, 0, 0, -1])
+    batch["pixel_values"] = torch.randn(2, 3, 4, dtype=torch.bfloat16)
+    write_step(tmp_path, 0, StepRecord({"a": 1}, [batch, batch]))
+    info, (first, second) = read_step(tmp_path, 0)
+    assert info == {"a": 1} and list(first) == list(batch)
+    for name, column in batch.items():
+        for again in (first[name], second[name]):
+            assert again.dtype == column.dtype and torch.equal(again.nan_to_num(), column.nan_to_num()), name
+
+
+def test_rows_are_stored_or_the_reason_is(tmp_path):
+    row = {"messages": [{"role": "user", "content": "hé"}], "image": b"\x00\xff", "n": 1, "none": None}
+    encoded, problem = encode_row(row)
+    assert decode_row(json.loads(json.dumps(encoded))) == row and problem == ""
+    assert encode_row({"x": object()}) == (None, "its row holds a object, which cannot be recorded")
+
+
+def make_episode(number, length):
+    batch = random_batch([length, length])
+    return Episode(EpisodeId("stream", number), {"prompt": "p"}, None, result=check_trajectories(batch)), batch
+
+
+def test_the_oldest_steps_make_room_and_a_resumed_run_replaces_later_ones(tmp_path):
+    folder = tmp_path / "record"
+    recorder = Recorder(folder, max_bytes=20_000)
+    recorder.begin(0, {"weights": {}})
+    for step in range(12):
+        episode, batch = make_episode(step, 400)
+        recorder.add_batch([episode], batch)
+        recorder.commit(step, {"stats": [], "weights": {}})
+    recorder.close()
+    kept = recorded_steps(folder)
+    assert 1 < len(kept) < 12 and kept[-1] == 11
+    assert sum(path.stat().st_size for path in folder.glob("*.rec")) <= 20_000
+    again = Recorder(folder, max_bytes=20_000)
+    again.begin(11, {"weights": {}})
+    again.close()
+    assert recorded_steps(folder) == kept[:-1]
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, capfd):
+    (tmp_path / "record").write_text("no folder")
+    recorder = Recorder(tmp_path / "record", max_bytes=1000)
+    recorder.begin(0, {})
+    recorder.commit(0, {})
+    recorder.close()
+    assert "no longer recorded" in capfd.readouterr().out
+
+
+def test_differences_of_environments_are_named():
+    old = {
+        "hardware": {"threads": 1, "ranks": 1},
+        "versions": {"torch": "2.11"},
+        "commit": "abc",
+        "modules": {"mine": 1, "gone": 2},
+        "config": {"actor.optimizer.lr": 0.1, "trial_name": "a", "seed": 1},
+    }
+    new = {
+        "hardware": {"threads": 2, "ranks": 1},
+        "versions": {"torch": "2.13"},
+        "commit": "def",
+        "modules": {"mine": 3},
+        "config": {"actor.optimizer.lr": 0.2, "trial_name": "b", "seed": 1},
+    }
+    assert differences(old, old) == []
+    assert differences(old, new) == [
+        "threads: 1, now 2",
+        "torch: 2.11, now 2.13",
+        "actor.optimizer.lr: 0.1, now 0.2",
+        "code of mine (recorded at commit abc)",
+    ]
