@@ -8,41 +8,11 @@ pause_mode=abort), and taken from the record otherwise. The command ends with 1 
 first step and tensor with the likely cause. key=value changes the configuration, to see what it changes.
 """
 
-import json
-import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import importlib
 
-from omegaconf import OmegaConf
-
-from arealite.api.alloc_mode import AllocationMode
-from arealite.api.errors import ConfigError, RecordError
+from arealite.api.errors import ConfigError
 from arealite.cli.arguments import ArgumentParser
-from arealite.core.record.step_file import read_step
-from arealite.engine.replay.compare import Difference
-from arealite.engine.replay.plan import REPLAY_ENV, Mode, ReplayPlan, choose_steps, environment_of
-from arealite.launcher.local import launch
-from arealite.trainer.recover import find_damage, list_complete
 from arealite.utils.config import run_main
-from arealite.utils.rundir import RunDir, make_new_folder
-
-_LOOP = Path(__file__).parents[1] / "trainer" / "replay_loop.py"
-# Sections that a replay does not need: it saves and evaluates nothing.
-_DROPPED = ("saver", "evaluator", "recover", "valid_dataset", "valid_datasets", "on_collapse", "dashboard")
-_DROPPED += ("controller",)
-# Nothing is asked there: launchers start no servers for a run that has some.
-_NO_SERVER = "127.0.0.1:1"
-
-
-@dataclass(frozen=True)
-class RecordedRun:
-    """A run directory: its configuration, its script and where that was started."""
-
-    dir: RunDir
-    config: dict[str, Any]
-    script: str
-    cwd: str
 
 
 def main(argv: list[str]) -> int:
@@ -63,12 +33,12 @@ def main(argv: list[str]) -> int:
     modes.add_argument("--trainer-only", action="store_true", help="train on the recorded batches, without workflows")
     modes.add_argument("--rollout-only", action="store_true", help="run workflows and rewards, without any model")
     options = parser.parse_intermixed_args(argv)
-    run = read_run(RunDir(options.run_dir))
-    mode: Mode = "trainer-only" if options.trainer_only else "rollout-only" if options.rollout_only else "whole"
+    mode = "trainer-only" if options.trainer_only else "rollout-only" if options.rollout_only else "whole"
     first = None if options.first is None else options.first - 1
-    plan = make_plan(run, mode, first, _last(options.first, options.last, options.steps))
-    print(describe_plan(run, plan), flush=True)
-    return replay(run, plan, options.overrides)
+    last = _last(options.first, options.last, options.steps)
+    # It imports torch, which help does not need.
+    start = importlib.import_module("arealite.trainer.replay")
+    return start.replay_run(options.run_dir, mode, first, last, options.overrides)
 
 
 def _last(first: int | None, last: int | None, steps: int | None) -> int | None:
@@ -80,145 +50,6 @@ def _last(first: int | None, last: int | None, steps: int | None) -> int | None:
     if steps is not None:
         return (first or 1) + steps - 2
     return None if last is None else last - 1
-
-
-def read_run(run_dir: RunDir) -> RecordedRun:
-    """Return what a run directory says about its run."""
-    if not run_dir.config_path.is_file():
-        raise ConfigError(f"{run_dir.path} is no run directory: it has no {run_dir.config_path.name}")
-    config: Any = OmegaConf.to_container(OmegaConf.load(run_dir.config_path))
-    if config.get("record") == 0:
-        raise RecordError(f"the run in {run_dir.path} was not recorded (record=0): set record=256 in the next one")
-    job_path = run_dir.path / "job.json"
-    job = json.loads(job_path.read_text()) if job_path.is_file() else {}
-    return RecordedRun(run_dir, config, job.get("script") or "", job.get("cwd") or os.getcwd())
-
-
-def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None) -> ReplayPlan:
-    """Decide what is replayed; raises `RecordError` if the record does not have it."""
-    folder = run.dir.record
-    good = [path for path in list_complete(run.dir.recover) if not find_damage(path)]
-    checkpoints = [(int(path.name.removeprefix("step")), path) for path in good]
-    trains = mode != "rollout-only"
-    start, end, checkpoint = choose_steps(folder, checkpoints, first, last, trains)
-    if mode != "trainer-only" and "rollout" not in run.config:
-        if mode == "rollout-only":
-            raise ConfigError(f"the run in {run.dir.path} has no rollouts: it is supervised training")
-        mode = "trainer-only"
-    if mode != "trainer-only" and not run.script:
-        raise ConfigError(
-            f"the script of the run in {run.dir.path} is not known (it was started from Python, or without a "
-            "launcher): only its training can be replayed, with --trainer-only"
-        )
-    result = str(make_new_folder(run.dir.path / "replays" / str(number) for number in range(1, 100_000)))
-    return ReplayPlan(
-        record=str(folder),
-        mode=mode,
-        first=start,
-        last=end,
-        checkpoint=None if checkpoint is None else str(checkpoint),
-        uses_servers=mode == "whole" and not why_recorded_answers(run),
-        result=f"{result}/result.json",
-    )
-
-
-def why_recorded_answers(run: RecordedRun) -> str:
-    """Return why answers cannot be generated again; empty if they can."""
-    rollout, server = run.config.get("rollout", {}), run.config.get("server", {})
-    backend = AllocationMode.from_str(run.config["allocation_mode"]).gen_backend
-    if backend != "embedded":
-        return f"{backend} servers do not repeat their answers bit for bit"
-    if rollout.get("server_addrs"):
-        return "its servers were not started by the run"
-    if not server.get("deterministic"):
-        return "server.deterministic=false: log-probs depend on what else a server computes at the time"
-    if rollout.get("pause_mode", "abort") != "abort":
-        return "pause_mode=in_place keeps keys and values of older weights"
-    if server.get("keep_prefix_across_updates"):
-        return "keep_prefix_across_updates keeps keys and values of older weights"
-    gconfig = run.config.get("gconfig", {})
-    looks_back = gconfig.get("stop") or any(gconfig.get(f"{n}_penalty") for n in ("frequency", "presence"))
-    if looks_back or gconfig.get("repetition_penalty", 1) != 1:
-        return "stop strings and penalties look back at tokens of older weights"
-    return ""
-
-
-def describe_plan(run: RecordedRun, plan: ReplayPlan) -> str:
-    """Say what will be replayed."""
-    start = plan.checkpoint or "the model before the first step"
-    lines = [f"replaying steps {plan.first + 1} to {plan.last + 1} ({plan.mode})"]
-    if plan.mode != "rollout-only":
-        lines.append(f"training starts from {start}")
-    if plan.mode != "trainer-only":
-        reason = why_recorded_answers(run) if plan.mode == "whole" else "no model runs"
-        source = "generated again by servers" if plan.uses_servers else f"those of the record ({reason})"
-        lines.append(f"answers are {source}")
-    return "\n".join(lines)
-
-
-def replay(run: RecordedRun, plan: ReplayPlan, overrides: list[str]) -> int:
-    """Run the script again and print the result; returns the exit code."""
-    folder = Path(plan.result).parent
-    config_path, plan_path = folder / "config-replay.yaml", folder / "plan.json"
-    config_path.write_text(OmegaConf.to_yaml(OmegaConf.create(replay_config(run, plan, folder))))
-    plan.save(plan_path)
-    os.chdir(run.cwd)
-    os.environ[REPLAY_ENV] = str(plan_path)
-    code = launch(run.script or _LOOP, ["--config", str(config_path), *overrides])
-    if code or not Path(plan.result).is_file():
-        print(f"the replay has failed: see {folder / 'logs'}", flush=True)
-        return code or 1
-    result = json.loads(Path(plan.result).read_text())
-    print(describe_result(plan, result), flush=True)
-    return 0 if result["difference"] is None else 1
-
-
-def replay_config(run: RecordedRun, plan: ReplayPlan, folder: Path) -> dict[str, Any]:
-    """Return the configuration of a replay in `folder`: that of the run, without what has no influence."""
-    config = {key: value for key, value in run.config.items() if key not in _DROPPED}
-    environment = environment_of(Path(plan.record), plan.first)
-    config |= {"experiment_name": folder.parent.name, "trial_name": folder.name, "record": 0}
-    config["cluster"] = {**(config.get("cluster") or {}), "fileroot": str(run.dir.path)}
-    config["stats_logger"] = {"console": False}
-    # Other numbers of threads round otherwise.
-    threads = environment["hardware"]["threads"]
-    config["launcher"] = {**(config.get("launcher") or {}), "threads_per_process": threads}
-    sizes = next((s for s in (_sizes(plan.record, step) for step in range(plan.last + 1)) if s), {})
-    for name, own in sizes.items():
-        section = name if name in config else "model"
-        config[section] = {**config[section], **own}
-    if "server" in config:
-        config["server"] = {**config["server"], "api_key": None, "port": 0}
-    if "rollout" in config:
-        addresses = [] if plan.uses_servers else [_NO_SERVER]
-        config["rollout"] = {**config["rollout"], "num_workers": 0, "server_addrs": addresses}
-    if plan.mode == "rollout-only":
-        config["allocation_mode"] = f"{config['allocation_mode'].split('+')[0]}+d1"
-    return config
-
-
-def _sizes(record: str, step: int) -> dict[str, dict[str, Any]]:
-    """Return the sizes of the engines' passes, if this step has recorded them."""
-    try:
-        return read_step(Path(record), step).info.get("sizes", {})
-    except RecordError:
-        return {}
-
-
-def describe_result(plan: ReplayPlan, result: dict[str, Any]) -> str:
-    """Say whether everything was equal, and what was not."""
-    difference, changes = result["difference"], result["changes"]
-    lines = []
-    if result["num_not_run"]:
-        lines.append(f"{result['num_not_run']} episodes could not run again (their rows are not in the record)")
-    if difference is not None:
-        return "\n".join([*lines, "the replay diverges from the run:", Difference(**difference).describe(changes)])
-    parts = [f"{result['num_episodes']} episodes"] if plan.mode != "trainer-only" else []
-    parts += ["losses, statistics and weights"] if plan.mode != "rollout-only" else ["trajectories and rewards"]
-    lines.append(f"equal bit for bit: {result['num_steps']} steps ({', '.join(parts)})")
-    if changes:
-        lines += ["although this has changed since the run:", *(f"  {change}" for change in changes)]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

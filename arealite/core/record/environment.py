@@ -17,6 +17,8 @@ import transformers
 from omegaconf import OmegaConf
 
 from arealite import __version__
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.cli_args import BaseExperimentConfig
 from arealite.utils.config import hide_secrets
 from arealite.utils.distributed import world_size
 
@@ -25,12 +27,15 @@ _IRRELEVANT = ("experiment_name", "trial_name", "cluster.", "recover.", "saver."
 _IRRELEVANT += ("stats_logger.", "dashboard", "record", "launcher.", "on_collapse", "controller", "eval_gconfig.")
 _IRRELEVANT += ("rollout.server_addrs", "rollout.weight_update", "rollout.dump_rollouts", "rollout.max_dump_tokens")
 _IRRELEVANT += ("server.port", "server.host", "server.api_key")
+_CHOSEN = ("max_tokens_per_mb", "gradient_checkpointing", "logprob_chunk_size")
 _GIT_TIMEOUT_S = 10.0
 
 
-def describe_environment(config: Any) -> dict[str, Any]:
+def describe_environment(config: BaseExperimentConfig) -> dict[str, Any]:
     """Return what this process depends on, as JSON. `config` is the configuration of the run."""
-    values = hide_secrets(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    values: Any = hide_secrets(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    # Servers are no part of it: a replay may do without them.
+    values["allocation_mode"] = str(AllocationMode.from_str(config.allocation_mode).train)
     on_gpu = torch.cuda.is_available()
     return {
         "hardware": {
@@ -52,15 +57,17 @@ def describe_environment(config: Any) -> dict[str, Any]:
     }
 
 
-def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what has changed since the record, in words."""
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], with_ranks: bool = True) -> list[str]:
+    """Return what has changed since the record, in words; without ranks, their number may differ."""
+    ignored = _IRRELEVANT if with_ranks else (*_IRRELEVANT, "allocation_mode", "ranks")
     found = []
-    for kind in ("hardware", "versions"):
+    for kind in ("hardware", "versions", "config"):
         old, new = recorded[kind], now[kind]
-        found += [f"{name}: {old.get(name)}, now {new[name]}" for name in new if old.get(name) != new[name]]
-    old, new = recorded["config"], now["config"]
-    names = [name for name in sorted({*old, *new}) if not name.startswith(_IRRELEVANT)]
-    found += [f"{name}: {old.get(name)}, now {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+        for name in [name for name in sorted({*old, *new}) if not name.startswith(ignored)]:
+            # The run has chosen a size that was not set; a replay sets it.
+            is_chosen = old.get(name) is None and name.endswith(_CHOSEN)
+            if old.get(name) != new.get(name) and not is_chosen:
+                found.append(f"{name}: {old.get(name)}, now {new.get(name)}")
     old, new = recorded["modules"], now["modules"]
     changed = [name for name in old if name in new and old[name] != new[name]]
     if changed:

@@ -66,10 +66,11 @@ def compare_batches(step: int, recorded: Batch, replayed: Batch, owners: list[st
             return Difference(step, name, f"{old.dtype} {list(old.shape)}", f"{new.dtype} {list(new.shape)}")
         wrong = ~(old == new) if not old.is_floating_point() else ~((old == new) | (old.isnan() & new.isnan()))
         if bool(wrong.any()):
-            where: tuple[int, ...] = tuple(wrong.nonzero()[0].tolist())
+            where: list[int] = wrong.nonzero()[0].tolist()
             place = f" token {where[1]}" if len(where) > 1 else ""
             owner = f" of {owners[where[0]]}" if where[0] < len(owners) else f"[{where[0]}]"
-            return Difference(step, f"{name}{place}{owner}", _text(old[where].item()), _text(new[where].item()))
+            values = (_text(column[tuple(where)].item()) for column in (old, new))
+            return Difference(step, f"{name}{place}{owner}", *values)
     return None
 
 

@@ -149,7 +149,7 @@ class Replay:
             "num_episodes": rollout.num_checked if rollout else 0,
             "num_not_run": rollout.num_taken if rollout else 0,
             "difference": where.to_json() if where else None,
-            "changes": differences(recorded, describe_environment(self._config)),
+            "changes": differences(recorded, describe_environment(self._config), self.plan.mode != "rollout-only"),
         }
         Path(self.plan.result).write_text(json.dumps(result))
 
