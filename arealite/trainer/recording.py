@@ -1,4 +1,4 @@
-"""What a training loop adds to the record of its run: statistics and checksums of the weights after each step.
+"""What a training loop adds to the record of its run: statistics and checksums of the weights.
 
 `Run` calls it. With rollouts the engine that collects batches owns the `Recorder`, because it knows the episodes;
 supervised runs have one of their own. `arealite.engine.replay` reads the record.

@@ -38,7 +38,7 @@ class RecordedRun:
 
 
 def replay_run(path: str, mode: Mode, first: int | None, last: int | None, overrides: list[str]) -> int:
-    """Replay steps `first` to `last`, counted from 0, of the run in a folder; returns 1 if something differs."""
+    """Replay steps `first` to `last`, counted from 0, of a run; returns 1 if something differs."""
     run = read_run(RunDir(path))
     plan = make_plan(run, mode, first, last)
     print(describe_plan(run, plan), flush=True)

@@ -1,4 +1,4 @@
-"""Replays the training of a run whose script is not known: the ready-made loop, with the batches of the record.
+"""Replays the training of a run whose script is not known: the ready-made loop on recorded batches.
 
 `arealite replay --trainer-only` uses it for runs that were started from Python or without a launcher.
 """

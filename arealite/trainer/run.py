@@ -93,7 +93,6 @@ class Run:
         parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.record = RunRecord(config, self.dir, self.engines, rollout)
-        # Set if this process runs an earlier run again.
         self.replay = current_replay()
         self._resume_from = resume_from_checkpoint if self.replay is None else self.replay.plan.checkpoint
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)

@@ -3,6 +3,7 @@
 Recorded once per start of a run; a replay describes itself in the same way, and `differences` says what has changed.
 """
 
+import importlib.metadata
 import platform
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from arealite import __version__
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.utils.config import hide_secrets
@@ -46,7 +46,7 @@ def describe_environment(config: BaseExperimentConfig) -> dict[str, Any]:
             "ranks": world_size(),
         },
         "versions": {
-            "arealite": __version__,
+            "arealite": _installed_version(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -96,6 +96,14 @@ def _own_modules() -> Iterator[tuple[str, int]]:
             except OSError:
                 # A module of an archive, or one that is gone.
                 continue
+
+
+def _installed_version() -> str:
+    """Return the version of the installed package; that of a checkout is in the checksums of its modules."""
+    try:
+        return importlib.metadata.version("arealite")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:

@@ -32,7 +32,7 @@ Outcome = Batch | str
 
 
 class ReplayEngine(CollectingEngine):
-    """Gives a training loop the batches of a recorded run. `servers` is the real client, if answers are generated."""
+    """Gives a training loop the batches of a recorded run. With `servers` answers are generated again."""
 
     def __init__(self, plan: ReplayPlan, config: InferenceEngineConfig, servers: CollectingEngine | None = None):
         super().__init__(config)
@@ -102,7 +102,7 @@ class ReplayEngine(CollectingEngine):
         return self.shares[-1]
 
     def run_again(self, step: int, record: StepRecord, number: int, workflow: RolloutWorkflow) -> Batch:
-        """Run the episodes of a batch again, compare them with the record, and return the batch that they make.
+        """Run the episodes of a batch again, compare them with the record, and return their batch.
 
         Episodes whose row could not be recorded, and those that fail, keep their recorded trajectories.
         """
@@ -125,7 +125,7 @@ class ReplayEngine(CollectingEngine):
         return joined
 
     def run_others(self, step: int, record: StepRecord, workflow: RolloutWorkflow) -> None:
-        """Run the episodes again that ended during a step and were not trained, to see whether they end alike."""
+        """Run the rejected and failed episodes of a step again, and compare how they end."""
         others = [known for known in record.info["others"] if known["state"] in ("rejected", "failed")]
         self._start(others, None, workflow)
         for known in others:

@@ -1,4 +1,4 @@
-"""Answers the requests of workflows in a replay: from the record, or by servers at the recorded versions.
+"""Answers the requests of workflows in a replay, from the record or by servers at recorded versions.
 
 A request belongs to a recorded one if prompt and seed are equal. If there is none, the workflow has asked for something
 else than in the run, and `ReplayMismatch` names the first token in which the prompts differ.
@@ -79,7 +79,7 @@ def _show(tokens: list[int], start: int) -> str:
 
 
 class Generation:
-    """Generates recorded answers again, each token under the version of the weights that sampled it in the run.
+    """Generates recorded answers again, each token under the version that sampled it in the run.
 
     Runs on the event loop of `engine`. Newer weights are loaded after `wait_until_done`, when every recorded token of
     the versions before has been generated: so an update comes where it came in the run.
