@@ -20,7 +20,15 @@ from arealite.dashboard import ledger
 from arealite.dashboard.access import HEADERS, Access
 from arealite.dashboard.csv_export import to_csv
 from arealite.dashboard.evaluations import read_evaluations
-from arealite.dashboard.files import LOG_BYTES, compare_configs, list_logs, read_config, read_log, total_steps
+from arealite.dashboard.files import (
+    LOG_BYTES,
+    compare_configs,
+    list_logs,
+    read_config,
+    read_image,
+    read_log,
+    total_steps,
+)
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
@@ -55,6 +63,7 @@ def make_app(roots: list[Path], host: str = "127.0.0.1", token: str | None = Non
         app.router.add_get(f"/api/runs/{{run}}/{path}", _of_run(reader))
     for name, reader in _DOWNLOADS.items():
         app.router.add_get(f"/api/runs/{{run}}/{name}", _download(name, reader))
+    app.router.add_get("/api/runs/{run}/images/{name}", _image)
     app.router.add_static("/static/", STATIC, follow_symlinks=False)
     return app
 
@@ -150,6 +159,14 @@ def _download(name: str, reader: Reader) -> Handler:
         return web.Response(body=body, content_type="text/csv", charset="utf-8", headers=headers)
 
     return handle
+
+
+async def _image(request: web.Request) -> web.Response:
+    runs, query = request.app[RUNS], Query(request)
+    body = await _run(request, lambda: read_image(runs.get(query.text("run")), query.text("name")))
+    # Named by its content, it never changes.
+    headers = {"Cache-Control": "private, max-age=86400, immutable"}
+    return web.Response(body=body, content_type="image/png", headers=headers)
 
 
 def _stats_csv(run: Run, _: Query) -> bytes:

@@ -1,7 +1,7 @@
-"""Reads the files of a run that are shown as they are: configuration and logs.
+"""Reads the files of a run that are shown as they are: configuration, logs and images of prompts.
 
-Only regular files directly in `logs/` can be named, and links are not followed: nothing else of the machine can be
-read, and nothing of `private/`.
+Only regular files directly in `logs/` and `rollouts/images/` can be named, and links are not followed: nothing else of
+the machine can be read, and nothing of `private/`.
 """
 
 import os
@@ -24,6 +24,8 @@ from arealite.utils.yaml_reader import MAX_CHARACTERS, read_yaml
 _MAX_NAME, _MAX_LOG_FILES = 255, 10_000
 # The least is more than `_INCOMPLETE` takes.
 _MIN_LOG_BYTES, LOG_BYTES, _MAX_LOG_BYTES = 1 << 6, 1 << 16, 1 << 20
+_MAX_IMAGE_BYTES, _PNG = 1 << 24, b"\x89PNG\r\n\x1a\n"
+_IMAGE_NAME = re.compile(r"[0-9a-f]{8,64}")
 # Colours of terminals.
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # The beginning of a colour, or of a character of two, three or four bytes, whose rest is not written yet.
@@ -115,6 +117,17 @@ def read_log(run: Run, name: str, since: int | None, end: int | None, size: int)
         "end": start + len(data),
         "size": total,
     }
+
+
+def read_image(run: Run, name: str) -> bytes:
+    """Return an image of a prompt, which is named by a hash of its content."""
+    folder = run.path / "rollouts" / "images"
+    if _IMAGE_NAME.fullmatch(name) is None or folder.parent.is_symlink() or folder.is_symlink():
+        raise web.HTTPNotFound(reason="there is no such image")
+    data = _read(folder / f"{name}.png", 0, _MAX_IMAGE_BYTES + 1)
+    if len(data) > _MAX_IMAGE_BYTES or not data.startswith(_PNG):
+        raise web.HTTPNotFound(reason=f"the file is no PNG image of at most {_MAX_IMAGE_BYTES >> 20} MiB")
+    return data
 
 
 def _logs(run: Run) -> Path:

@@ -174,23 +174,24 @@ def _key(query: Query) -> tuple[str, int, int]:
     return query.text("source"), number, sample
 
 
-def _detail(found: dict[str, Any]) -> dict[str, Any]:
-    """Name the columns of tokens `tokens`; their number is `num_tokens`."""
-    columns = found.pop("token_columns")
-    return {**found, "num_tokens": found["tokens"], "tokens": columns, "images": []}
+def _detail(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """Name the columns of tokens `tokens`, their number `num_tokens`, and addresses of images `images`."""
+    columns, names = found.pop("token_columns"), found.pop("image_names", ())
+    images = [f"api/runs/{run.id}/images/{name}" for name in names]
+    return {**found, "num_tokens": found["tokens"], "tokens": columns, "num_images": found["images"], "images": images}
 
 
 def rollout(run: Run, query: Query) -> dict[str, Any]:
     found = _ask(run, lambda db: reading.read_rollout(db, *_key(query)), None)
     if found is None:
         raise web.HTTPNotFound(reason="the run has no such rollout")
-    return _detail(found)
+    return _detail(run, found)
 
 
 def group(run: Run, query: Query) -> dict[str, Any]:
     source, episode, _ = _key(query)
     found = _ask(run, lambda db: reading.read_group(db, source, episode, _MAX_GROUP_TOKENS), [])
-    return {"rows": [_detail(each) for each in found]}
+    return {"rows": [_detail(run, each) for each in found]}
 
 
 def same_prompt(run: Run, query: Query) -> dict[str, Any]:

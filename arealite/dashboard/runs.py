@@ -24,7 +24,9 @@ _MAX_DEPTH, _MAX_FOLDERS, MAX_RUNS = 6, 20_000, 1_000
 # Folders are searched again at most so often.
 _SCAN_INTERVAL_S = 2.0
 # Folders of a run directory, and others, below which there are no runs.
-_SKIPPED = {"checkpoints", "recover", "evaluations", "logs", "names", "private", "weights", "tensorboard", "model"}
+_SKIPPED = {
+    "checkpoints", "recover", "evaluations", "logs", "names", "private", "rollouts", "weights", "tensorboard", "model",
+}  # fmt: skip
 
 
 class Run:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.core.ledger import reading
 from tests.dashboard.client import Dashboard
 from tests.dashboard.make_run import make_run
 
@@ -238,3 +239,40 @@ def test_a_run_that_has_just_begun(tmp_path):
         assert run["steps"] == 0 and run["reward"] is None
         assert page.json(f"/api/runs/{run['id']}/stats")["columns"] == {}
         json.dumps(run)
+
+
+def test_images_of_prompts_are_png_files_of_one_folder(runs):
+    run = runs / "exp" / "a"
+    folder = run / "rollouts" / "images"
+    folder.mkdir(parents=True)
+    png, name = b"\x89PNG\r\n\x1a\n rest", "0123456789abcdef"
+    (folder / f"{name}.png").write_bytes(png)
+    (folder / "aaaaaaaa.png").write_bytes(b"<svg onload=alert(1)>")
+    (folder / "bbbbbbbb.png").symlink_to(folder / f"{name}.png")
+    with (folder / "cccccccc.png").open("wb") as file:
+        file.write(png)
+        file.truncate((1 << 24) + 1)
+    (run / "private" / "dddddddd.png").write_bytes(png)
+    with Dashboard(runs) as page:
+        assert len(page.json("/api/runs")["runs"]) == 2, "folders of a run are no runs"
+        url = f"/api/runs/{page.run_id('exp/a')}/images"
+        answer = page.get(f"{url}/{name}")
+        assert answer.status == 200 and answer.body == png
+        assert answer.headers["Content-Type"] == "image/png" and answer.headers["X-Content-Type-Options"] == "nosniff"
+        bad = (f"{name}.png", "aaaaaaaa", "bbbbbbbb", "cccccccc", "00000000", "..%2F..%2Fprivate%2Fdddddddd", "", "%00")
+        for each in (*bad, "..%2f..%2fconfig", "ABCDEF0123", "a" * 65):
+            assert page.get(f"{url}/{each}").status == 404, each
+        folder.rename(run / "elsewhere")
+        folder.symlink_to(run / "elsewhere")
+        assert page.get(f"{url}/{name}").status == 404, "links are not followed"
+
+
+def test_details_have_the_addresses_of_their_images(runs, monkeypatch):
+    read_rollout = reading.read_rollout
+    monkeypatch.setattr(
+        reading, "read_rollout", lambda *key: read_rollout(*key) | {"image_names": ["0123456789abcdef"]}
+    )
+    with Dashboard(runs) as page:
+        run_id = page.run_id("exp/a")
+        detail = page.json(f"/api/runs/{run_id}/rollouts/stream/0/0")
+        assert detail["images"] == [f"api/runs/{run_id}/images/0123456789abcdef"] and detail["num_images"] == 0

@@ -133,13 +133,13 @@ function promptBox(text) {
 
 function conversation(body, data) {
   const messages = data.messages ?? [{ role: "prompt", text: data.prompt ?? "" }, { role: "answer", text: data.completion ?? "" }];
-  const images = (data.images ?? []).map((source, i) => h("img", { src: imageUrl(source), alt: `Image ${i + 1} of the prompt`, loading: "lazy", class: "picture" }));
+  const images = pictures(data);
   let placed = false;
   const nodes = (function* () {
     for (const message of messages) {
       const holdsImages = !placed && ["user", "prompt"].includes(message.role);
       placed ||= holdsImages;
-      yield h("article", { class: `message ${knownRole(message.role)}` }, h("header", {}, String(message.role)), holdsImages && images.length ? h("div", { class: "pictures" }, images) : null,
+      yield h("article", { class: `message ${knownRole(message.role)}` }, h("header", {}, String(message.role)), holdsImages ? images : null,
         message.text ? longText(String(message.text)) : null, toolCalls(message.tools));
     }
   })();
@@ -148,10 +148,13 @@ function conversation(body, data) {
 
 const knownRole = (role) => (["system", "user", "assistant", "tool", "observation", "prompt", "answer"].includes(role) ? role : "other");
 
-/** Images come from this server or are data: URLs; anything else is not loaded. */
-function imageUrl(source) {
-  const url = new URL(source, document.baseURI);
-  return url.origin === location.origin || /^data:image\/(png|jpeg|gif|webp)[;,]/.test(source) ? url.href : "";
+/** The images of the prompt, each a link to its full size; null without any. */
+function pictures({ images, num_images: all }) {
+  if (!all) return null;
+  const shown = images.map((source, i) => h("a", { href: source, target: "_blank", rel: "noopener" },
+    h("img", { src: source, alt: `Image ${i + 1} of the prompt`, loading: "lazy", class: "picture" })));
+  const lost = all - images.length;
+  return h("div", { class: "pictures" }, shown, lost > 0 ? h("span", { class: "muted" }, `${lost} ${lost === 1 ? "image was" : "images were"} not recorded`) : null);
 }
 
 function toolCalls(tools) {
