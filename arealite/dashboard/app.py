@@ -23,11 +23,11 @@ from arealite.dashboard.evaluations import read_evaluations
 from arealite.dashboard.files import (
     LOG_BYTES,
     compare_configs,
+    describe_config,
     list_logs,
     read_config,
     read_image,
     read_log,
-    total_steps,
 )
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
@@ -131,7 +131,7 @@ async def _list_runs(request: web.Request) -> web.Response:
 def _summary(run: Run) -> dict[str, Any]:
     summary = run.summary()
     num_alarms = max(summary["alarms"], ledger.num_alarms(run))
-    return summary | {"total_steps": total_steps(run), "alarms": num_alarms}
+    return summary | describe_config(run) | {"alarms": num_alarms}
 
 
 async def _compare(request: web.Request) -> web.Response:

@@ -38,19 +38,27 @@ def read_config(run: Run) -> dict[str, str]:
     return {"yaml": clean(data.decode(errors="replace"))}
 
 
-def total_steps(run: Run) -> int | None:
-    """Return the number of steps that the configuration sets; None if it follows from the data."""
+def describe_config(run: Run) -> dict[str, Any]:
+    """Return what the list of runs tells of a configuration.
+
+    That is the number of steps, None if it follows from the data, and whether the run generates answers: supervised
+    training has a section `model` and no `rollout`.
+    """
     changed = modified(run.dir.config_path)
-    return None if changed is None else _total_steps(run, changed)
+    return {"total_steps": None, "has_rollouts": True} if changed is None else _describe_config(run, changed)
 
 
 @lru_cache(maxsize=4096)
-def _total_steps(run: Run, changed: float) -> int | None:
+def _describe_config(run: Run, changed: float) -> dict[str, Any]:
     try:
-        value = _flat_config(run).get("total_train_steps", "")
+        values = _flat_config(run)
     except (RequestError, OSError):
-        return None
-    return int(value) if value.isdecimal() and len(value) < 16 else None
+        values = {}
+    steps, sections = values.get("total_train_steps", ""), {key.partition(".")[0] for key in values}
+    return {
+        "total_steps": int(steps) if steps.isdecimal() and len(steps) < 16 else None,
+        "has_rollouts": "model" not in sections or "rollout" in sections,
+    }
 
 
 def compare_configs(a: Run, b: Run) -> dict[str, Any]:

@@ -27,6 +27,19 @@ def test_list_of_runs(runs):
         assert 0 < run["reward"] < 1 and run["updated"] > 1e9
 
 
+def test_supervised_runs_have_no_rollouts(runs):
+    configs = {
+        "sft": "model: {path: m}",
+        "rl": "model: {path: m}\nrollout: {max_concurrent_rollouts: 1}",
+        "bad": "a: [",
+    }
+    for name, text in configs.items():
+        make_run(runs / "exp" / name, steps=1, rollouts=8).config_path.write_text(text)
+    with Dashboard(runs) as page:
+        found = {run["trial"]: run["has_rollouts"] for run in page.json("/api/runs")["runs"]}
+    assert found == {"a": True, "b": True, "sft": False, "rl": True, "bad": True}
+
+
 def test_a_run_directory_itself_and_a_folder_far_above(runs):
     with Dashboard(runs / "exp" / "a") as page:
         assert [run["name"] for run in page.json("/api/runs")["runs"]] == ["exp/a"]

@@ -14,6 +14,8 @@ const SECTIONS = [
   ["Reward", "what the policy earns", [
     ["Reward", ["reward"], /^rollout\/reward\//, "hero"], ["Answer length", ["answer_len", "eval/answer_len"]],
     ["Truncated answers", ["truncated_share"]]]],
+  ["Fit", "how well the model predicts its data", [
+    ["Negative log-likelihood", ["nll"], null, "hero"], ["Accuracy", ["accuracy"]], ["Margin", ["margin", "chosen"]], ["Score", ["score/mean"]]]],
   ["Policy", "how fast it moves", [
     ["Entropy", ["entropy"]], ["KL", ["behav_kl/k3", "prox_kl", "ref_kl", "kl", "ref_kl/k3"]], ["Clipped share", ["clip_share", "dual_clip_share", "behav_capped_share"]],
     ["Gradient norm", ["grad_norm"]], ["Loss", ["loss", "critic/loss", "value_loss"]], ["Groups with signal", ["groups", "groups_with_signal"]], ["Effective sample size", ["ess"]], ["Learning rate", ["lr"]]]],
@@ -145,7 +147,7 @@ function renderKpis(node, context) {
   const left = total && perStep && run.live ? `${duration((total - rows) * perStep)} left` : perStep ? `${duration(perStep)} each` : "";
   const tiles = [
     ["Step", [total ? `${last(columns.step) + 1} / ${total}` : String(last(columns.step) + 1), left], total ? rows / total : null],
-    ["Reward", trend("reward", true)], ["Answer length", trend("answer_len", null)], ["Entropy", trend("entropy", null)],
+    ["Reward", trend("reward", true)], ["NLL", trend("nll", false)], ["Accuracy", trend("accuracy", true)], ["Answer length", trend("answer_len", null)], ["Entropy", trend("entropy", null)],
     ["Staleness", trend("staleness", null)], ["Tokens/s", trend("tokens_per_s", true)],
     ["Trainer idle", trend("idle/trainer", false, (v) => (v === null ? "–" : `${Math.round(v * 100)}%`))],
   ].filter(([, [value]]) => value !== "–");

@@ -1,7 +1,7 @@
 // The frame of the page: runs, views, shortcuts, theme, polling. A view is a function (root, context) that returns
 // {route?, tick?, refresh?, keys?, destroy?}.
 
-import { h, icon, openDialog, replace, emptyState, stored } from "./dom.js";
+import { h, icon, openDialog, replace, emptyState } from "./dom.js";
 import { ago, num } from "./format.js";
 import { VIEWS, format, go, parse } from "./route.js";
 import { allRuns, findRun, loadRuns } from "./store.js";
@@ -27,12 +27,18 @@ function chosenRuns() {
   return [route.run, ...route.others].filter((id, i, all) => id && findRun(id) && all.indexOf(id) === i);
 }
 
+/** The views of the chosen run: one without rollouts, such as of supervised training, has no list of them. */
+function views() {
+  return findRun(route.run)?.has_rollouts === false ? VIEWS.filter((name) => name !== "rollouts") : VIEWS;
+}
+
 const context = {
   route: () => route,
   runs: chosenRuns,
   runName: (id) => findRun(id)?.name ?? id,
   runColor: (id) => seriesColor(Math.max(0, chosenRuns().indexOf(id))),
   isLive: (id) => Boolean(findRun(id)?.live),
+  hasRollouts: (id) => findRun(id)?.has_rollouts !== false,
 };
 
 function renderRuns() {
@@ -87,8 +93,8 @@ function renderTop() {
     run.live ? h("span", { class: "badge good" }, h("i", { class: "live" }), "live") : null,
   ] : h("h1", {}, "AReaLite"));
   const alarms = run?.alarms;
-  replace($("tabs"), VIEWS.map((name) => h("a", {
-    href: format({ ...route, view: name, params: {} }), role: "tab", "aria-selected": String(route.view === name), title: `${TITLES[name]} (${VIEWS.indexOf(name) + 1})`,
+  replace($("tabs"), views().map((name, i) => h("a", {
+    href: format({ ...route, view: name, params: {} }), role: "tab", "aria-selected": String(route.view === name), title: `${TITLES[name]} (${i + 1})`,
   }, icon(name), h("span", {}, TITLES[name]), name === "events" && alarms ? h("b", { class: "badge bad" }, alarms) : null)));
 }
 
@@ -101,6 +107,10 @@ function show() {
     history.replaceState(null, "", format(route));
     if (unknown) $("banner").textContent = `There is no run ${unknown} here: this is ${findRun(route.run).name}.`;
     $("banner").hidden = !unknown;
+  }
+  if (!views().includes(route.view)) {
+    route.view = "curves";
+    history.replaceState(null, "", format(route));
   }
   renderRuns();
   renderTop();
@@ -162,7 +172,7 @@ function help() {
   const own = view?.keys ?? [];
   openDialog("Keyboard shortcuts", h("div", { class: "keys" },
     h("h3", {}, "Everywhere"),
-    rows([["1 … 6", "Curves, Timeline, Rollouts, Events, Config, Logs"], ["/", "Search in this view"], ["[ ]", "Previous or next run"],
+    rows([[`1 … ${views().length}`, views().map((name) => TITLES[name]).join(", ")], ["/", "Search in this view"], ["[ ]", "Previous or next run"],
       ["t", "Light or dark"], ["?", "This list"], ["Esc", "Close, or leave a field"]]),
     own.length ? h("h3", {}, TITLES[route.view]) : null, rows(own.map(([key, text]) => [key, text]))));
 }
@@ -181,7 +191,7 @@ function onKey(event) {
     const all = allRuns();
     const at = all.findIndex((run) => run.id === route.run) + (event.key === "]" ? 1 : -1);
     if (all[at]) go({ run: all[at].id, others: [], params: viewParams() });
-  } else if (number >= 1 && number <= VIEWS.length) go({ view: VIEWS[number - 1] });
+  } else if (number >= 1 && number <= views().length) go({ view: views()[number - 1] });
   else return;
   event.preventDefault();
 }

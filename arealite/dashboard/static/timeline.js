@@ -27,15 +27,12 @@ export function timelineView(root, context) {
   own.panels = Object.fromEntries(["servers", "ages", "flow"].map((name) => [name, h("div", { class: "card panel" })]));
   root.append(toolbar(own), h("div", { class: "view-pad timeline" }, own.lanesCard,
     title("Who waits", "share of the visible window by phase; hatched is waiting, with the reason that cost most"), own.waits,
-    title("Servers", "load, KV cache, prefix hits and weight version"), own.panels.servers,
-    h("div", { class: "two" },
-      h("div", {}, title("Age of samples", "versions between a sample's tokens and the update that used it"), own.panels.ages),
-      h("div", {}, title("Flow of episodes", "where they are now, and how many changed state per step"), own.panels.flow))));
+    context.hasRollouts(id) ? rolloutPanels(own) : null));
 
   const load = async () => {
     const size = own.base ? own.base.end - own.base.start : 0;
     const atEnd = own.base && Math.abs(own.lanes.window[1] - own.base.end) < 1e-6;
-    await Promise.all([loadTrace(own, path, context, atEnd), section(own.panels.ages, path("ages"), (data) => fillAges(own, data)), section(own.panels.flow, `${path("flow")}?buckets=200`, (data) => fillFlow(own, data)), loadServers(own, path)]);
+    await Promise.all([loadTrace(own, path, context, atEnd), context.hasRollouts(id) ? loadPanels(own, path) : null]);
     if (!size) restore(own, context.route().params);
   };
   load();
@@ -50,6 +47,18 @@ export function timelineView(root, context) {
       ["Shift+drag", "Zoom into a part"], ["double-click", "Zoom to a span"],
     ],
   };
+}
+
+function rolloutPanels({ panels }) {
+  return [title("Servers", "load, KV cache, prefix hits and weight version"), panels.servers,
+    h("div", { class: "two" },
+      h("div", {}, title("Age of samples", "versions between a sample's tokens and the update that used it"), panels.ages),
+      h("div", {}, title("Flow of episodes", "where they are now, and how many changed state per step"), panels.flow))];
+}
+
+function loadPanels(own, path) {
+  return Promise.all([section(own.panels.ages, path("ages"), (data) => fillAges(own, data)),
+    section(own.panels.flow, `${path("flow")}?buckets=200`, (data) => fillFlow(own, data)), loadServers(own, path)]);
 }
 
 const title = (text, note) => h("div", { class: "section-title" }, h("h2", {}, text), h("p", {}, note));
