@@ -48,6 +48,8 @@ the sum of both sides is therefore equal to so we get and then multiply by divid
 minutes train speed total number answer because check again wait let us compute 12 7 42 1989 3.5 x y
 """
 WORDS = _TEXT.split()
+# What a tool answers, between two turns of the model.
+OBSERVATION = r"(?s)(\n<\|im_start\|>user\n<tool_response>.*?<\|im_start\|>assistant\n)"
 # Numbers of all tokens so far.
 TOKEN_IDS: dict[str, int] = {}
 
@@ -182,9 +184,13 @@ def _record(
     rng: random.Random, prompt: str, completion: str, oldest: int, newest: int, with_trainer: bool
 ) -> tuple[bytes, int, int]:
     """Return the tokens of a rollout, their number, and how many were generated."""
-    before, answer = _tokenize(prompt), _tokenize(completion[:2000])
+    before, answer, is_written = _tokenize(prompt), [], []
+    for i, part in enumerate(re.split(OBSERVATION, completion[:2000])):
+        tokens = _tokenize(part)
+        answer += tokens
+        is_written += [i % 2 == 0] * len(tokens)
     n = len(before) + len(answer)
-    generated = np.arange(n) >= len(before)
+    generated = np.array([False] * len(before) + is_written)
     cut = len(before) + rng.randint(0, len(answer))
     versions = np.where(generated, np.where(np.arange(n) < cut, oldest, newest), -1)
     noise = np.random.default_rng(rng.getrandbits(32))
@@ -192,7 +198,7 @@ def _record(
     train_logp = (logprobs + noise.normal(0, 0.02, n)).astype(np.float32) if with_trainer else None
     advantages = np.where(generated, rng.gauss(0, 1), 0.0).astype(np.float32) if with_trainer else None
     record = TokenRecord(np.array(before + answer), generated, versions, logprobs, train_logp, advantages)
-    return record.to_bytes(), n, len(answer)
+    return record.to_bytes(), n, sum(is_written)
 
 
 def _completion(rng: random.Random, words: int, number: int) -> str:

@@ -41,12 +41,16 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of 60 steps, and one that ended before its first step."""
+    """Two runs, one that ended before its first step, and one of supervised training."""
     folder = tmp_path_factory.mktemp("runs") / "sums"
     make_run(folder / "first", steps=60, rollouts=2_400)
     make_run(folder / "second", steps=30, rollouts=480, seed=1)
     (folder / "empty" / "logs").mkdir(parents=True)
     (folder / "empty" / "config.yaml").write_text("experiment_name: sums\ntrial_name: empty\n")
+    (folder / "supervised" / "logs").mkdir(parents=True)
+    (folder / "supervised" / "config.yaml").write_text("model: {path: m}\n")
+    lines = (json.dumps({"step": step, "time": 1.7e9 + step, "nll": 3 - step / 10, "loss": 3.0}) for step in range(9))
+    (folder / "supervised" / "stats.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -115,6 +119,22 @@ def test_phone_never_scrolls_sideways(pages: Pages, view: str, dark: bool):
         assert page.evaluate(wide) == []
         page.locator(".back").click()
         page.locator(".row[data-key]").first.wait_for()
+
+
+def test_conversations_show_calls_and_results_of_tools(pages: Pages):
+    page = visit(pages, "first", "rollouts", "?sel=stream/7/0")
+    page.locator(".message.assistant .tool-call:has-text('tool call: calculator')").wait_for()
+    page.locator(".message.user .tool-call:has-text('84')").wait_for()
+    assert page.locator(".message.assistant").count() == 2
+
+
+def test_supervised_runs_have_curves_and_no_rollouts(pages: Pages):
+    page = visit(pages, "supervised", "rollouts")
+    page.locator(".chart-card h3:has-text('Negative log-likelihood')").wait_for()
+    assert "#/curves/" in page.url and page.locator("#tabs a").count() == 5
+    page.keyboard.press("2")
+    page.locator(".section-title:has-text('Who waits')").wait_for()
+    assert page.locator(".section-title").count() == 1
 
 
 def test_theme_follows_the_system_and_the_switch(pages: Pages):

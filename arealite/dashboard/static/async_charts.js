@@ -6,12 +6,19 @@ import { heat, phaseColor, seriesColor, stateColor } from "./colors.js";
 import { Chart } from "./chart.js";
 import { waitReason } from "./lanes.js";
 
+/** Colour of a share; the root keeps small ones visible. */
+function heatColor(share) {
+  const [r, g, b] = heat(Math.sqrt(share));
+  return `rgb(${r} ${g} ${b})`;
+}
+
 /** Heat map of samples by step and age in versions. */
 export class AgeMap {
   constructor() {
     this.data = { steps: [], ages: [], counts: [] };
     this.canvas = h("canvas", { role: "img" });
-    this.element = h("div", { class: "age-map" }, this.canvas);
+    this.legend = h("div", { class: "scale" });
+    this.element = h("div", { class: "age-map" }, this.canvas, this.legend);
     this.paint = perFrame(() => this.#draw());
     this.resizes = new ResizeObserver(() => this.paint());
     this.resizes.observe(this.element);
@@ -38,10 +45,8 @@ export class AgeMap {
     const ctx = sizeCanvas(this.canvas, width, height);
     const size = (width - left - 6) / steps.length;
     const sums = counts.map((column) => Math.max(1, column.reduce((sum, value) => sum + value, 0)));
-    // The colour is the share of the step's samples; the root keeps small shares visible.
     counts.forEach((column, i) => ages.forEach((_, a) => {
-      const [r, g, b] = heat(Math.sqrt((column[a] ?? 0) / sums[i]));
-      ctx.fillStyle = `rgb(${r} ${g} ${b})`;
+      ctx.fillStyle = heatColor((column[a] ?? 0) / sums[i]);
       ctx.fillRect(left + i * size, 2 + (ages.length - 1 - a) * row, size + 0.6, row - 1);
     }));
     ctx.font = "11px Inter, system-ui, sans-serif";
@@ -57,6 +62,8 @@ export class AgeMap {
       if (at >= 0) ctx.fillText(tickLabel(x, 1), Math.min(width - 16, left + (at + 0.5) * size), height - 9);
     }
     this.place = { left, size, row };
+    replace(this.legend, "age in versions (up), step (right); colour: share of the step's samples",
+      [0, 0.25, 0.5, 1].map((share) => [h("i", { style: { background: heatColor(share) } }), percent(share)]));
   }
 
   #hover(event) {
@@ -151,6 +158,8 @@ export function waitTable(lanes, [start, end], max = 12) {
         if (reason) reasons.set(reason.replace(/\d+ of \d+/g, "some"), (reasons.get(reason.replace(/\d+ of \d+/g, "some")) ?? 0) + seconds);
       }
     }
+    // Such as the start-up, outside of the window.
+    if (!phases.size) continue;
     const total = (end - start) * members.length;
     const top = [...reasons].sort((a, b) => b[1] - a[1])[0];
     const name = members.length > 1 ? `${members.length} ${members[0].group} lanes` : members[0].name.includes(members[0].group) ? members[0].name : `${members[0].group}: ${members[0].name}`;

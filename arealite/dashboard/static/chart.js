@@ -5,7 +5,9 @@ import { num, tickLabel, ticks } from "./format.js";
 import { extent, nearest, smooth, tracePath } from "./series.js";
 
 const FONT = "11px Inter, ui-sans-serif, system-ui, sans-serif";
-const PAD = { left: 48, right: 12, top: 12, bottom: 22 };
+const PAD = { left: 36, right: 12, top: 12, bottom: 22 };
+const measure = h("canvas").getContext("2d");
+measure.font = FONT;
 
 /** Charts that share crosshair and zoom. */
 export class ChartGroup {
@@ -31,6 +33,14 @@ const observer = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) target.chart.seen(isIntersecting);
 }, { rootMargin: "200px" });
 const resizes = new ResizeObserver((entries) => { for (const { target } of entries) target.chart.paint(); });
+
+/** Return [value, label] of the lines of the y axis. With a log axis, y0 and y1 are logarithms. */
+function yTicks(y0, y1, log, height) {
+  if (log && y1 - y0 >= 1) return ticks(y0, y1, 4, y1 - y0 > 3 ? "integer" : "number").map((v) => [10 ** v, num(10 ** v, 2)]);
+  const ys = log ? ticks(10 ** y0, 10 ** y1, 4) : ticks(y0, y1, Math.max(2, height / 30));
+  const step = ys.length > 1 ? ys[1] - ys[0] : 1;
+  return ys.map((y) => [y, log ? num(y, 2) : tickLabel(y, step)]);
+}
 
 export class Chart {
   /** `height` in pixels; `group` shares crosshair and zoom; `compact` leaves axes out; `onreadout` is told x or null. */
@@ -88,7 +98,7 @@ export class Chart {
 
   #scales(width, height) {
     const { series, log } = this.data;
-    const pad = this.compact ? { left: 1, right: 1, top: 3, bottom: 3 } : PAD;
+    const pad = this.compact ? { left: 1, right: 1, top: 3, bottom: 3 } : { ...PAD };
     let [x0, x1] = this.group.range ?? [Infinity, -Infinity];
     if (!this.group.range) {
       for (const { x } of series) if (x.length) { x0 = Math.min(x0, x[0] ?? Infinity); x1 = Math.max(x1, x.at(-1) ?? -Infinity); }
@@ -114,9 +124,11 @@ export class Chart {
     // A margin must not suggest negative values where there are none.
     const floor = !log && y0 >= 0 && y0 - margin < 0 ? 0 : y0 - margin;
     [y0, y1] = [floor, y1 + margin];
+    const yLabels = this.compact ? [] : yTicks(y0, y1, log, height - pad.top - pad.bottom);
+    for (const [, label] of yLabels) pad.left = Math.max(pad.left, measure.measureText(label).width + 12);
     const inner = { width: width - pad.left - pad.right, height: height - pad.top - pad.bottom };
     return {
-      x0, x1, y0, y1, pad, inner, width, height,
+      x0, x1, yLabels, pad, inner, width, height,
       toX: (x) => pad.left + ((x - x0) / (x1 - x0)) * inner.width,
       toY: (y) => (log && y <= 0 ? null : pad.top + inner.height - (((log ? Math.log10(y) : y) - y0) / (y1 - y0)) * inner.height),
       fromX: (px) => x0 + ((px - pad.left) / inner.width) * (x1 - x0),
@@ -144,24 +156,21 @@ export class Chart {
     return scale;
   }
 
-  #axes(ctx, { x0, x1, y0, y1, pad, inner, toX, toY, height }) {
-    const { log, xKind } = this.data;
+  #axes(ctx, { x0, x1, yLabels, pad, inner, toX, toY, height }) {
+    const { xKind } = this.data;
     ctx.strokeStyle = cssColor("--grid");
     ctx.fillStyle = cssColor("--faint");
     ctx.lineWidth = 1;
     ctx.textAlign = "right";
     ctx.textBaseline = "middle";
-    let ys = log ? ticks(y0, y1, 4, y1 - y0 > 3 ? "integer" : "number").map((v) => 10 ** v) : ticks(y0, y1, Math.max(2, inner.height / 30));
-    if (log && y1 - y0 < 1) ys = ticks(10 ** y0, 10 ** y1, 4);
-    const step = ys.length > 1 ? Math.abs(ys[1] - ys[0]) : 1;
-    for (const y of ys) {
+    for (const [y, label] of yLabels) {
       const py = Math.round(toY(y) ?? -9) + 0.5;
       if (py < pad.top - 2 || py > pad.top + inner.height + 1) continue;
       ctx.beginPath();
       ctx.moveTo(pad.left, py);
       ctx.lineTo(pad.left + inner.width, py);
       ctx.stroke();
-      ctx.fillText(log ? num(y, 2) : tickLabel(y, step), pad.left - 7, py);
+      ctx.fillText(label, pad.left - 7, py);
     }
     ctx.textBaseline = "alphabetic";
     ctx.textAlign = "center";

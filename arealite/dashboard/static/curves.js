@@ -12,19 +12,19 @@ import { evaluationsOf, eventsOf, findRun, loadEvaluations, loadEvents, loadStat
 // A chart shows the statistics that exist of its names; a pattern adds all that match.
 const SECTIONS = [
   ["Reward", "what the policy earns", [
-    ["Reward", ["reward"], /^rollout\/reward\//, "hero"], ["Answer length", ["answer_len", "eval/answer_len"]],
-    ["Truncated answers", ["truncated_share"]]]],
+    ["Reward", ["reward"], /^rollout\/reward\//, "hero"], ["Answer length, tokens", ["answer_len", "eval/answer_len"]],
+    ["Truncated answers, share", ["truncated_share"]]]],
   ["Fit", "how well the model predicts its data", [
-    ["Negative log-likelihood", ["nll"], null, "hero"], ["Accuracy", ["accuracy"]], ["Margin", ["margin", "chosen"]], ["Score", ["score/mean"]]]],
+    ["Negative log-likelihood, nats per token", ["nll"], null, "hero"], ["Accuracy", ["accuracy"]], ["Margin", ["margin", "chosen"]], ["Score", ["score/mean"]]]],
   ["Policy", "how fast it moves", [
-    ["Entropy", ["entropy"]], ["KL", ["behav_kl/k3", "prox_kl", "ref_kl", "kl", "ref_kl/k3"]], ["Clipped share", ["clip_share", "dual_clip_share", "behav_capped_share"]],
+    ["Entropy, nats per token", ["entropy"]], ["KL, nats per token", ["behav_kl/k3", "prox_kl", "ref_kl", "kl", "ref_kl/k3"]], ["Clipped share", ["clip_share", "dual_clip_share", "behav_capped_share"]],
     ["Gradient norm", ["grad_norm"]], ["Loss", ["loss", "critic/loss", "value_loss"]], ["Groups with signal", ["groups", "groups_with_signal"]], ["Effective sample size", ["ess"]], ["Learning rate", ["lr"]]]],
   ["Asynchrony", "how old the data is, and who waits", [
-    ["Staleness", ["staleness", "staleness/max"]], ["Idle share", ["idle/trainer", "idle/server"]],
-    ["Episodes in flight", ["running", "buffered", "queued"]], ["Wait for a batch", ["wait_s"]]]],
+    ["Staleness, versions", ["staleness", "staleness/max"]], ["Idle share", ["idle/trainer", "idle/server"]],
+    ["Episodes in flight", ["running", "buffered", "queued"]], ["Wait for a batch, seconds", ["wait_s"]]]],
   ["Throughput", "tokens and seconds", [
     ["Tokens per second", ["tokens_per_s", "train_tokens_per_s"]], ["Seconds per phase", ["time/step", "time/rollout", "time/update", "time/logp", "time/weights"]],
-    ["Prefix hits", ["rollout/prefix_hit_rate"]], ["TFLOP/s", ["train_tflops"]]]],
+    ["Prefix hits, share", ["rollout/prefix_hit_rate"]], ["TFLOP/s", ["train_tflops"]]]],
 ];
 const X_NAMES = { step: ["step", "integer"], time: ["time", "duration"], samples: ["samples", "integer"] };
 const MAX_FOUND = 36;
@@ -177,7 +177,8 @@ function plan(own, context) {
     for (const { set, metric } of evaluationsOf(id)) metrics.set(metric, (metrics.get(metric) ?? new Set()).add(set));
   }
   const evaluations = [...metrics].slice(0, 12).map(([metric, sets]) => [sets.size > 1 ? metric : `${metric} on ${[...sets][0]}`, { metric, sets: [...sets] }, `eval ${metric}`]);
-  sections.splice(1, 0, ["Evaluation", "with 95% intervals", evaluations]);
+  const hasIntervals = context.runs().some((id) => evaluationsOf(id).some((row) => row.low !== null));
+  sections.splice(1, 0, ["Evaluation", hasIntervals ? "with 95% intervals" : "on validation data", evaluations]);
   const pins = own.pins.filter((name) => known.has(name)).map(one);
   if (pins.length) sections.unshift(["Pinned", "kept in this browser", pins]);
   return { names, sections: sections.filter(([, , charts]) => charts.length) };

@@ -60,7 +60,7 @@ export class RolloutDetail {
       try { await navigator.clipboard.writeText(location.href); toast("Link copied"); } catch { toast("The link is in the address bar"); }
     };
     return h("div", { class: "detail-bar" }, h("button", { class: "quiet back", type: "button", onclick: this.actions.close }, icon("left"), "List"),
-      h("strong", { class: "mono" }, this.key.replaceAll("/", " · ")), h("span", { class: "spacer" }),
+      h("strong", { class: "mono", title: "source · episode · sample" }, this.key.replaceAll("/", " · ")), h("span", { class: "spacer" }),
       button("left", "Previous rollout (k)", () => this.actions.move(-1)), button("right", "Next rollout (j)", () => this.actions.move(1)), button("link", "Copy a link to this rollout", copy));
   }
 
@@ -140,7 +140,7 @@ function conversation(body, data) {
       const holdsImages = !placed && ["user", "prompt"].includes(message.role);
       placed ||= holdsImages;
       yield h("article", { class: `message ${knownRole(message.role)}` }, h("header", {}, String(message.role)), holdsImages ? images : null,
-        message.text ? longText(String(message.text)) : null, toolCalls(message.tools));
+        messageParts(String(message.text)));
     }
   })();
   body.append(addLazily(h("div", { class: "messages" }), nodes, 20));
@@ -157,14 +157,29 @@ function pictures({ images, num_images: all }) {
   return h("div", { class: "pictures" }, shown, lost > 0 ? h("span", { class: "muted" }, `${lost} ${lost === 1 ? "image was" : "images were"} not recorded`) : null);
 }
 
-function toolCalls(tools) {
-  if (!tools || (Array.isArray(tools) && !tools.length)) return null;
-  return (Array.isArray(tools) ? tools : [tools]).map((call) => {
-    const made = call?.function ?? call;
-    const name = typeof made === "object" ? made.name ?? "tool" : "tool";
-    const input = typeof made === "object" ? made.arguments ?? made : made;
-    return h("div", { class: "tool-call" }, h("span", { class: "mono tool-name" }, visible(String(name))), longText(typeof input === "string" ? input : JSON.stringify(input, null, 2), { class: "mono" }));
-  });
+// Calls and results of tools as Hermes, Qwen and others write them.
+const TOOL = /<(tool_call|tool_response)>\s*([^]*?)\s*(?:<\/\1>|$)/g;
+
+/** The text of a message, with the calls and results of tools in boxes. */
+function messageParts(text) {
+  const nodes = [];
+  let last = 0;
+  const addText = (end) => { if (text.slice(last, end).trim()) nodes.push(longText(text.slice(last, end))); };
+  for (const match of text.matchAll(TOOL)) {
+    addText(match.index);
+    nodes.push(toolBox(match[1], match[2]));
+    last = match.index + match[0].length;
+  }
+  addText(text.length);
+  return nodes;
+}
+
+function toolBox(kind, content) {
+  let call = null;
+  try { call = kind === "tool_call" ? JSON.parse(content) : null; } catch { /* the model wrote no JSON: its text is shown */ }
+  const title = kind === "tool_response" ? "tool result" : `tool call${typeof call?.name === "string" ? `: ${call.name}` : ""}`;
+  const body = call?.arguments === undefined ? content : JSON.stringify(call.arguments, null, 2);
+  return h("div", { class: "tool-call" }, h("span", { class: "mono tool-name" }, visible(title)), longText(body, { class: "mono" }));
 }
 
 /** Two answers to one prompt, chosen by their steps, with what changed. */
@@ -172,7 +187,7 @@ function stepDiff(rows, here) {
   const box = h("div", { class: "card diff" });
   const label = (row) => `step ${row.step ?? "–"} · reward ${num(row.reward, 3)} · ${row.episode}#${row.sample}`;
   const pick = (name, index) => h("select", { "aria-label": name, onchange: draw }, rows.map((row, i) => h("option", { value: i, selected: i === index ? "" : null }, label(row))));
-  const before = pick("Earlier answer", here > 0 ? 0 : 0);
+  const before = pick("Earlier answer", 0);
   const after = pick("Later answer", here > 0 ? here : rows.length - 1);
   const strip = h("div", { class: "step-strip" }, rows.map((row, i) => h("button", { type: "button", class: "step-dot", title: label(row), "aria-label": `Compare with ${label(row)}`, onclick: () => { after.value = i; draw(); } }, h("span", { class: "num" }, row.step ?? "–"), rewardBadge(row.reward))));
   function draw() {

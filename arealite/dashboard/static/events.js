@@ -38,12 +38,13 @@ export function eventsView(root, context) {
 }
 
 function eventItem(row, id, context) {
-  const started = findRun(id)?.started;
+  // A run directory that was copied is younger than its events.
+  const started = Math.min(findRun(id)?.started ?? Infinity, eventsOf(id)[0].time);
   const at = row.step === null || row.step === undefined ? null
     : h("a", { class: "badge", href: format({ ...context.route(), view: "curves", params: {} }), title: "To the curves, where alarms are marked" }, `step ${row.step}`);
   const where = h("a", { class: "badge", href: format({ ...context.route(), view: "rollouts", params: { step_from: row.step, step_to: row.step } }), title: "Rollouts of this step" }, "rollouts");
   return h("li", { class: `event card ${["alarm", "warning"].includes(row.level) ? row.level : "info"}` },
     h("div", { class: "event-head" }, h("span", { class: `badge ${row.level === "alarm" ? "bad" : row.level === "warning" ? "warn" : ""}` }, row.level), row.kind === row.level ? null : h("strong", {}, row.kind), at, at ? where : null, h("span", { class: "spacer" }),
-      h("time", { class: "muted num", title: dateTime(row.time) }, started ? `+${duration(row.time - started)}` : "", " · ", dateTime(row.time))),
+      h("time", { class: "muted num", title: dateTime(row.time) }, `+${duration(row.time - started)} · ${dateTime(row.time)}`)),
     longText(row.text));
 }

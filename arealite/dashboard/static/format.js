@@ -27,7 +27,7 @@ export function count(value) {
 
 export function percent(value) {
   if (value === null || value === undefined) return "–";
-  return `${(value * 100).toFixed(value < 0.1 ? 1 : 0)}%`;
+  return `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 }
 
 export function bytes(value) {
@@ -96,6 +96,7 @@ export function tickLabel(value, step, kind = "number") {
     return step >= 60 ? text.replace(" 00s", "").replace(" 00m", "") : text;
   }
   if (Math.abs(value) < step / 1e6) return "0";
-  if (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3) return num(Number(value.toPrecision(6)), 4);
+  const digits = Math.ceil(Math.log10(Math.abs(value) / step) + 1e-9) + 1;
+  if (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-3) return num(Number(value.toPrecision(Math.max(6, digits))), Math.max(4, digits + 1));
   return value.toFixed(Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9))));
 }

@@ -22,7 +22,7 @@ export function rolloutsView(root, context) {
   const own = { id, root, params: { ...params }, pages: new Map(), total: null, chosen: params.sel ?? null, generation: 0, abort: new AbortController(), sources: new Set(["stream", "submitted", "direct"]) };
   own.spacer = h("div", { class: "rows" });
   own.list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Rollouts", onscroll: perFrame(() => drawRows(own)) }, own.spacer);
-  own.status = h("span", { class: "muted num", role: "status" });
+  own.status = h("span", { class: "muted num", role: "status" }, "loading…");
   own.fresh = h("button", { class: "button fresh", type: "button", hidden: true, onclick: () => { own.list.scrollTop = 0; reload(own); } });
   own.detail = new RolloutDetail(own, context, { close: () => choose(own, null), move: (step) => move(own, step), open: (key) => choose(own, key) });
   own.split = h("div", { class: "split" }, h("section", { class: "list-pane", "aria-label": "List of rollouts" }, filterBar(own), own.list, own.fresh), own.detail.element);
@@ -30,7 +30,8 @@ export function rolloutsView(root, context) {
   own.resizes = new ResizeObserver(() => drawRows(own));
   own.resizes.observe(own.list);
   own.list.addEventListener("keydown", (event) => onKey(own, event));
-  reload(own).then(() => { if (own.chosen) choose(own, own.chosen, false); else if (innerWidth > 1000) preview(own); });
+  if (own.chosen) choose(own, own.chosen, false);
+  reload(own).then(() => { if (!own.chosen && innerWidth > 1000) preview(own); });
   return {
     route(route) {
       if ([...FILTERS, "sort", "desc"].some((name) => (route.params[name] ?? "") !== (own.params[name] ?? ""))) {

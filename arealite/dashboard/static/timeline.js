@@ -162,11 +162,10 @@ function fillFlow(own, data) {
   own.flowData = data;
   const diagram = flowDiagram(data.now ?? {});
   if (!diagram) return replace(own.panels.flow, emptyState("No episodes yet", "The ledger (run.sqlite) lists an episode as soon as it is admitted."));
-  own.flowChart.setData({
-    series: FLOW_LINES.filter((name) => data[name]?.some((v) => v)).map((name) => ({ name, color: stateColor(name), x: data.steps, y: data[name] })),
-    xKind: "integer", xName: "step",
-  });
-  replace(own.panels.flow, diagram, data.steps.length > 1 ? own.flowChart.element : h("p", { class: "muted" }, `${count(data.steps.length)} steps so far`));
+  const series = FLOW_LINES.filter((name) => data[name]?.some((v) => v)).map((name) => ({ name, color: stateColor(name), x: data.steps, y: data[name] }));
+  own.flowChart.setData({ series, xKind: "integer", xName: "step" });
+  const names = h("div", { class: "phases" }, series.map(({ name, color }) => h("span", {}, h("i", { class: "swatch", style: { background: color } }), name)));
+  replace(own.panels.flow, diagram, data.steps.length > 1 ? [names, own.flowChart.element] : h("p", { class: "muted" }, `${count(data.steps.length)} steps so far`));
 }
 
 function loadServers(own, path) {
