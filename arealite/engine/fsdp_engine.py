@@ -116,7 +116,7 @@ class FSDPEngine(TrainEngine):
         return model
 
     def _compile_layers(self, model: PreTrainedModel) -> None:
-        if self.config.compile:
+        if self.config.compile and (self.device, self.config.dtype) != ("cuda", "float32"):  # padded attention
             for layer in hf_model.decoder_layers(model):
                 layer.compile(dynamic=True)
 

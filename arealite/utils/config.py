@@ -14,7 +14,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -50,6 +50,8 @@ MAX_OVERRIDES = 500
 # Keys whose texts are not shown; `tokenizer_path` is none of them.
 _SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)
 _OPTIONS = ("--config", "--help", "--dry-run")
+# Flag of a mapping that replaces the one before, instead of being merged with it.
+_REPLACES = "replaces"
 
 
 def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None) -> T:
@@ -74,7 +76,7 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     for source, values in sources:
         _check_keys(values, cls, source)
         try:
-            node = OmegaConf.merge(node, values)
+            node = _merge(node, values)
         except OmegaConfBaseException as error:
             raise bad_value(error, source, cls) from error
     config = _to_dataclass(node, cls)
@@ -82,6 +84,24 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     if check is not None:
         check()
     return config
+
+
+def _merge(node: Any, values: DictConfig) -> Any:
+    """Return `node` with `values`; a mapping that an override gives whole replaces the one before."""
+    _clear_replaced(node, values)
+    return OmegaConf.merge(node, values)
+
+
+def _clear_replaced(node: DictConfig, values: DictConfig) -> None:
+    for key in values:
+        new: Any = values._get_node(key)
+        old: Any = node._get_node(key) if key in node else None
+        if not all(isinstance(part, DictConfig) and not part._is_none() for part in (old, new)):
+            continue
+        if new._get_node_flag(_REPLACES):
+            node[key] = {}
+        elif not new._is_interpolation():
+            _clear_replaced(old, new)
 
 
 def _wanted_help(argv: list[str]) -> str | None:
@@ -100,7 +120,7 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
     node = OmegaConf.create({})
     for source, values in read_sources(argv, cls):
         try:
-            node = OmegaConf.merge(node, values)
+            node = _merge(node, values)
         except (OmegaConfBaseException, TypeError) as error:
             raise ConfigError(f"{source} contradicts an earlier value: {_first_line(error)}") from error
     assert isinstance(node, DictConfig)
@@ -234,6 +254,9 @@ def _read_override(override: str, kind: Any) -> DictConfig:
     typed = without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
     values = OmegaConf.create({})
     OmegaConf.update(values, key, text if typed else read_yaml(text, kind))
+    node = OmegaConf.select(values, key)
+    if isinstance(node, DictConfig) and get_origin(without_null(kind)) is dict:
+        node._set_flag(_REPLACES, True)
     return values
 
 

@@ -36,6 +36,18 @@ def test_packed_logprobs_equal_padded_logprobs(tmp_path, kind):
     torch.testing.assert_close(found[mask], reference_logp(path, batch)[mask], atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float32_is_exact(tmp_path, compiled):
+    path, batch = make_model(tmp_path, "qwen2"), random_batch(LENGTHS)
+    engine = cuda_engine(path, dtype="float32", param_dtype="float32", compile=compiled)
+    mask = batch["loss_mask"].bool()
+    torch.testing.assert_close(
+        engine.forward(batch)["logp"][mask], reference_logp(path, batch)[mask], atol=1e-4, rtol=0
+    )
+    losses = [engine.train_lm(batch)["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0] - 0.1
+
+
 @pytest.mark.parametrize(
     "settings",
     [

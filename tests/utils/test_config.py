@@ -331,3 +331,20 @@ def test_evaluations_are_greedy_with_the_lengths_of_training_unless_set():
     assert "eval_gconfig.max_new_tokens=900" in refusal(
         "valid_dataset.path=v", "server.context_length=600", "eval_gconfig.max_new_tokens=900"
     )
+
+
+def test_an_override_replaces_a_whole_mapping_and_changes_single_entries(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("train_dataset: {path: 'reasoning_gym:letter_counting', options: {size: 9, min_words: 1}}\n")
+    base = ["--config", str(file), "actor.path=x", "experiment_name=e", "trial_name=t", "gconfig.n_samples=2"]
+    for load in (lambda argv: load_config(argv, GRPOConfig), lambda argv: load_plain(argv, GRPOConfig)):
+        changed = load([*base, "train_dataset.options={size: 5, max_value: 30}"])
+        assert dict(changed.train_dataset.options) == {"size": 5, "max_value": 30}
+        added = load([*base, "train_dataset.options.size=7"])
+        assert dict(added.train_dataset.options) == {"size": 7, "min_words": 1}
+        emptied = load([*base, "train_dataset.options={}"])
+        assert dict(emptied.train_dataset.options) == {}
+        # Two files are merged.
+        second = tmp_path / "second.yaml"
+        second.write_text("train_dataset: {options: {size: 3}}\n")
+        assert load([*base, "--config", str(second)]).train_dataset.options["min_words"] == 1

@@ -18,6 +18,10 @@ from arealite.utils.memory.estimate import MemoryPlan, choose_sizes, cpu_sizes, 
 from arealite.utils.memory.model_size import ModelSize
 
 logger = logging.getLogger("arealite.engine")
+# Another process uses this GPU if more than a CUDA context and communication buffers is taken.
+_OTHERS = 4e9
+# What stays free for other processes, beside a copy of the weights: at most this share of what is free now.
+_ROOM, _MOST_ROOM = 2e9, 0.15
 
 
 def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str) -> MemoryPlan:
@@ -34,13 +38,28 @@ def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str) 
 
 
 def apply_plan(module: PackedModel, plan: MemoryPlan) -> MemoryPlan:
-    """Set what the model itself needs to know of a plan; returns the plan."""
+    """Set what the model and the allocator need to know of a plan; returns the plan."""
     module.chunk_size = plan.logprob_chunk_size
     if plan.gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if next(module.parameters()).is_cuda:
+        _leave_room(2.0 * sum(p.numel() for p in module.parameters()))
     if distributed.rank() == 0:
         logger.info("%s", plan)
     return plan
+
+
+def _leave_room(published: float) -> None:
+    """Limit torch's allocator on a GPU that servers use, too.
+
+    Memory that the allocator keeps for reuse is lost to them. `published` bytes are those of the copy that servers
+    read; it is made outside of torch's allocator.
+    """
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    if total - free - own > _OTHERS:
+        room = min(_ROOM + published, _MOST_ROOM * free)
+        torch.cuda.set_per_process_memory_fraction((own + free - room) / total)
 
 
 def _smallest_of_ranks(value: float) -> float:

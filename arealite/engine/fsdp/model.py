@@ -78,7 +78,9 @@ class PackedModel(nn.Module):
         # Cohere multiplies logits, Granite divides them.
         self.logit_scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
         self.max_length = original_length(model.config)
-        self.with_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+        # torch's variable-length attention has neither sinks nor float32.
+        has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+        self.padded = has_sinks or config.dtype == "float32"
         self.has_lm_head = model.get_output_embeddings() is not None
         # Set by `shard`: FSDP only converts types, it divides nothing.
         self.is_one_shard = False
@@ -159,7 +161,7 @@ class PackedModel(nn.Module):
             position_ids=positions,
             use_cache=False,
             packed_layout=PackedLayout.make(
-                cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.with_sinks
+                cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
             ),
             **inputs,
         )

@@ -2,8 +2,9 @@
 
 `PackedLayout` describes the sequences of one micro-batch. It is made once per micro-batch and passed down through the
 model's forward pass as the keyword argument `packed_layout`. On CUDA it runs torch's variable-length attention. CPU
-builds have no such kernel, and it has no attention sinks: there, sequences of similar length are gathered into a few
-padded buckets and run through SDPA. Padding follows the real tokens, so causal attention over a bucket is exact.
+builds have no such kernel, and it has neither attention sinks nor float32: there, sequences of similar length are
+gathered into a few padded buckets and run through SDPA. Padding follows the real tokens, so causal attention over a
+bucket is exact.
 
 N packed tokens, U computed tokens (fewer than N with shared prefixes), D head size, b rows of a bucket, s tokens of a
 row, p tokens of the shared prefix before them.
@@ -87,19 +88,19 @@ class PackedLayout:
         context_group: dist.ProcessGroup | None = None,
         ring: bool = False,
         one_graph: bool = False,
-        with_sinks: bool = False,
+        padded: bool = False,
     ) -> PackedLayout:
         """Describe sequences of `lengths`; with a context group, those of all its ranks.
 
         `plan` has the segments of sequences that share prefixes. `one_graph` gives all micro-batches on CUDA the same
-        fields, so that layers are compiled once. `with_sinks`: heads have sinks, which variable-length attention lacks.
+        fields, so that layers are compiled once. `padded`: variable-length attention lacks what the model needs.
         """
         hops = None
         if context_group is not None and ring:
             assert plan is None, "a ring computes every sequence in full"
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
             plan, hops = plan_piece(lengths, size, rank)
-        if not cu_seqlens.is_cuda or with_sinks:
+        if not cu_seqlens.is_cuda or padded:
             kernel = Buckets(plan or SegmentPlan.of_rows(lengths), cu_seqlens.device)
         elif plan is not None:
             kernel = Varlen.of_segments(plan, cu_seqlens.device)
@@ -151,7 +152,7 @@ class Varlen:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert sinks is None, "sinks need a layout made with with_sinks"
+        assert sinks is None, "sinks need a padded layout"
         if self.kv_index is not None:
             key, value = _repeat_keys(key, self.kv_index), _repeat_keys(value, self.kv_index)
         # Flash attention counts the tokens before the query; transformers counts the query too.
@@ -180,7 +181,7 @@ def _pad_heads(x: Tensor) -> Tensor:
 
 
 class Buckets:
-    """Attention on CPU, or with sinks: segments grouped by size into padded buckets, and SDPA over these."""
+    """Attention on CPU, with sinks or in float32: SDPA over padded buckets of segments of similar size."""
 
     def __init__(self, plan: SegmentPlan, device: torch.device | str = "cpu"):
         ends = accumulate(segment.prefix_length + segment.length for segment in plan.segments)
