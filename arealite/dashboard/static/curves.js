@@ -149,7 +149,7 @@ function renderKpis(node, context) {
     ["Step", [total ? `${last(columns.step) + 1} / ${total}` : String(last(columns.step) + 1), left], total ? rows / total : null],
     ["Reward", trend("reward", true)], ["NLL", trend("nll", false)], ["Accuracy", trend("accuracy", true)], ["Answer length", trend("answer_len", null)], ["Entropy", trend("entropy", null)],
     ["Staleness", trend("staleness", null)], ["Tokens/s", trend("tokens_per_s", true)],
-    ["Trainer idle", trend("idle/trainer", false, (v) => (v === null ? "–" : `${Math.round(v * 100)}%`))],
+    ["Idle", trend("idle/trainer", false, (v) => (v === null ? "–" : `${Math.round(v * 100)}%`))],
   ].filter(([, [value]]) => value !== "–");
   replace(node, tiles.map(([label, [value, note, tone], share]) => h("div", { class: "kpi" },
     h("span", { class: "kpi-label" }, label), h("span", { class: `kpi-note num ${tone ?? ""}` }, note), h("span", { class: "kpi-value num" }, value),
