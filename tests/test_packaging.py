@@ -6,6 +6,7 @@ import ast
 import email
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -70,9 +71,22 @@ def test_every_folder_is_a_package():
 
 def test_pins_cover_all_plain_dependencies():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {canonical(line.split("==")[0]) for line in lines if "==" in line}
+    pins = {canonical(line.split("==")[0]) for line in lines if "==" in line and not line.startswith("#")}
     plain = {canonical(re.split(r"[\[<>=!~; ]", requirement)[0]) for requirement in PROJECT["dependencies"]}
-    assert plain <= pins
+    loggers = {canonical(name) for name in ("wandb", "swanlab", "trackio")}
+    assert plain | loggers <= pins
+    assert len(pins) == sum("==" in line for line in lines if not line.startswith("#")), "a package is pinned twice"
+
+
+def test_links_of_the_readme_on_a_package_index():
+    index_readme = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["index_readme"]
+    text = "![page](docs/a.png) [one](docs/a.md#b), [two](https://x.org/y), `f(x)[0](1)`"
+    found = index_readme(text, "https://host/owner/name/", "1.0")
+    assert "![page](https://host/owner/name/raw/v1.0/docs/a.png)" in found
+    assert "[one](https://host/owner/name/blob/v1.0/docs/a.md#b), [two](https://x.org/y)" in found
+    assert index_readme(text, "", "1.0").strip().startswith("one, [two](https://x.org/y),")
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/" in readme and "](docs/" not in index_readme(readme, "", "1.0")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +120,7 @@ def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel):
     assert {"arealite/py.typed", "arealite/cli/template/train.py.template"} <= names
     assert metadata["Name"] == "arealite" and metadata["Version"] == arealite.__version__
     assert metadata["Description-Content-Type"] == "text/markdown" and metadata["Summary"] == PROJECT["description"]
-    assert "# AReaLite" in metadata.get_payload()
+    assert "# AReaLite" in metadata.get_payload() and "](docs/" not in metadata.get_payload()
     extras = set(metadata.get_all("Provides-Extra"))
     assert extras == {canonical(name) for name in PROJECT["optional-dependencies"]}
 
