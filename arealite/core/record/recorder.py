@@ -92,8 +92,9 @@ class Recorder:
     def add_batch(self, episodes: list[Episode], batch: Batch) -> None:
         """Record a batch that the training loop gets."""
         with self._lock:
-            # The loop may add columns, or replace them.
-            self._step.batches.append((episodes, dict(batch), batch))
+            # The loop may add columns, replace them, and change small ones (rewards) in place.
+            kept = {name: column.clone() if column.ndim == 1 else column for name, column in batch.items()}
+            self._step.batches.append((episodes, kept, batch))
 
     def set_share(self, share: Batch) -> None:
         """Set what this rank trains of the last batch."""
@@ -130,7 +131,8 @@ class Recorder:
                 try:
                     self._sizes[step] = write_step(self.folder, step, self._encode(done))
                     self._make_room()
-                except OSError as error:
+                # A value that is no JSON, such as a statistic of a loop's own, must not end the run either.
+                except (OSError, TypeError, ValueError) as error:
                     self._turn_off(error)
 
     def _encode(self, done: _Step) -> StepRecord:
@@ -159,9 +161,9 @@ class Recorder:
             step_path(self.folder, oldest).unlink(missing_ok=True)
             del self._sizes[oldest]
 
-    def _turn_off(self, error: OSError) -> None:
+    def _turn_off(self, error: Exception) -> None:
         self._is_off = True
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         show_message(f"warning: the run is no longer recorded for `arealite replay` ({self.folder}: {reason})")
 
 

@@ -49,7 +49,8 @@ def write_step(folder: Path, step: int, record: StepRecord) -> int:
         for name, column in batch.items():
             tensors[f"{number}/{name}"], columns[name] = _pack(batch, name, column)
         layouts.append({"columns": columns, "width": batch[_MASK].shape[1], "lengths": seq_lengths(batch).tolist()})
-    head = json.dumps({"format": _FORMAT, "layouts": layouts, "info": record.info}).encode()
+    # Statistics may be scalars of torch or NumPy.
+    head = json.dumps({"format": _FORMAT, "layouts": layouts, "info": record.info}, default=float).encode()
     body = save(tensors) if tensors else b""
     blob = zlib.compress(len(head).to_bytes(8, "little") + head + body, _LEVEL)
     write_file(step_path(folder, step), blob, private=False)

@@ -14,7 +14,7 @@ from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 from arealite.weights.fingerprint import MAX_ELEMENTS
 
-_MAX_ELEMENTS = 1 << 22
+_MAX_ELEMENTS = 1 << 20
 
 
 # Names of the tensors of all ranks, by model.

@@ -21,7 +21,7 @@ _CAUSES = (
     ("weights before", "the model or the checkpoint at the start is another one, or was changed"),
     ("prox_logp|ref_logp|teacher_logp|values|train_logp", "a forward pass: its weights, kernels or number of threads"),
     ("advantages|returns|shaped_rewards", "how rewards become advantages: code or configuration"),
-    ("lr$", "the learning rate or its schedule"),
+    (r"^lr\b", "the learning rate or its schedule"),
     ("weights", "the optimizer step, or something that changed weights besides it"),
     ("", "the loss, its gradient or the split into micro-batches"),
 )

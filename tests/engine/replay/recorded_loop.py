@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,18 @@ def replay(recorded: GRPOConfig, tokenizer: Any, folder: Path, plan: dict[str, A
     config = make_config(Path(recorded.actor.path), folder, record=0)
     config.recover = RecoverConfig()
     config.actor = how.pop("actor", config.actor)
+    return as_replay(RunDir(recorded).record, folder, plan, lambda: train(config, tokenizer, **how))
+
+
+def as_replay(record: Path, folder: Path, plan: dict[str, Any], run: Callable[[], Any]) -> dict[str, Any]:
+    """Call `run` as the process of a replay, and return the result."""
     settings = dict(mode="whole", first=0, last=NUM_STEPS - 1, checkpoint=None, uses_servers=False) | plan
-    result = folder / "result.json"
-    plan_path = folder / "plan.json"
-    ReplayPlan(record=str(RunDir(recorded).record), result=str(result), **settings).save(plan_path)
+    result, plan_path = folder / "result.json", folder / "plan.json"
+    ReplayPlan(record=str(record), result=str(result), **settings).save(plan_path)
     os.environ[REPLAY_ENV] = str(plan_path)
     current_replay.cache_clear()
     try:
-        train(config, tokenizer, **how)
+        run()
     finally:
         del os.environ[REPLAY_ENV]
         current_replay.cache_clear()

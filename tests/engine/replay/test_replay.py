@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file, save_file
 
+from arealite.api.cli_args import DatasetConfig, OptimizerConfig, RecoverConfig, SFTConfig, TrainEngineConfig
 from arealite.core.record.step_file import read_step, recorded_steps
 from arealite.engine.replay.compare import Difference
+from arealite.trainer.sft import SFTTrainer
 from arealite.utils.rundir import RunDir
-from tests.engine.replay.recorded_loop import NUM_STEPS, make_config, replay, train, vowels, with_lr
+from tests.engine.replay.recorded_loop import NUM_STEPS, as_replay, make_config, replay, train, vowels, with_lr
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,25 @@ def test_a_weight_that_changes_during_training_is_named(recorded, tokenizer, tmp
     text = describe(result)
     assert text.startswith("step 3: prox_logp differs") and "kernel that does not repeat" in text
     assert result["num_steps"] == 2
+
+
+def test_supervised_training_is_replayed_from_a_checkpoint(model_path, tokenizer, tmp_path):
+    def fit(name, record, mode):
+        config = SFTConfig(
+            experiment_name="e",
+            trial_name=name,
+            total_train_steps=4,
+            model=TrainEngineConfig(path=str(model_path), dtype="float32", device="cpu", optimizer=OptimizerConfig()),
+            train_dataset=DatasetConfig(path="made", batch_size=2),
+            recover=RecoverConfig(mode=mode, freq_steps=2),
+            record=record,
+        )
+        config.cluster.fileroot, config.stats_logger.console = str(tmp_path), False
+        rows = [{"input_ids": list(range(2, 9 + i)), "loss_mask": [1] * (7 + i)} for i in range(16)]
+        SFTTrainer(config, rows, tokenizer).train()
+        return RunDir(config)
+
+    recorded = fit("run", 1, "auto")
+    plan = {"mode": "trainer-only", "first": 2, "checkpoint": str(recorded.recover / "step000002")}
+    result = as_replay(recorded.record, tmp_path / "result", plan, lambda: fit("again", 0, "disabled"))
+    assert result["difference"] is None and result["num_steps"] == 2

@@ -1,0 +1,106 @@
+"""`arealite replay` with real processes: a server and two ranks, and what it says about changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import ConfigError, RecordError
+from arealite.cli.replay import main
+
+SCRIPT = """
+from arealite.api.cli_args import GRPOConfig
+from arealite.dataset import load_tokenizer
+from arealite.trainer.ppo import PPOTrainer
+from arealite.utils.config import load_config, run_main
+from arealite.workflow.rlvr import RLVRWorkflow
+
+
+def reward(completion, prompt, **data):
+    return float(sum(letter in "aeiou" for letter in completion))
+
+
+def main(argv):
+    config = load_config(argv, GRPOConfig)
+    tokenizer = load_tokenizer(config.actor.path)
+    workflow = RLVRWorkflow(reward, config.gconfig, tokenizer, reward_inline=True)
+    PPOTrainer(config, [{"prompt": f"{i}: "} for i in range(64)], tokenizer).train(workflow)
+
+
+if __name__ == "__main__":
+    run_main(main)
+"""
+SETTINGS = """
+experiment_name: e
+trial_name: t
+allocation_mode: embedded.d1+d2
+total_train_steps: 4
+train_dataset: {path: made, batch_size: 4}
+gconfig: {n_samples: 4, max_new_tokens: 12}
+rollout: {max_head_offpolicyness: 1}
+server: {dtype: float32, device: cpu, max_total_tokens: 8192, deterministic: true}
+actor: {dtype: float32, device: cpu, ppo_n_minibatches: 2, optimizer: {lr: 0.01}}
+recover: {mode: auto, freq_steps: 2}
+launcher: {threads_per_process: 1}
+"""
+
+
+def run(*argv: str, cwd: Path) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-P", *argv]
+    return subprocess.run(
+        command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+    )
+
+
+def replay(folder: Path, *argv: str) -> tuple[int, str]:
+    done = run("-m", "arealite.cli.entry", "replay", str(folder / "runs" / "e" / "t"), *argv, cwd=folder.parent)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_on_two_ranks_is_replayed_bit_for_bit_and_changes_are_named(model_path, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text(SETTINGS)
+    arguments = ["--config", "config.yaml", f"actor.path={model_path}"]
+    done = run("-m", "arealite.launcher.local", "script.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    code, text = replay(tmp_path)
+    assert code == 0 and "answers are generated again by servers" in text, text
+    assert text.endswith("equal bit for bit: 4 steps (16 episodes, losses, statistics and weights)\n"), text
+
+    code, text = replay(tmp_path, "--trainer-only", "--from", "4", "actor.optimizer.lr=0.02")
+    assert code == 1 and "training starts from" in text and "recover/step000002" in text, text
+    assert "step 3: lr of minibatch 1 differs: recorded 0.01, replayed 0.02" in text, text
+    assert "the learning rate or its schedule\nchanged since the run:\n  actor.optimizer.lr: 0.01, now 0.02\n" in text
+
+    script.write_text(SCRIPT.replace('in "aeiou"', 'in "aeiouy"'))
+    code, text = replay(tmp_path, "--rollout-only", "--steps", "2")
+    assert code == 1 and "rewards of episode" in text and "code of script" in text, text
+
+    # A run whose script is not known has its training left.
+    (tmp_path / "runs" / "e" / "t" / "job.json").unlink()
+    code, text = replay(tmp_path, "--trainer-only", "--to", "2")
+    assert code == 0 and "equal bit for bit: 2 steps (losses, statistics and weights)" in text, text
+    code, text = replay(tmp_path)
+    assert code == 2 and "the script of the run" in text and "--trainer-only" in text, text
+
+
+def test_wrong_arguments_and_runs_without_a_record_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is no run directory"):
+        main([str(tmp_path)])
+    with pytest.raises(ConfigError, match="--to and --steps both"):
+        main([str(tmp_path), "--to", "3", "--steps", "2"])
+    with pytest.raises(ConfigError, match="count from 1"):
+        main([str(tmp_path), "--from", "0"])
+    with pytest.raises(ConfigError, match="not allowed with"):
+        main([str(tmp_path), "--trainer-only", "--rollout-only"])
+    (tmp_path / "config.yaml").write_text("{record: 0, allocation_mode: d1}")
+    with pytest.raises(RecordError, match=r"was not recorded \(record=0\)"):
+        main([str(tmp_path)])
+    (tmp_path / "config.yaml").write_text("{record: 1, allocation_mode: d1}")
+    with pytest.raises(RecordError, match="there is no record"):
+        main([str(tmp_path)])
