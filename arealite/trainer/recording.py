@@ -34,7 +34,7 @@ class RunRecord:
         self.config, self.engines, self.rollout = config, engines, rollout
         self.folder, self.max_bytes = run_dir.record, config.record * _MIB
         self._recorder: Recorder | None = None
-        self._has_sizes = False
+        self._sizes: dict[str, dict[str, Any]] = {}
         # A loop may collect its batches with something of its own.
         if rollout is not None and not hasattr(rollout, "begin_record"):
             self.max_bytes = 0
@@ -43,11 +43,13 @@ class RunRecord:
         """Begin before a step, with the weights as they are now."""
         if not self.max_bytes:
             return
-        environment = describe_environment(self.config)
-        environment |= {"weights": weight_sums(self.engines), "spec": asdict(spec)}
+        weights = weight_sums(self.engines)
+        if rank() != 0:
+            return
+        environment = describe_environment(self.config) | {"weights": weights, "spec": asdict(spec)}
         if self.rollout is not None:
             self.rollout.begin_record(str(self.folder), self.max_bytes, first_step, environment)
-        elif rank() == 0:
+        else:
             self._recorder = Recorder(self.folder, self.max_bytes)
             self._recorder.begin(first_step, environment)
 
@@ -55,11 +57,10 @@ class RunRecord:
         """Record the results of a step, of each minibatch."""
         if not self.max_bytes:
             return
-        results = {"stats": stats, "weights": weight_sums(self.engines)}
-        if not self._has_sizes:
+        if not self._sizes:
             # They are chosen by the free memory of the device, when the first batch arrives.
-            self._has_sizes = True
-            results["sizes"] = {name: _sizes(engine) for name, engine in self.engines.items()}
+            self._sizes = {name: _sizes(engine) for name, engine in self.engines.items()}
+        results = {"stats": stats, "weights": weight_sums(self.engines), "sizes": self._sizes}
         if self.rollout is not None:
             self.rollout.record_step(step, results)
         elif self._recorder is not None:

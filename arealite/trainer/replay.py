@@ -53,8 +53,14 @@ def read_run(run_dir: RunDir) -> RecordedRun:
     if config.get("record") == 0:
         raise RecordError(f"the run in {run_dir.path} was not recorded (record=0): set record=256 in the next one")
     job_path = run_dir.path / "job.json"
-    job = json.loads(job_path.read_text()) if job_path.is_file() else {}
-    return RecordedRun(run_dir, config, job.get("script") or "", job.get("cwd") or os.getcwd())
+    try:
+        job = json.loads(job_path.read_text()) if job_path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{job_path} is damaged ({error}): remove it to replay the training alone") from error
+    cwd = job.get("cwd") or os.getcwd()
+    if not Path(cwd).is_dir():
+        raise ConfigError(f"the run was started in {cwd}, which is not there: paths of its configuration begin there")
+    return RecordedRun(run_dir, config, job.get("script") or "", cwd)
 
 
 def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None) -> ReplayPlan:
@@ -146,8 +152,7 @@ def replay_config(run: RecordedRun, plan: ReplayPlan, folder: Path) -> dict[str,
     # Other numbers of threads round otherwise.
     threads = environment["hardware"]["threads"]
     config["launcher"] = {**(config.get("launcher") or {}), "threads_per_process": threads}
-    sizes = next((s for s in (_sizes(plan.record, step) for step in range(plan.last + 1)) if s), {})
-    for name, own in sizes.items():
+    for name, own in read_step(Path(plan.record), plan.first).info["sizes"].items():
         section = name if name in config else "model"
         config[section] = {**config[section], **own}
     if "server" in config:
@@ -158,14 +163,6 @@ def replay_config(run: RecordedRun, plan: ReplayPlan, folder: Path) -> dict[str,
         train = AllocationMode.from_str(config["allocation_mode"]).train
         config["allocation_mode"] = "d1" if plan.mode == "rollout-only" else str(train)
     return config
-
-
-def _sizes(record: str, step: int) -> dict[str, dict[str, Any]]:
-    """Return the sizes of the engines' passes, if this step has recorded them."""
-    try:
-        return read_step(Path(record), step).info.get("sizes", {})
-    except RecordError:
-        return {}
 
 
 def describe_result(plan: ReplayPlan, result: dict[str, Any]) -> str:

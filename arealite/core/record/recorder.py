@@ -66,6 +66,8 @@ class Recorder:
         self._attempt = f"attempt{first_step:06d}-{uuid.uuid4().hex[:8]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob("attempt*.json") if first_step == 0 else ():
+                old.unlink()
             for step in recorded_steps(self.folder):
                 if step >= first_step:
                     step_path(self.folder, step).unlink()

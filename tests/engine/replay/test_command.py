@@ -61,6 +61,7 @@ def replay(folder: Path, *argv: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_asynchronous_run_on_two_ranks_is_replayed_bit_for_bit_and_changes_are_named(model_path, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
