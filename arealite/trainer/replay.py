@@ -171,6 +171,8 @@ def describe_result(plan: ReplayPlan, result: dict[str, Any]) -> str:
     lines = []
     if result["num_not_run"]:
         lines.append(f"{result['num_not_run']} episodes could not run again (their rows are not in the record)")
+    for episode, reason, now in result["failures"]:
+        lines.append(f"episode {episode} failed in the run ({reason}); now: {now}")
     if difference is not None:
         return "\n".join([*lines, "the replay diverges from the run:", Difference(**difference).describe(changes)])
     parts = [f"{result['num_episodes']} episodes"] if plan.mode != "trainer-only" else []

@@ -4,18 +4,22 @@
 tasks; their session keeps the log of its episode.
 """
 
+import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 
 
 class LoggedRequest(NamedTuple):
-    """A request and its answers; `is_group`: it asked for all samples of a group at once."""
+    """A request and its answers, or why it was refused; `is_group`: it asked for all samples of a group."""
 
     request: ModelRequest
     responses: list[ModelResponse]
     is_group: bool
+    error: str = ""
 
 
 RequestLog = list[LoggedRequest]
@@ -32,8 +36,18 @@ def use_log(log: RequestLog | None) -> None:
     _log.set(log)
 
 
-def log_request(request: ModelRequest, responses: list[ModelResponse], is_group: bool) -> None:
-    """Add an answered request to the log, if there is one."""
+def log_request(request: ModelRequest, responses: list[ModelResponse], is_group: bool, error: str = "") -> None:
+    """Add a request that was answered or refused to the log, if there is one."""
     log = _log.get()
     if log is not None:
-        log.append(LoggedRequest(request, responses, is_group))
+        log.append(LoggedRequest(request, responses, is_group, error))
+
+
+@contextlib.contextmanager
+def logging_refusal(request: ModelRequest, is_group: bool) -> Iterator[None]:
+    """Add the request to the log if it is refused: workflows may go on without its answer."""
+    try:
+        yield
+    except RequestError as error:
+        log_request(request, [], is_group, str(error))
+        raise

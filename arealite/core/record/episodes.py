@@ -27,6 +27,8 @@ class RecordedRequest(NamedTuple):
     seed: int | None
     is_group: bool
     responses: list[ModelResponse]
+    # Why it was refused; empty if it was answered.
+    error: str = ""
 
 
 def encode_episode(episode: Episode, seed: int, batch: Batch | None, first_row: int = 0) -> dict[str, Any]:
@@ -102,6 +104,8 @@ def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, An
     encoded: dict[str, Any] = {"seed": logged.request.seed, "samples": samples}
     if logged.is_group:
         encoded["is_group"] = True
+    if logged.error:
+        encoded["error"] = logged.error
     if not any("at" in sample for sample in samples):
         encoded["prompt"] = logged.request.input_ids
     return encoded
@@ -141,4 +145,5 @@ def _decode_request(episode: str, encoded: dict[str, Any], batch: Batch | None) 
             tokens, logprobs, versions = sample["tokens"], sample["logprobs"], sample["versions"]
         interruptions = sample.get("interruptions", 0)
         responses.append(ModelResponse(prompt, tokens, logprobs, versions, sample["stop"], interruptions))
-    return RecordedRequest(episode, prompt, encoded["seed"], encoded.get("is_group", False), responses)
+    is_group, error = encoded.get("is_group", False), encoded.get("error", "")
+    return RecordedRequest(episode, prompt, encoded["seed"], is_group, responses, error)

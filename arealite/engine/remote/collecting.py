@@ -31,7 +31,7 @@ from arealite.utils import distributed
 from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
-from arealite.utils.request_log import log_request
+from arealite.utils.request_log import log_request, logging_refusal
 from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
@@ -103,12 +103,14 @@ class CollectingEngine(InferenceEngine):
         """Generate `count` continuations of one sample."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        response = await self._complete(Progress(request, request.seed))
+        with logging_refusal(request, is_group=False):
+            response = await self._complete(Progress(request, request.seed))
         log_request(request, [response], is_group=False)
         return response
 
     async def agenerate_group(self, request: ModelRequest) -> list[ModelResponse]:
-        responses = await self._generate_group(request)
+        with logging_refusal(request, is_group=True):
+            responses = await self._generate_group(request)
         log_request(request, responses, is_group=True)
         return responses
 

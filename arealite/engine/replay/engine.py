@@ -43,6 +43,8 @@ class ReplayEngine(CollectingEngine):
         self.shares: list[Batch] = []
         # The first difference of the rollouts (rank 0).
         self.difference: Difference | None = None
+        # Episodes that had failed in the run: id, reason, and how they end now.
+        self.failures: list[tuple[str, str, str]] = []
         # Episodes that ran again, and those that could not.
         self.num_checked = self.num_taken = 0
         self._step = plan.first
@@ -116,7 +118,7 @@ class ReplayEngine(CollectingEngine):
             row += known["rows"]
             owners += [f"episode {known['id']}, sample {i}" for i in range(known["rows"])]
             if isinstance(outcome, str):
-                self._note(Difference(step, f"outcome of episode {known['id']}", "trained", outcome))
+                self._note(self._failure(step, known, outcome))
             parts.append(outcome if isinstance(outcome, dict) else _without_group(select_rows(recorded, rows)))
         joined = concat_padded(with_sample_columns(parts))
         joined = {name: joined[name] for name in recorded if name in joined} | joined
@@ -132,17 +134,22 @@ class ReplayEngine(CollectingEngine):
             outcome = self._outcome(known)
             if outcome is None:
                 continue
-            was = known["state"] if known["state"] == "rejected" else known["reason"] or "failed"
             now = "trained" if isinstance(outcome, dict) else outcome
-            # Deadlines and servers that were lost do not repeat themselves.
-            if (known["state"] == "rejected") != (now == "rejected"):
-                self._note(Difference(step, f"outcome of episode {known['id']}", was, now))
+            if known["state"] == "failed":
+                # No difference: deadlines, and servers that were lost, do not repeat themselves.
+                self.failures.append((known["id"], known["reason"], now))
+            elif now != "rejected":
+                self._note(Difference(step, f"outcome of episode {known['id']}", "rejected", now))
+
+    def _failure(self, step: int, known: dict[str, Any], reason: str) -> Difference:
+        """Return why an episode was trained in the run and not now; a request that does not match says most."""
+        for found in self._mismatches:
+            if found.episode in (known["id"], ""):
+                return Difference(step, found.what, found.recorded, found.replayed)
+        return Difference(step, f"outcome of episode {known['id']}", "trained", reason)
 
     def _note(self, difference: Difference | None) -> None:
-        """Keep the first difference; a request that does not match explains what follows from it."""
-        if self._mismatches and difference is not None:
-            first = self._mismatches[0]
-            difference = Difference(difference.step, first.what, first.recorded, first.replayed)
+        """Keep the first difference."""
         self.difference = self.difference or difference
 
     # ----------------------------------------------------------------------------------------------- episodes

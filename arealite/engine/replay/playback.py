@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from arealite.api.engine_api import InferenceEngine
-from arealite.api.errors import AReaLiteError
+from arealite.api.errors import AReaLiteError, RequestError
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.core.record.episodes import RecordedRequest
 
@@ -23,9 +23,9 @@ _SHOWN = 6
 class ReplayMismatch(AReaLiteError):
     """A workflow does something else in a replay than in the run: `what`, with both values as text."""
 
-    def __init__(self, what: str, recorded: str, replayed: str):
+    def __init__(self, episode: str, what: str, recorded: str, replayed: str):
         super().__init__(f"{what}: recorded {recorded}, replayed {replayed}")
-        self.what, self.recorded, self.replayed = what, recorded, replayed
+        self.episode, self.what, self.recorded, self.replayed = episode, what, recorded, replayed
 
 
 class Playback:
@@ -41,27 +41,33 @@ class Playback:
             self._by_seed[recorded.seed].append(recorded)
 
     def find(self, request: ModelRequest, is_group: bool) -> RecordedRequest:
-        """Return the recorded request that this one repeats; raises `ReplayMismatch` if there is none."""
+        """Return the recorded request that this one repeats; raises `ReplayMismatch` if there is none.
+
+        One that was refused in the run is refused again.
+        """
         waiting = self._by_key.get(_key(request.input_ids, request.seed, is_group))
         if not waiting:
             raise self._mismatch(request)
         found = waiting.popleft()
         self._by_seed[request.seed].remove(found)
+        if found.error:
+            raise RequestError(found.error)
         count = request.gconfig.n_samples if is_group else 1
         if len(found.responses) != count:
             what = f"number of samples of episode {found.episode}"
-            raise ReplayMismatch(what, str(len(found.responses)), str(count))
+            raise ReplayMismatch(found.episode, what, str(len(found.responses)), str(count))
         return found
 
     def _mismatch(self, request: ModelRequest) -> ReplayMismatch:
         left = self._by_seed.get(request.seed)
         if not left:
-            return ReplayMismatch(f"prompt of a request with seed {request.seed}", "none", _show(request.input_ids, 0))
+            what = f"prompt of a request with seed {request.seed}"
+            return ReplayMismatch("", what, "none", _show(request.input_ids, 0))
         asked = request.input_ids
         nearest = max(left, key=lambda recorded: _common(recorded.prompt, asked))
         at = _common(nearest.prompt, asked)
         what = f"prompt of a request of episode {nearest.episode}, from token {at} on,"
-        return ReplayMismatch(what, _show(nearest.prompt, at), _show(asked, at))
+        return ReplayMismatch(nearest.episode, what, _show(nearest.prompt, at), _show(asked, at))
 
 
 def _key(prompt: list[int], seed: int | None, is_group: bool) -> Any:
@@ -173,4 +179,5 @@ def _check_answer(episode: str, response: ModelResponse, part: slice, tokens: li
         at = _common(old, new)
         if at < max(len(old), len(new)):
             texts = (show(values[at]) if at < len(values) else "no token" for values in (old, new))
-            raise ReplayMismatch(f"{name} of an answer of episode {episode} at token {part.start + at}", *texts)
+            what = f"{name} of an answer of episode {episode} at token {part.start + at}"
+            raise ReplayMismatch(episode, what, *texts)

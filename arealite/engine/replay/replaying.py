@@ -23,6 +23,7 @@ from arealite.utils.distributed import broadcast_json, rank
 
 # Its second half is known only after the update, of which the statistics tell more.
 _AFTER_STATS = ("train_logp",)
+_MAX_FAILURES = 100
 
 
 class ReplayEnd(Exception):
@@ -148,6 +149,7 @@ class Replay:
             "num_steps": self.num_steps,
             "num_episodes": rollout.num_checked if rollout else 0,
             "num_not_run": rollout.num_taken if rollout else 0,
+            "failures": rollout.failures[:_MAX_FAILURES] if rollout else [],
             "difference": where.to_json() if where else None,
             "changes": differences(recorded, describe_environment(self._config), self.plan.mode != "rollout-only"),
         }

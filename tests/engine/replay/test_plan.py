@@ -5,13 +5,16 @@ import json
 import pytest
 import torch
 
-from arealite.api.errors import RecordError
+from arealite.api.errors import RecordError, RequestError
+from arealite.api.io_struct import ModelRequest
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
 from arealite.core.record.environment import differences
-from arealite.core.record.episodes import decode_row, encode_row
+from arealite.core.record.episodes import decode_requests, decode_row, encode_episode, encode_row
 from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
 from arealite.engine.replay.plan import choose_steps, weights_before
+from arealite.engine.replay.playback import Playback, ReplayMismatch
+from arealite.utils.request_log import LoggedRequest
 from tests.engine.engine_testing import random_batch
 
 
@@ -135,3 +138,17 @@ def test_differences_of_environments_are_named():
         "actor.optimizer.lr: 0.1, now 0.2",
         "code of mine (recorded at commit abc)",
     ]
+
+
+def test_a_refused_request_is_refused_again_and_unknown_ones_name_the_nearest():
+    log = [LoggedRequest(ModelRequest([1, 2, 3], seed=7), [], False, "too long")]
+    episode = Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, log=log)
+    recorded = decode_requests(json.loads(json.dumps(encode_episode(episode, 1, None))), None)
+    playback = Playback()
+    playback.add(recorded)
+    with pytest.raises(ReplayMismatch, match=r"episode 4, from token 2 on,: recorded \[3\] of 3.*replayed \[4\] of 3"):
+        playback.find(ModelRequest([1, 2, 4], seed=7), is_group=False)
+    with pytest.raises(RequestError, match="too long"):
+        playback.find(ModelRequest([1, 2, 3], seed=7), is_group=False)
+    with pytest.raises(ReplayMismatch, match="request with seed 7: recorded none"):
+        playback.find(ModelRequest([1, 2, 3], seed=7), is_group=False)
