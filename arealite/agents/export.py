@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from arealite.agents.session import Reply, Session
-from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.io_struct import ROUTED_EXPERTS, STATS_PREFIX, Batch
+from arealite.api.trajectory import join_records
 
 
 def call_returns(session: Session) -> tuple[dict[str, float], float]:
@@ -62,6 +63,9 @@ def to_batch(sessions: Mapping[int, Session]) -> Batch:
     }
     if has_turn_rewards:
         batch["token_rewards"] = _pad(rows, "token_rewards", 0.0, np.float32)
+    records = [_joined(row["routed"]) for row in rows]
+    if any(record is not None for record in records):
+        batch[ROUTED_EXPERTS] = torch.from_numpy(join_records(records, batch["input_ids"].shape[1]))
     types = {"sample_ids": torch.long, "truncated": torch.bool}
     return batch | {
         name: torch.tensor(values, dtype=types.get(name, torch.float32)) for name, values in columns.items()
@@ -90,8 +94,14 @@ def _rows(session: Session, returns: Mapping[str, float]) -> list[dict[str, list
             trained.add(reply)
         row["attention_mask"] = [1] * len(row["input_ids"])
         row["truncated"] = [leaf.truncated]
+        row["routed"] = [reply.routed for reply in leaf.path()]
         rows.append(row)
     return rows
+
+
+def _joined(records: list[np.ndarray | None]) -> np.ndarray | None:
+    known = [record for record in records if record is not None]
+    return np.concatenate(known) if known else None
 
 
 def _pad(rows: list[dict[str, list[Any]]], name: str, value: float, dtype: type) -> torch.Tensor:

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import orjson
 
 from arealite.api.chat import encode_chat, encode_next
@@ -40,6 +41,8 @@ class Reply:
     # 1 for calls that began before the first answer; one more than the latest answer before the call.
     turn: int
     reward: float = 0.0
+    # Experts of the tokens that the replies before this one have no record of, with `rollout.routing_replay`.
+    routed: np.ndarray | None = None
 
     def path(self) -> "list[Reply]":
         """Return the replies from the root to this one."""
@@ -146,7 +149,7 @@ class Session:
             raise RequestError(f"a response of {len(tokens)} tokens does not answer this prompt token for token")
         reply = Reply(
             reply_id, prompt.parent, prompt.observed, tokens, response.output_logprobs, response.output_versions,
-            response.truncated, prompt.turn,
+            response.truncated, prompt.turn, routed=_new_records(prompt.parent, response.routed_experts),
         )  # fmt: skip
         self.replies[reply_id] = reply
         self.counts["sampled_tokens"] += len(tokens)
@@ -266,3 +269,10 @@ def _digest(before: bytes, value: Any) -> bytes:
 def _num_common(a: list[int], b: list[int]) -> int:
     """Return the number of tokens with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _new_records(parent: Reply | None, record: np.ndarray | None) -> np.ndarray | None:
+    """Return the rows of `record`, of all tokens, that the path of `parent` does not have."""
+    if record is None or parent is None:
+        return record
+    return record[sum(len(r.routed) for r in parent.path() if r.routed is not None) :].copy()

@@ -43,6 +43,7 @@ class ServerSettings(Protocol):
     model_path: str
     weight_update: str
     lora_rank: int
+    routing_replay: bool
 
     @property
     def run_path(self) -> Path:
@@ -128,6 +129,7 @@ class Embedded(Backend):
             model_path=config.model_path,
             port=port,
             tensor_parallel=_strategy(config).tensor,
+            record_routing=config.server.record_routing or config.routing_replay,
             seed=config.server.seed + index * _SEED_STRIDE,
             weight_folders=[*config.server.weight_folders, str(config.run_path)],
         )
@@ -169,6 +171,8 @@ class SGLang(Backend):
             # Two adapters: the one in use and the next one.
             flags |= {"enable_lora": True, "max_loaded_loras": 2, "max_loras_per_batch": 2}
             flags |= {"max_lora_rank": config.lora_rank, "lora_target_modules": "all"}
+        if config.routing_replay:
+            flags["enable_return_routed_experts"] = True
         flags |= config.sglang
         if config.server.api_key:
             flags["config"] = str(config.private_file)
@@ -220,6 +224,14 @@ class VLLM(Backend):
         # vLLM's own check leaves out the endpoints that load weights. It takes this flag more than once.
         auth = ["--middleware", "arealite.engine.remote.vllm_auth.RequireKey"] if config.server.api_key else []
         return [*shlex.split(base), config.model_path, *_flags(flags | config.vllm), *auth]
+
+    def check(self, config: ServerSettings) -> None:
+        super().check(config)
+        if config.routing_replay:
+            raise ConfigError(
+                "rollout.routing_replay needs the experts of each token, which vLLM's endpoint for token ids does not "
+                "return: use embedded or sglang servers, or leave it out"
+            )
 
     def env(self, config: ServerSettings) -> dict[str, str]:
         # The endpoints for weight updates exist in this mode only.

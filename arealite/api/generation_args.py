@@ -88,6 +88,9 @@ class InferenceEngineConfig(Section):
     episode_timeout_s: float = _help("Deadline of one episode; after it the episode has failed.", 7200.0, SECONDS)
     batch_timeout_s: float = _help("Deadline of one prepare_batch.", 7200.0, SECONDS)
     max_failed_episodes: int = _help("Stop the run after this many failed episodes in a row.", 64, AT_LEAST_1)
+    routing_replay: bool = _help(
+        "Mixtures of experts: train each token with the experts that it took on the server (embedded, SGLang).", False
+    )
     dump_rollouts: bool = _help("Keep rollouts in run.sqlite, as text and tokens.", True)
     max_dump_tokens: int = _help(
         "Tokens of each training batch (and of each evaluation) kept there, in whole groups, up to 128 answers.",
@@ -129,6 +132,10 @@ class ServerConfig(Section):
     keep_prefix_across_updates: bool = _help(
         "Reuse cached prefixes after a weight update: saves prefill, but their keys and values are those of older "
         "weights, so log-probs differ from the trainer's.",
+        False,
+    )
+    record_routing: bool = _help(
+        "Record the experts of each token, for requests with return_routed_experts (set by rollout.routing_replay).",
         False,
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)

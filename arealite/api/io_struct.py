@@ -8,6 +8,8 @@ Keys: `input_ids`, `attention_mask`, `loss_mask` (1 on trained tokens), `logprob
 [B]`; later `prox_logp`, `ref_logp`, `values`, `final_values [B]`, `advantages`, `returns`, `train_logp`. Index `t`
 always refers to token `t`: its log-prob is that of token `t` given the tokens before it. Columns `stats/NAME [B]` are
 numbers that workflows report, NaN where a row has none.
+`routed_experts [B, T, L · K]`: the K experts that a token took in each of L layers on the server, `NO_EXPERT` on tokens
+without a record.
 Optional keys, for samples of several rows (the branches of an agent's session) and rewards of turns: `sample_ids [B]`,
 the sample of its group that a row belongs to (without it every row is a sample), and `token_rewards [B, T]`, the return
 of the turn that sampled each token. All rows of a sample have its reward in `rewards`.
@@ -19,11 +21,15 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from arealite.api.cli_args import GenerationHyperparameters
 
 Batch = dict[str, torch.Tensor]
+ROUTED_EXPERTS = "routed_experts"
+# The index of an expert that marks a token without a record: all bits are 1. No expert has it.
+NO_EXPERT = {"uint8": 255, "int16": -1}
 # The columns of a batch with the statistics of workflows begin with it.
 STATS_PREFIX = "stats/"
 # Statistics of a step by name, reduced over all ranks.
@@ -62,7 +68,11 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """Generated tokens: each `output_*` list has one entry per token."""
+    """Generated tokens: each `output_*` list has one entry per token.
+
+    `routed_experts [tokens, L · K]`, with `rollout.routing_replay`: the experts of input and output tokens from the
+    first one on. The last token has none, because nothing was computed from it.
+    """
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -70,10 +80,21 @@ class ModelResponse:
     output_versions: list[int]
     stop_reason: StopReason
     num_interruptions: int = 0
+    routed_experts: np.ndarray | None = None
 
     @property
     def truncated(self) -> bool:
         return self.stop_reason != "stop"
+
+
+def extend_record(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
+    """Append the rows of `new` that `known` does not have; both are experts from the first token on.
+
+    A token that is computed again, for a later turn or on another server, keeps the experts it took first.
+    """
+    if known is None or new is None:
+        return new if known is None else known
+    return np.concatenate([known, new[len(known) :]])
 
 
 @dataclass(frozen=True)

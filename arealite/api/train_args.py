@@ -72,6 +72,12 @@ class TrainEngineConfig(Section):
     lora_alpha: int | None = _help("Adapters are scaled by alpha / rank; null: 2 * lora_rank.", None, AT_LEAST_1)
     lora_targets: list[str] = _help("Linear layers that get adapters, by name; empty: all.", list)
     freeze_vision: bool = _help("Vision-language models: train the language model only.", True)
+    router_aux_loss_coef: float = _help(
+        "Mixtures of experts: weight of the load-balancing loss of the Switch Transformer; 0 is off.", 0.0, NOT_NEGATIVE
+    )
+    router_bias_update_rate: float = _help(
+        "DeepSeek-V3: how far a minibatch moves routers' biases towards equal load; 0 keeps them.", 0.0, NOT_NEGATIVE
+    )
     logprob_chunk_size: int | None = _help(
         "Tokens per chunk of logits; null: 1024 on CPU, on a GPU by its memory.", None, AT_LEAST_1
     )

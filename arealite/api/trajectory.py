@@ -17,7 +17,15 @@ from arealite.api.chat import Message, encode_chat, encode_next
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RequestError
-from arealite.api.io_struct import STATS_PREFIX, Batch, ModelRequest, ModelResponse
+from arealite.api.io_struct import (
+    NO_EXPERT,
+    ROUTED_EXPERTS,
+    STATS_PREFIX,
+    Batch,
+    ModelRequest,
+    ModelResponse,
+    extend_record,
+)
 from arealite.api.reward_api import Score
 
 
@@ -37,6 +45,8 @@ class Trajectory:
         self._loss_mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        # Experts of the first tokens, [tokens, L · K].
+        self._routed: np.ndarray | None = None
         # How many tokens were observed before the last response, and whether the last messages have no reply yet.
         self._reply_start = 0
         self._awaits_reply = False
@@ -73,6 +83,7 @@ class Trajectory:
                 f"{len(self.ids)} tokens: it must be the answer to exactly these tokens"
             )
         self._append(response.output_tokens, 1, response.output_logprobs, response.output_versions)
+        self._routed = extend_record(self._routed, response.routed_experts)
         self._awaits_reply = False
         self.truncated = response.truncated
         return self
@@ -128,6 +139,8 @@ class Trajectory:
             "rewards": torch.tensor(rewards, dtype=torch.float32),
             "truncated": torch.tensor([t.truncated for t in trajectories]),
         }
+        if any(t._routed is not None for t in trajectories):
+            batch[ROUTED_EXPERTS] = torch.from_numpy(join_records([t._routed for t in trajectories], shape[1]))
         for name in dict.fromkeys(name for t in trajectories for name in t.stats):
             values = [t.stats.get(name, math.nan) for t in trajectories]
             batch[STATS_PREFIX + name] = torch.tensor(values, dtype=torch.float32)
@@ -158,3 +171,13 @@ class Trajectory:
         if self.tokenizer is None:
             raise RequestError("text and messages need a tokenizer: Trajectory(tokenizer)")
         return self.tokenizer
+
+
+def join_records(records: Sequence[np.ndarray | None], num_tokens: int) -> np.ndarray:
+    """Return the experts of several rows as one padded column `[B, num_tokens, L · K]`."""
+    known = next(record for record in records if record is not None)
+    joined = np.full((len(records), num_tokens, known.shape[1]), NO_EXPERT[known.dtype.name], known.dtype)
+    for row, record in zip(joined, records, strict=True):
+        if record is not None:
+            row[: len(record)] = record
+    return joined

@@ -6,6 +6,7 @@ between two decode steps; requests in flight keep their tokens, and their KV cac
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class EmbeddedEngine(CollectingEngine):
                 f"EmbeddedEngine serves one rank, there are {distributed.world_size()}: use embedded servers "
                 f"(embedded.d1+d{distributed.world_size()})"
             )
-        self.server = server
+        self.server = replace(server, record_routing=server.record_routing or config.routing_replay)
         self._engine: Engine | None = None
 
     @property
@@ -68,7 +69,8 @@ class EmbeddedEngine(CollectingEngine):
         images = None
         if asking.images:
             _, images = await asyncio.wrap_future(self.engine.read_prompt(asking.input_ids, asking.images))
-        request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), images=images)
+        settings = {"images": images, "want_routing": self.config.routing_replay}
+        request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), **settings)
         try:
             with tracing.part_of_episode("generate", samples=count):
                 outputs = await asyncio.wrap_future(self.engine.submit(request))
@@ -106,4 +108,4 @@ def _piece(output: SampleOutput) -> Piece:
     if output.finish_reason.get("status_code"):
         raise ServerError(f"the engine gave up on a request: {output.finish_reason['message']}")
     versions = [version for version, start, end in output.version_spans for _ in range(start, end)]
-    return Piece(output.token_ids, output.logprobs, versions, output.finish_reason["type"])
+    return Piece(output.token_ids, output.logprobs, versions, output.finish_reason["type"], output.routed_experts)

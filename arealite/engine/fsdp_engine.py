@@ -49,8 +49,7 @@ class FSDPEngine(TrainEngine):
 
     # Critics and reward models have one value per token instead of log-probs.
     scalar_head = False
-    # Supervised engines train with the dropout of the model's config. All others compare log-probs between passes and
-    # need the same result from each.
+    # Supervised engines train with the dropout of the model's config. All others need equal log-probs in all passes.
     uses_dropout = False
 
     def __init__(self, config: TrainEngineConfig, parallel: ParallelStrategy | None = None):
@@ -216,16 +215,17 @@ class FSDPEngine(TrainEngine):
         start = time.perf_counter()
         self._module.train()
         micro_batches = self._micro_batches(batch)
+        self._module.begin_step(len(micro_batches))
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = self._clip_gradients()
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
+        result |= self._module.end_step(self.layout)
         # The step comes last, because nothing here waits for it: a GPU still runs it while the weights are published.
         if may_step is None or may_step(result):
             self._step(norm)
         else:
             self._optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - start
-        flops = result.pop("flops")
+        seconds, flops = time.perf_counter() - start, result.pop("flops")
         result |= {
             "grad_norm": norm,
             "lr": self._optimizer.param_groups[0]["lr"],

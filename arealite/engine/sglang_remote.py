@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing
 
@@ -42,6 +43,8 @@ class SGLangClient(ServerClient):
             "return_logprob": True,
             "rid": progress.next_rid(),
         }
+        if self.config.routing_replay:
+            body["return_routed_experts"] = True
         images = progress.request.images
         if images:
             urls = [to_data_url(image) for image in images]
@@ -293,7 +296,18 @@ def _piece(answer: dict[str, Any], server: Server, held: int, pause_mode: str) -
             # This is the version of the last token; the first one may be older.
             version = min(version, held)
         versions = [version] * len(tokens)
-    return Piece(tokens, logprobs, versions, reason)
+    return Piece(tokens, logprobs, versions, reason, _routed_experts(meta, len(tokens)))
+
+
+def _routed_experts(meta: dict[str, Any], num_tokens: int) -> np.ndarray | None:
+    """Decode the experts of prompt and tokens, if the server has sent them."""
+    if not meta.get("routed_experts"):
+        return None
+    # SGLang sends int32.
+    dtype = meta.get("routed_experts_dtype", "int32")
+    flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype)
+    record = flat.reshape(meta["prompt_tokens"] + num_tokens - 1, -1)
+    return record.astype(np.int16) if dtype == "int32" else record
 
 
 def _share(tensors: dict[str, torch.Tensor], num_ranks: int) -> tuple[list[str], list[torch.Tensor]]:

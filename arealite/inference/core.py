@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -101,8 +102,13 @@ class EngineCore:
 
     def _finish(self, seq: Sequence) -> None:
         """Take a sequence out of the engine. The last one of a request resolves the request's future."""
-        request = seq.request
+        request, slots = seq.request, self.scheduler.slots
         seq.output = self.post.output(seq)
+        if request.want_routing and self.runner is not None:
+            # A sequence whose keys are not all computed has no complete record.
+            num_tokens = int(slots.length[seq.slot]) - 1 if seq.slot >= 0 and slots.decoding[seq.slot] else 0
+            blocks = slots.block_table[seq.slot, : -(-num_tokens // self.config.block_size)]
+            seq.output.routed_experts = self.runner.read_routing(blocks.astype(np.int64), num_tokens)
         if seq.slot >= 0:
             if seq.finish_reason and "status_code" in seq.finish_reason:
                 self.scheduler.pool.spoil(seq.blocks)
@@ -178,6 +184,7 @@ class EngineCore:
             return
         self._retract()
         self.scheduler.pool.flush()
+        self.runner.close()
         self.runner = None
         self.weights.model.to("cpu")  # pyright: ignore[reportArgumentType]
         if self._device.type == "cuda":

@@ -165,6 +165,8 @@ class Engine:
             token = self.processor.image_token_id
             if (prompt == token).any():
                 raise RequestError(f"the prompt has image placeholders (token {token}), but no images: send them too")
+        if request.want_routing and not self.config.record_routing:
+            raise RequestError("return_routed_experts needs a server that records them: start it with record_routing")
         request.params.check(vocab, self.shape.eos_ids)
         if request.grammar is not None:
             self.check_grammar(request.params)

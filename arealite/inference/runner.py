@@ -13,6 +13,7 @@ import torch
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.loading import ModelShape
+from arealite.inference.routing import RoutingRecord
 from arealite.inference.scheduler import StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.weights import Pairs
@@ -45,6 +46,7 @@ class Runner(abc.ABC):
     max_in_flight = 1  # steps that may be launched before the first one is collected
     num_blocks: int  # block 0 takes the padding
     device: torch.device
+    routing: RoutingRecord | None = None  # with `record_routing`
 
     @abc.abstractmethod
     def attach(self, slots: SlotTable) -> None:
@@ -63,6 +65,16 @@ class Runner(abc.ABC):
         """Copy staged weights into the parameters, between two steps."""
         for target, value in pairs:
             target.copy_(value)
+
+    def read_routing(self, blocks: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return the experts of the first tokens in these blocks of the cache, `[num_tokens, L · K]`."""
+        assert self.routing is not None, "Engine.check refuses such requests"
+        return self.routing.read(blocks, num_tokens)
+
+    def close(self) -> None:
+        """Leave the model to another runner."""
+        if self.routing is not None:
+            self.routing.close()
 
     @abc.abstractmethod
     def clear_blocks(self, blocks: list[int]) -> None:

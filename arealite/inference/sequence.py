@@ -171,6 +171,8 @@ class SampleOutput:
     text: str | None = None
     # The likeliest tokens in place of each token, with their log-probs; on request only.
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    # Experts of each token but the last, [prompt + sampled - 1, layers * experts of a token]; on request only.
+    routed_experts: np.ndarray | None = None
 
 
 def resolve(future: Future, value: Any) -> None:
@@ -193,6 +195,7 @@ class Request:
         *,
         want_text: bool = False,
         want_raw_logprobs: bool = False,
+        want_routing: bool = False,
         num_top_logprobs: int = 0,
         on_progress: Callable[[int, int, float, str, list[tuple[int, float]]], None] | None = None,
         images: PromptImages | None = None,
@@ -203,6 +206,7 @@ class Request:
         self.params = params
         self.want_text = want_text or bool(params.stop)
         self.want_raw_logprobs = want_raw_logprobs
+        self.want_routing = want_routing
         self.num_top_logprobs = num_top_logprobs
         # Special tokens that are left out of the text; None: all or none, as the parameters say.
         self.hidden_tokens: frozenset[int] | None = None
@@ -225,6 +229,7 @@ class Request:
             "params": asdict(self.params),
             "rid": self.rid,
             "want_raw_logprobs": self.want_raw_logprobs,
+            "want_routing": self.want_routing,
             "num_top_logprobs": self.num_top_logprobs,
         }
 

@@ -131,7 +131,7 @@ class ServedWeights:
         for kind, names in info.items():
             if names:
                 raise _rejection(path, f"it does not fit this model: {kind} {sorted(map(str, names))[:3]}")
-        return dict(loaded.named_parameters())
+        return dict(loaded.named_parameters()) | saved_buffers(loaded)
 
     def _match(self, weights: Weights, source: str) -> Staged:
         """Pair each parameter with its new value; raises `WeightUpdateError` if they do not fit exactly."""
@@ -149,6 +149,8 @@ class ServedWeights:
             _check_type(name, weights[name], source)
         _check_ranges([(n, weights[n], t.dtype) for n, t in targets.items()], source)
         self._check_tied(weights, targets, source)
+        # Buffers such as a router's correction bias: not every sender has them.
+        targets |= {n: b for n, b in saved_buffers(self.model).items() if n in weights}
         return Staged([(t, self.shards.cut(n, weights[n])) for n, t in targets.items()])
 
     def _check_tied(self, weights: Weights, targets: Weights, source: str) -> None:
@@ -220,6 +222,12 @@ class ServedWeights:
         expected = list(self.shards.whole_shape(name, target.shape))
         if given != expected:
             raise _rejection(source, f"{name} has shape {given}, the model's is {expected}")
+
+
+def saved_buffers(model: PreTrainedModel) -> Weights:
+    """Return the buffers that belong to a checkpoint."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _rejection(source: str, problem: str) -> WeightUpdateError:

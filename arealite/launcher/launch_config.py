@@ -52,6 +52,7 @@ class LaunchConfig:
     weight_update: str = "auto"
     server_addrs: list[str] = field(default_factory=list)
     lora_rank: int = 0
+    routing_replay: bool = False
     # Names of the sections that become engines, and the path of each model, by key.
     models: list[str] = field(default_factory=list)
     model_paths: dict[str, str] = field(default_factory=dict)
@@ -215,6 +216,7 @@ def _pick_keys(values: Any) -> LaunchConfig:
     rollout = _section(values, "rollout")
     config.setup_timeout_s = rollout.get("setup_timeout_s", 300.0)
     config.weight_update = rollout.get("weight_update", "auto")
+    config.routing_replay = bool(rollout.get("routing_replay", False))
     config.server_addrs = list(rollout.get("server_addrs") or [])
     services = _section(values, "stats_logger")
     config.logger_packages = [name for name in cli_args.SERVICES if str(services.get(name, "off")) != "off"]

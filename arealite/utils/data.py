@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.io_struct import NO_EXPERT, ROUTED_EXPERTS, STATS_PREFIX, Batch
 
 # Image inputs, one entry per image set: the images of one prompt. `image_index [B]` has the set of each row, -1 for
 # none, so that the answers to one prompt share its images. Dimension 1 counts images or patches, never tokens.
@@ -45,15 +45,20 @@ def sample_rewards(batch: Batch) -> list[float]:
 
 
 def with_sample_columns(batches: list[Batch]) -> list[Batch]:
-    """Give all batches `sample_ids` and `token_rewards` if one of them has it, so that they join.
+    """Give all batches the optional columns that one of them has, so that they join.
 
-    A row without them is a sample of its own, whose tokens all have its reward.
+    A row without them is a sample of its own, whose tokens all have its reward, and no recorded experts.
     """
-    columns = [key for key in ("sample_ids", "token_rewards") if any(key in batch for batch in batches)]
+    names = ("sample_ids", "token_rewards", ROUTED_EXPERTS)
+    columns = [key for key in names if any(key in batch for batch in batches)]
 
     def fill(batch: Batch, key: str) -> torch.Tensor:
         if key == "sample_ids":
             return sample_ids(batch)
+        if key == ROUTED_EXPERTS:
+            known = next(other[key] for other in batches if key in other)
+            none = NO_EXPERT[str(known.dtype).removeprefix("torch.")]
+            return known.new_full((*batch["attention_mask"].shape, known.shape[2]), none)
         return batch["rewards"].float()[:, None] * batch["attention_mask"]
 
     return [batch | {key: fill(batch, key) for key in columns if key not in batch} for batch in batches]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.io_struct import Stat
 from arealite.engine.fsdp.micro_batches import MicroBatch
-from arealite.engine.fsdp.parallel import num_experts
+from arealite.utils.routing import num_experts
 
 # Dense bf16 peak of one device in FLOP/s, by a part of its name.
 _PEAKS = {

@@ -37,10 +37,11 @@ from transformers import (
 from arealite.algo.logprobs import token_logprobs
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import Batch
+from arealite.api.io_struct import ROUTED_EXPERTS, Batch, Stats
 from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
+from arealite.engine.fsdp.routing import Routing
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp.vision import insert_images, vision_parameters
@@ -82,6 +83,9 @@ class PackedModel(nn.Module):
         has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         self.padded = has_sinks or config.dtype == "float32"
         self.has_lm_head = model.get_output_embeddings() is not None
+        self.routing = Routing.of(model, config)
+        # A reference or a critic is another model, which routes tokens itself.
+        self.replays = config.optimizer is not None and self.has_lm_head
         # Set by `shard`: FSDP only converts types, it divides nothing.
         self.is_one_shard = False
         self.trains_vision = has_vision(model.config) and not config.freeze_vision
@@ -109,6 +113,15 @@ class PackedModel(nn.Module):
         outputs = {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
         return {key: self._spread(value, kept, targets, len(ids), prefixes) for key, value in outputs.items()}
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Prepare for the passes of a training step."""
+        if self.routing is not None:
+            self.routing.begin_step(num_micro_batches)
+
+    def end_step(self, layout: Layout | None) -> Stats:
+        """Return statistics of the passes since `begin_step`, over all ranks. Collective."""
+        return {} if self.routing is None else self.routing.end_step(layout)
+
     @torch.no_grad()
     def check_logprobs(self, device: str) -> None:
         """Implement the function `check_logprobs`; a method, because FSDP gathers parameters around methods."""
@@ -134,9 +147,10 @@ class PackedModel(nn.Module):
                 "the other sequences of a batch: make prompts and answers shorter"
             )
         ids, positions, cu_seqlens = mb.get("model_ids", mb["input_ids"]), mb["position_ids"], mb["cu_seqlens"]
-        segments = None
+        segments, routed = None, mb.get(ROUTED_EXPERTS) if self.replays else None
         if prefixes is not None:
             ids, positions, segments = ids[prefixes.unique], positions[prefixes.unique], prefixes.attention
+            routed = None if routed is None else routed[prefixes.unique]
         first = 0
         if self.context_group is not None:
             # Pad the tokens to equal pieces; the padding is a sequence of its own.
@@ -148,8 +162,9 @@ class PackedModel(nn.Module):
                 cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
                 lengths = [*lengths, missing]
                 segments = None if segments is None else segments.filled(missing)
+                routed = None if routed is None else nn.functional.pad(routed, (0, 0, 0, missing))
             first = rank * (len(ids) // size)
-            ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
+            ids, positions, routed = (x if x is None else x.chunk(size)[rank] for x in (ids, positions, routed))
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
         if "image_tokens" in mb:
@@ -157,14 +172,12 @@ class PackedModel(nn.Module):
         else:
             inputs["input_ids"] = ids[None]
         positions = mb["rope_positions"][:, None] if "rope_positions" in mb else positions[None]
-        outputs = self.model.base_model(
-            position_ids=positions,
-            use_cache=False,
-            packed_layout=PackedLayout.make(
-                cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
-            ),
-            **inputs,
+        layout = PackedLayout.make(
+            cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
         )
+        if routed is not None and self.routing is not None:
+            layout.routed_experts = self.routing.unpack(routed)
+        outputs = self.model.base_model(position_ids=positions, use_cache=False, packed_layout=layout, **inputs)
         hidden = outputs.last_hidden_state.squeeze(0)
         if self.trains_vision and not has_images:
             # Other ranks may have images now, and FSDP needs a gradient from every rank.

@@ -78,6 +78,8 @@ class PackedLayout:
     kernel: Varlen | Buckets
     context_group: dist.ProcessGroup | None = None
     ring_hops: int | None = None
+    # Recorded experts of this rank's tokens, [layers with experts, tokens, experts of a token]; see `routing`.
+    routed_experts: Tensor | None = None
 
     @classmethod
     def make(

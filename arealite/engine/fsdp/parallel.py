@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.utils.decoders import has_vision, tensor_plan
+from arealite.utils.routing import num_experts
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
@@ -68,11 +69,6 @@ def _num_heads(config: PreTrainedConfig) -> tuple[int, int]:
     text = config.get_text_config()
     heads = text.num_attention_heads
     return heads, getattr(text, "num_key_value_heads", None) or heads
-
-
-def num_experts(config: PreTrainedConfig) -> int:
-    text = config.get_text_config()
-    return getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
 
 
 def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:

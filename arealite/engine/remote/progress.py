@@ -4,8 +4,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from arealite.api.errors import RequestError
-from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason
+from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, extend_record
 
 _SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos", "stop", "stop_token_ids")
 _SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -19,6 +21,8 @@ class Piece:
     logprobs: list[float]
     versions: list[int]
     stop_reason: StopReason
+    # Experts of prompt and tokens, with `rollout.routing_replay`.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class Progress:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason = "abort"
     num_interruptions: int = 0
+    routed_experts: np.ndarray | None = None
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -53,6 +58,10 @@ class Progress:
         if piece.stop_reason == "abort":
             self.num_interruptions += 1
             self._drop_possible_stop(num_before)
+        self.routed_experts = extend_record(self.routed_experts, piece.routed_experts)
+        if self.routed_experts is not None:
+            # Of tokens that were dropped, others may be sampled.
+            self.routed_experts = self.routed_experts[: len(self.request.input_ids) + len(self.tokens)]
         if self.num_left <= 0 and piece.stop_reason != "stop":
             self.stop_reason = "length"
         elif piece.stop_reason == "length" and len(piece.tokens) >= self.num_asked:
@@ -118,4 +127,6 @@ class Progress:
 
     def response(self) -> ModelResponse:
         prompt, reason = self.request.input_ids, self.stop_reason
-        return ModelResponse(prompt, self.tokens, self.logprobs, self.versions, reason, self.num_interruptions)
+        return ModelResponse(
+            prompt, self.tokens, self.logprobs, self.versions, reason, self.num_interruptions, self.routed_experts
+        )

@@ -6,6 +6,7 @@ own sequence only.
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from arealite.inference.cpu.lean_model import LeanDecoder
 from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
+from arealite.inference.routing import RoutingRecord
 from arealite.inference.runner import Runner, Step, StepResult, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
@@ -43,6 +45,8 @@ class CpuRunner(Runner):
         # Zeros: NaN in masked keys would survive the mask.
         caches = [torch.zeros(2, *size, dtype=self.dtype) for _ in range(shape.num_layers)]
         self.keys, self.values = ([cache[i] for cache in caches] for i in range(2))
+        if config.record_routing:
+            self.routing = RoutingRecord(model, self.num_blocks, config.block_size)
         self.dense = DenseCache(self.keys, self.values, 2 * blocks * config.block_size)
         self.slots: SlotTable  # set by `attach`
         self.lean: LeanDecoder | None = None
@@ -67,7 +71,7 @@ class CpuRunner(Runner):
             self._prefill(plan.chunks)
         if plan.copies:
             source, target = torch.tensor(plan.copies).unbind(1)
-            for cache in (*self.keys, *self.values):
+            for cache in (*self.keys, *self.values, *([] if self.routing is None else [self.routing.blocks])):
                 cache[target] = cache[source]
         result = self._decode(plan.slots) if len(plan.slots) else None
         return lambda: result
@@ -200,7 +204,8 @@ class CpuRunner(Runner):
         if self.vision is not None and inputs is not None:
             return (self.vision.logits if logits else self.vision.hidden)(*inputs, paged)
         run = self.model if logits else self.model.base_model
-        out = run(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged)
+        with nullcontext() if self.routing is None else self.routing.writing(write_to):
+            out = run(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged=paged)
         return (out.logits if logits else out[0])[0]
 
     def _blocks_tile(self, first: int, positions: np.ndarray, table: np.ndarray) -> Tile:

@@ -10,6 +10,7 @@ Legend: S slots (row S is padding), B rows of a step, N tokens of a prefill, V v
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ from arealite.inference.cuda.graphs import GraphSet
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
+from arealite.inference.routing import RoutingRecord
 from arealite.inference.runner import Runner, Step, StepResult, cache_bytes, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
@@ -57,6 +59,8 @@ class CudaRunner(Runner):
         self.cache = torch.zeros(shape.num_layers, 2, *size, dtype=self.dtype, device=self.device)
         self.keys = [layer[0] for layer in self.cache]
         self.values = [layer[1] for layer in self.cache]
+        if config.record_routing:
+            self.routing = RoutingRecord(model, self.num_blocks, config.block_size)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
         self.stage_stream = torch.cuda.Stream() if self.on_gpu else None
 
@@ -107,14 +111,22 @@ class CudaRunner(Runner):
         ids, rows, positions = inputs[: 3 * n].view(3, n)
         first, count = inputs[3 * n :].view(2, tiles)
         batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, 1, first, count)
-        self.decoder.hidden(ids, batch)
+        with self._recording(batch):
+            self.decoder.hidden(ids, batch)
 
     def _layers(self, b: int) -> None:
         rows = self.rows[:b]
         positions = self.position.index_select(0, rows)
         ids = self.last_token.index_select(0, rows)
         batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, self._splits(b))
-        self.decoder.logits(ids, batch, self.logits[:b])
+        with self._recording(batch):
+            self.decoder.logits(ids, batch, self.logits[:b])
+
+    def _recording(self, batch: DeviceBatch) -> AbstractContextManager[None]:
+        if self.routing is None:
+            return nullcontext()
+        block = self.table[batch.rows, batch.positions // self.block_size]
+        return self.routing.writing(block * self.block_size + batch.positions % self.block_size)
 
     def _truncate(self, b: int) -> None:
         cuda_ops.find_thresholds(
@@ -141,6 +153,8 @@ class CudaRunner(Runner):
             if plan.copies:
                 pairs = self._send(np.array(plan.copies, np.int64).T)
                 self.cache[:, :, pairs[1]] = self.cache[:, :, pairs[0]]
+                if self.routing is not None:
+                    self.routing.blocks[pairs[1]] = self.routing.blocks[pairs[0]]
             return self._decode(plan.slots)
 
     def _decode(self, slots: np.ndarray) -> Step:
@@ -311,6 +325,11 @@ class CudaRunner(Runner):
             super().load(pairs)
         if self.stream is not None:
             self.stream.synchronize()
+
+    @torch.inference_mode()
+    def read_routing(self, blocks: np.ndarray, num_tokens: int) -> np.ndarray:
+        with torch.cuda.stream(self.stream):
+            return super().read_routing(blocks, num_tokens)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: list[int]) -> None:

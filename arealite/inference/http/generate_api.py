@@ -2,11 +2,13 @@
 
 Differences from SGLang: log-probs are always returned. `text` is made only if the prompt is text, or if `stop`,
 `stream` or `return_text` ask for it, because decoding costs more than sampling on small models. `return_raw_logprob`
-adds the log-probs at temperature 1. `image_data` goes with a text that has one placeholder for each image, or with ids
-in which the placeholders are expanded already.
+adds the log-probs at temperature 1. `return_routed_experts` (with `record_routing`) adds the experts of each token but
+the last as base64, in the type `routed_experts_dtype`, where SGLang has int32 and all layers. `image_data` goes with a
+text that has one placeholder for each image, or with ids in which the placeholders are expanded already.
 """
 
 import asyncio
+import base64
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -22,11 +24,11 @@ from arealite.protocol.answer import event_bytes
 
 _KNOWN = {
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "return_logprob",
-    "logprob_start_len", "priority", "image_data",
+    "logprob_start_len", "priority", "image_data", "return_routed_experts",
 }  # fmt: skip
 # Characters that are tokenized on the event loop: a thread would take longer.
 SHORT_TEXT = 4096
-_UNSUPPORTED = ("lora_path", "top_logprobs_num", "return_routed_experts")
+_UNSUPPORTED = ("lora_path", "top_logprobs_num")
 
 
 async def generate(http_request: web.Request) -> web.StreamResponse:
@@ -72,6 +74,7 @@ async def parse(engine: Engine, body: dict[str, Any]) -> Request:
         rid,
         want_text=text is not None or common.flag(body, "return_text"),
         want_raw_logprobs=common.flag(body, "return_raw_logprob"),
+        want_routing=common.flag(body, "return_routed_experts"),
         images=images,
     )
 
@@ -133,6 +136,9 @@ def describe(engine: Engine, request: Request, index: int, output: SampleOutput)
     }
     if output.raw_logprobs is not None:
         meta["output_token_raw_logprobs"] = output.raw_logprobs
+    if output.routed_experts is not None:
+        meta["routed_experts"] = base64.b64encode(output.routed_experts.tobytes()).decode()
+        meta["routed_experts_dtype"] = output.routed_experts.dtype.name
     return {"text": output.text or "", "index": index, "output_ids": ids, "meta_info": meta}
 
 

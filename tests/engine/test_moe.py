@@ -1,0 +1,236 @@
+"""Mixtures of experts: routing replay from the server to the trainer, router statistics."""
+
+import asyncio
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from arealite.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, PPOActorConfig, ServerConfig
+from arealite.api.errors import ConfigError, RequestError, TrainingError
+from arealite.api.io_struct import ROUTED_EXPERTS, SaveLoadMeta, WeightUpdateMeta
+from arealite.api.trajectory import Trajectory
+from arealite.engine.embedded import EmbeddedEngine
+from arealite.engine.fsdp.routing import WEIGHTS
+from arealite.engine.ppo.actor import FSDPPPOActor
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SamplingParams
+from arealite.inference.weights import WeightSource
+from arealite.utils.data import with_sample_columns
+from arealite.utils.routing import expert_blocks
+from tests.engine.engine_testing import SPEC, engine_config, random_batch
+
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+PROMPTS = [[5, 9, 11, 4, 8, 13], [7, 3, 20, 21, 22, 23, 24, 25, 26, 30]]
+
+
+def make_actor(path, **settings) -> FSDPPPOActor:
+    actor = FSDPPPOActor(engine_config(path, cls=PPOActorConfig, **settings))
+    actor.initialize(SPEC)
+    return actor
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def own_experts(model, ids: list[int]) -> np.ndarray:
+    """The experts of each token by the model's own forward pass, sorted in each layer: [tokens, L, K]."""
+    found, blocks = [], expert_blocks(model)
+    hooks = [b.router.register_forward_hook(lambda _, __, out: found.append(out[2])) for b in blocks]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1).sort(dim=-1).values.numpy()
+
+
+def add_router_noise(model, scale: float) -> None:
+    """Move each router a little, as another kernel or dtype would."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for block in expert_blocks(model):
+            weight = block.router.weight
+            weight += scale * weight.std() * torch.randn(weight.shape, generator=generator)
+
+
+def roll_out(model, prompts=PROMPTS, turns: int = 1, **settings):
+    """Answers of a server with this model, as a batch with recorded experts."""
+    config = InferenceEngineConfig(routing_replay=True, segment_tokens=5)
+    engine = EmbeddedEngine(config, ServerConfig(device="cpu", block_size=4, max_total_tokens=256, **settings))
+    engine._engine = Engine(engine.server, model=copy.deepcopy(model)).start()
+    gconfig = GenerationHyperparameters(max_new_tokens=14, ignore_eos=True)
+
+    async def answer(prompt: list[int], seed: int) -> Trajectory:
+        trajectory = Trajectory().observe(prompt)
+        for turn in range(turns):
+            if turn:
+                trajectory.observe([17, 18, 19])
+            trajectory.add(await engine.agenerate(trajectory.request(gconfig, seed=seed)))
+        return trajectory.reward(float(seed % 2))
+
+    async def answer_all() -> list[Trajectory]:
+        return await asyncio.gather(*(answer(p, seed) for p in prompts for seed in range(3)))
+
+    try:
+        return Trajectory.join(asyncio.run(answer_all()))
+    finally:
+        engine._engine.close()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_server_returns_the_experts_of_every_computed_token(model_dirs, kind):
+    model = load(model_dirs[kind])
+    top_k = model.config.num_experts_per_tok
+    batch = roll_out(model, turns=2)
+    assert batch[ROUTED_EXPERTS].dtype == torch.uint8
+    for ids, mask, record in zip(batch["input_ids"], batch["attention_mask"], batch[ROUTED_EXPERTS], strict=True):
+        length = int(mask.sum())
+        known = record[: length - 1].unflatten(1, (-1, top_k)).sort(dim=-1).values.numpy()
+        np.testing.assert_array_equal(known, own_experts(model, ids[:length].tolist())[:-1])
+        assert (record[length - 1 :] == 255).all(), "the last token was not computed"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_replay_closes_the_gap_of_a_server_that_routes_differently(model_dirs, kind):
+    model = load(model_dirs[kind])
+    add_router_noise(model, 0.05)
+    batch = roll_out(model)
+    mask = batch["loss_mask"].bool()
+    actor = make_actor(model_dirs[kind])
+    gap = {}
+    for name in ("replayed", "free"):
+        given = {key: value for key, value in batch.items() if name == "replayed" or key != ROUTED_EXPERTS}
+        gap[name] = (actor.compute_logp(given) - batch["logprobs"])[mask].abs().mean().item()
+    # What is left is the effect of the noise on the weights of the experts.
+    assert gap["replayed"] < 0.5 * gap["free"], gap
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_recorded_experts(model_dirs, checkpointing):
+    """Other weights choose other experts: with the record both compute the same function of the same weights."""
+    batch = random_batch([9, 14, 6, 20])
+    noisy = load(model_dirs["qwen3_moe"])
+    add_router_noise(noisy, 0.5)
+    record = np.stack([own_experts(noisy, row.tolist()) for row in batch["input_ids"]])
+    batch[ROUTED_EXPERTS] = torch.from_numpy(record).flatten(2).to(torch.uint8)
+    actor = make_actor(
+        model_dirs["qwen3_moe"], max_tokens_per_mb=25, gradient_checkpointing=checkpointing, share_prefix=False
+    )
+    actor.optimizer.step = actor.optimizer.zero_grad = lambda *a, **k: None
+    actor.config.optimizer.gradient_clipping = 0.0
+    stats = actor.train_batch(batch, lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+    assert stats["moe/replayed"] == 1.0 and 0 < stats["moe/changed_experts"] < 1
+
+    reference = load(model_dirs["qwen3_moe"])
+    for number, block in enumerate(expert_blocks(reference)):
+        fixed = torch.from_numpy(record[:, :, number]).flatten(0, 1)
+
+        def use(router, _, out, fixed=fixed):
+            assert not router.norm_topk_prob
+            return out[0], out[0].softmax(-1).gather(1, fixed), fixed
+
+        block.router.register_forward_hook(use)
+    logits = reference(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logp = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    (logp * batch["loss_mask"][:, 1:]).sum().div(stats["num_micro_batches"]).backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in actor.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_of_the_routers_own_experts_are_its_own(model_dirs, kind):
+    model = load(model_dirs[kind])
+    hidden = torch.randn(7, model.config.hidden_size)
+    for block in expert_blocks(model):
+        logits, weights, index = block.router(hidden)
+        torch.testing.assert_close(WEIGHTS[model.config.model_type](block.router, logits, index), weights)
+
+
+def test_layers_without_experts_may_be_recorded_too(model_dirs):
+    """SGLang records all layers; the first one of this model has no experts."""
+    routing = make_actor(model_dirs["deepseek_v3"]).module.routing
+    record = torch.arange(12).reshape(3, 4)
+    assert torch.equal(routing.unpack(record), record[None, :, 2:])
+    with pytest.raises(TrainingError, match="same model"):
+        routing.unpack(record[:, :3])
+
+
+def test_requests_for_experts_need_a_server_that_records_them(model_dirs):
+    engine = Engine(ServerConfig(device="cpu", max_total_tokens=64), model=load(model_dirs["mixtral"]))
+    with pytest.raises(RequestError, match="record_routing"):
+        engine.check(Request([1], SamplingParams(), want_routing=True))
+
+
+def test_rows_without_a_record_join_those_with_one():
+    full = {"attention_mask": torch.ones(1, 2), ROUTED_EXPERTS: torch.zeros(1, 2, 4, dtype=torch.uint8)}
+    _, filled = with_sample_columns([full, {"attention_mask": torch.ones(2, 3)}])
+    assert filled[ROUTED_EXPERTS].shape == (2, 3, 4) and (filled[ROUTED_EXPERTS] == 255).all()
+
+
+def test_the_balancing_loss_has_the_gradient_of_its_formula(model_dirs):
+    batch, kind = random_batch([9, 14]), "mixtral"
+    grads = {}
+    for coef in (0.0, 0.3):
+        actor = make_actor(model_dirs[kind], router_aux_loss_coef=coef)
+        actor.optimizer.step = actor.optimizer.zero_grad = lambda *a, **k: None
+        actor.config.optimizer.gradient_clipping = 0.0
+        actor.train_batch(batch, lambda out, mb: (0.0 * out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+        grads[coef] = [block.router.weight.grad for block in expert_blocks(actor.model)]
+    assert all(not grad.any() for grad in grads[0.0])
+    reference = load(model_dirs[kind])
+    losses, mask = [], batch["attention_mask"].bool()
+    for block in expert_blocks(reference):
+        # Hugging Face's function joins the layers: called for each one alone.
+        block.router.register_forward_hook(
+            lambda _, __, out: losses.append(load_balancing_loss_func((out[0],), 4, 2, mask.long()) / 2)
+        )
+    reference(batch["input_ids"], attention_mask=batch["attention_mask"])
+    (0.3 * sum(losses) / len(losses)).backward()
+    for grad, block in zip(grads[0.3], expert_blocks(reference), strict=True):
+        torch.testing.assert_close(grad, block.router.weight.grad, atol=1e-7, rtol=1e-4)
+
+
+def test_correction_biases_move_towards_equal_load_and_reach_the_server(model_dirs, tmp_path):
+    actor = make_actor(model_dirs["deepseek_v3"], router_bias_update_rate=0.01)
+    (block,) = expert_blocks(actor.model)
+    before, loads = block.router.e_score_correction_bias.clone(), []
+    hook = block.router.register_forward_hook(lambda _, __, out: loads.append(out[2].flatten().bincount(minlength=8)))
+    optimized = {id(p) for group in actor.optimizer.param_groups for p in group["params"]}
+    assert id(block.router.e_score_correction_bias) not in optimized
+    actor.train_batch(random_batch([9, 14]), lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+    hook.remove()
+    tokens = torch.stack(loads).sum(dim=0).float()
+    expected = before + 0.01 * torch.sign(tokens.mean() - tokens)
+    torch.testing.assert_close(block.router.e_score_correction_bias, expected)
+
+    actor.save(SaveLoadMeta(str(tmp_path / "new")))
+    actor.train_batch(random_batch([9, 14]), lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+    engine = Engine(ServerConfig(model_path=model_dirs["deepseek_v3"], device="cpu", max_total_tokens=64)).start()
+    try:
+        engine.update(WeightSource.published(WeightUpdateMeta("disk", str(tmp_path / "new"), 1))).result(60)
+        served = expert_blocks(engine.model)[0].router.e_score_correction_bias
+        torch.testing.assert_close(served, expected)
+    finally:
+        engine.close()
+    with pytest.raises(ConfigError, match="has none"):
+        make_actor(model_dirs["mixtral"], router_bias_update_rate=0.01)
+
+
+def test_router_statistics(model_dirs):
+    actor = make_actor(model_dirs["mixtral"])
+    with torch.no_grad():
+        for block in expert_blocks(actor.model):
+            # Equal logits: all tokens take the same two experts.
+            block.router.weight.zero_()
+    stats = actor.train_batch(
+        random_batch([9, 14]), lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0)
+    )
+    assert stats["moe/router_entropy"] == pytest.approx(np.log(4), rel=1e-5)
+    assert stats["moe/load_imbalance"] == stats["moe/load_imbalance/max"] == 2.0
+    assert stats["moe/idle_experts"] == 0.5
+    assert "moe/replayed" not in stats
