@@ -6,6 +6,8 @@ blocks and written again when keys are computed again. Made by the runners; a re
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +34,7 @@ class RoutingRecord:
         self._rows = self.blocks.flatten(0, 1)
         self._write_to: torch.Tensor | None = None
         self._hooks = [
-            block.router.register_forward_hook(lambda _, __, outputs, i=i: self.write(i, outputs[2]))
-            for i, block in enumerate(blocks)
+            block.router.register_forward_hook(partial(self._after_router, i)) for i, block in enumerate(blocks)
         ]
 
     @contextmanager
@@ -42,6 +43,9 @@ class RoutingRecord:
         self._write_to = write_to
         yield
         self._write_to = None
+
+    def _after_router(self, layer: int, router: Any, args: Any, outputs: Any) -> None:
+        self.write(layer, outputs[2])
 
     def write(self, layer: int, index: torch.Tensor) -> None:
         """Record the experts `[N, K]` of a layer, the `layer`-th one with experts."""

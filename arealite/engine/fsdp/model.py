@@ -164,7 +164,8 @@ class PackedModel(nn.Module):
                 segments = None if segments is None else segments.filled(missing)
                 routed = None if routed is None else nn.functional.pad(routed, (0, 0, 0, missing))
             first = rank * (len(ids) // size)
-            ids, positions, routed = (x if x is None else x.chunk(size)[rank] for x in (ids, positions, routed))
+            ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
+            routed = None if routed is None else routed.chunk(size)[rank]
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
         if "image_tokens" in mb:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
@@ -178,7 +178,7 @@ class _AddLoss(torch.autograd.Function):
         return grads[0], grads[0].new_ones((), dtype=torch.float32)
 
 
-def _take_record(router: nn.Module, number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _take_record(router: Any, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Hand the layer's recorded experts to its router.
 
     With each call of the layer, because recomputed layers run again in the backward pass, after other micro-batches.
