@@ -215,11 +215,11 @@ class FSDPEngine(TrainEngine):
         start = time.perf_counter()
         self._module.train()
         micro_batches = self._micro_batches(batch)
-        self._module.begin_step(len(micro_batches))
+        self._module.routing.begin_step(len(micro_batches))
         stats = self._compute_loss(micro_batches, loss_fn, loss_weight_fn, backward=True)
         norm = self._clip_gradients()
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
-        result |= self._module.end_step(self.layout)
+        result |= self._module.routing.end_step(self.layout)
         # The step comes last, because nothing here waits for it: a GPU still runs it while the weights are published.
         if may_step is None or may_step(result):
             self._step(norm)

@@ -37,7 +37,7 @@ from transformers import (
 from arealite.algo.logprobs import token_logprobs
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import ROUTED_EXPERTS, Batch, Stats
+from arealite.api.io_struct import ROUTED_EXPERTS, Batch
 from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
@@ -83,7 +83,7 @@ class PackedModel(nn.Module):
         has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         self.padded = has_sinks or config.dtype == "float32"
         self.has_lm_head = model.get_output_embeddings() is not None
-        self.routing = Routing.of(model, config)
+        self.routing = Routing(model, config)
         # A reference or a critic is another model, which routes tokens itself.
         self.replays = config.optimizer is not None and self.has_lm_head
         # Set by `shard`: FSDP only converts types, it divides nothing.
@@ -112,15 +112,6 @@ class PackedModel(nn.Module):
         logp, entropy = self._logprobs(states, labels[kept], temperature, with_entropy)
         outputs = {"logp": logp, "entropy": entropy} if with_entropy else {"logp": logp}
         return {key: self._spread(value, kept, targets, len(ids), prefixes) for key, value in outputs.items()}
-
-    def begin_step(self, num_micro_batches: int) -> None:
-        """Prepare for the passes of a training step."""
-        if self.routing is not None:
-            self.routing.begin_step(num_micro_batches)
-
-    def end_step(self, layout: Layout | None) -> Stats:
-        """Return statistics of the passes since `begin_step`, over all ranks. Collective."""
-        return {} if self.routing is None else self.routing.end_step(layout)
 
     @torch.no_grad()
     def check_logprobs(self, device: str) -> None:
@@ -176,7 +167,7 @@ class PackedModel(nn.Module):
         layout = PackedLayout.make(
             cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
         )
-        if routed is not None and self.routing is not None:
+        if routed is not None:
             layout.routed_experts = self.routing.unpack(routed)
         outputs = self.model.base_model(position_ids=positions, use_cache=False, packed_layout=layout, **inputs)
         hidden = outputs.last_hidden_state.squeeze(0)

@@ -21,7 +21,7 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Stats
 from arealite.engine.fsdp.parallel import Layout
-from arealite.utils.routing import ExpertBlock, expert_blocks, num_experts
+from arealite.utils.routing import expert_blocks, num_experts
 
 
 def _share_of_all(router: Any, logits: Tensor, index: Tensor) -> Tensor:
@@ -55,17 +55,23 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 class Routing:
-    """The routers of one model. `load` and `totals` of each layer grow until `end_step`."""
+    """The routers of one model, if it has any. `load` and `totals` of each layer grow until `end_step`."""
 
-    def __init__(self, model: PreTrainedModel, blocks: list[ExpertBlock], config: TrainEngineConfig):
+    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig):
+        blocks = expert_blocks(model)
+        if config.router_bias_update_rate and not any(hasattr(b.router, _BIAS) for b in blocks):
+            raise ConfigError(
+                f"router_bias_update_rate={config.router_bias_update_rate} moves the correction biases of routers, "
+                f"but {type(model).__name__} has none: leave it out, or set router_aux_loss_coef"
+            )
         self.aux_loss_coef, self.bias_rate = config.router_aux_loss_coef, config.router_bias_update_rate
         # Weight of the load-balancing loss of one layer and micro-batch.
         self.balance: Tensor | None = None
         self.model_type = model.config.get_text_config().model_type
         self.routers = [block.router for block in blocks]
         self.num_experts = num_experts(model.config)
-        self.top_k = int(model.config.get_text_config().num_experts_per_tok)
-        self.num_layers = model.config.get_text_config().num_hidden_layers
+        self.top_k = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
+        self.num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         self.layers = [int(block.layer.self_attn.layer_idx) for block in blocks]  # pyright: ignore
         self.load = [torch.zeros(self.num_experts, device="cpu") for _ in blocks]
         # Entropy of the router, tokens, tokens with a record, recorded experts that the trainer would not have chosen.
@@ -74,20 +80,9 @@ class Routing:
             block.layer.register_forward_pre_hook(partial(_take_record, block.router, number), with_kwargs=True)
             block.router.register_forward_hook(partial(self._after_router, number))
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, config: TrainEngineConfig) -> "Routing | None":
-        """Hook into the routers of a model; None if it has none."""
-        blocks = expert_blocks(model)
-        if config.router_bias_update_rate and not any(hasattr(b.router, _BIAS) for b in blocks):
-            raise ConfigError(
-                f"router_bias_update_rate={config.router_bias_update_rate} moves the correction biases of routers, "
-                f"but {type(model).__name__} has none: leave it out, or set router_aux_loss_coef"
-            )
-        return cls(model, blocks, config) if blocks else None
-
     def unpack(self, record: Tensor) -> Tensor:
         """Return recorded experts `[N, L · K]` as `[L, N, K]`; SGLang records layers without experts too."""
-        if self.model_type not in WEIGHTS:
+        if not self.layers or self.model_type not in WEIGHTS:
             raise ConfigError(
                 f"rollout.routing_replay does not know how {self.model_type} weighs experts: it supports "
                 f"{', '.join(sorted(WEIGHTS))}. Set routing_replay=false"
@@ -128,13 +123,15 @@ class Routing:
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Begin the passes of a training step."""
-        if self.aux_loss_coef:
+        if self.aux_loss_coef and self.layers:
             # FSDP averages gradients over its ranks, so this is a mean over ranks, micro-batches and layers.
             self.balance = torch.tensor(self.aux_loss_coef / (num_micro_batches * len(self.layers)))
 
     @torch.no_grad()
     def end_step(self, layout: Layout | None) -> Stats:
         """Return statistics of the training passes since the last call, over all ranks; update the biases."""
+        if not self.layers:
+            return {}
         self.balance = None
         load, totals = torch.stack(self.load), torch.stack(self.totals).sum(dim=0)
         self.load = [torch.zeros_like(part) for part in self.load]
