@@ -99,11 +99,15 @@ class Backend(abc.ABC):
     def check(self, config: ServerSettings) -> None:
         """Raise `ConfigError` if the configuration asks for something that this kind of server does not have."""
         strategy = _strategy(config)
-        if strategy.context > 1 or strategy.expert > 1:
+        if strategy.context > 1:
             raise ConfigError(
-                f"allocation_mode={config.allocation_mode}: servers have data (d), pipeline (p) and tensor (t) "
-                "parallelism: leave out c and e on the generating side (SGLang and vLLM have their own flags, such "
-                "as sglang.ep_size)"
+                f"allocation_mode={config.allocation_mode}: servers have data (d), pipeline (p), tensor (t) and expert "
+                "(e) parallelism: leave out c on the generating side"
+            )
+        if strategy.expert not in (1, strategy.tensor):
+            raise ConfigError(
+                f"allocation_mode={config.allocation_mode}: a server distributes experts over its tensor ranks: write "
+                f"t{strategy.expert}e{strategy.expert}, or leave out e"
             )
         if "api_key" in self.options(config):
             raise ConfigError(
@@ -165,6 +169,7 @@ class SGLang(Backend):
         base = config.sglang.get("command") or f"{shlex.quote(sys.executable)} -m sglang.launch_server"
         flags: dict[str, Any] = {"model_path": config.model_path, "host": config.server.host, "port": port}
         flags |= {"tp_size": strategy.tensor, "pp_size": strategy.pipeline}
+        flags |= {"ep_size": strategy.expert} if strategy.expert > 1 else {}
         if spread:
             flags |= {"nnodes": spread[0], "node_rank": spread[1], "dist_init_addr": spread[2]}
         if _publishes_adapters(config):
@@ -207,6 +212,7 @@ class VLLM(Backend):
         base = config.vllm.get("command") or f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main serve"
         flags: dict[str, Any] = {"host": config.server.host, "port": port}
         flags |= {"tensor_parallel_size": strategy.tensor, "pipeline_parallel_size": strategy.pipeline}
+        flags |= {"enable_expert_parallel": True} if strategy.expert > 1 else {}
         flags |= {
             "enable_scale_out": True,  # the endpoint with token ids in and out
             "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from

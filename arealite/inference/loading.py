@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
 from arealite.inference.attention import SHAPES_NAME, use_attention
-from arealite.inference.sharding import RowLinear, Shards, TensorGroup, check_parallel, shard_model
+from arealite.inference.sharding import GROUP, Shards, TensorGroup, check_parallel, shard_model
 from arealite.inference.vision import check_served, is_served
 from arealite.utils.decoders import (
     check_decoder,
@@ -217,13 +217,10 @@ def shape_of(model: PreTrainedModel, context_length: int | None) -> ModelShape:
 
 def _cache_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     """Number of layers, KV heads and head size, from a forward pass: families name them in many ways."""
-    if any(isinstance(module, RowLinear) for module in model.modules()):
-        # One rank cannot run alone. Models that can be cut have the usual names.
-        text = model.config.get_text_config()
-        return text.num_hidden_layers, text.num_key_value_heads, text.head_dim
+    group: TensorGroup | None = getattr(model, GROUP, None)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     use_attention(model, SHAPES_NAME)
-    with torch.inference_mode():
+    with torch.inference_mode(), contextlib.nullcontext() if group is None else group.alone():
         model.base_model(input_ids=token, position_ids=token, use_cache=False)
     use_attention(model)
     modules: Any = [module for module in model.modules() if hasattr(module, "kv_shape")]

@@ -2,12 +2,15 @@
 
 Used when a model is loaded and by `weights.ServedWeights`, on every rank. Linear layers are cut by the model's own
 plan in transformers: columns (queries, keys, values, gate, up), so that a rank has whole heads; rows (output, down),
-so that one sum over the ranks ends each block. Embeddings and head are whole on every rank, which then samples the
+so that one sum over the ranks ends each block. Experts are distributed: a rank has some of them whole. Attention that
+the plan leaves out (gpt-oss, DeepSeek) is whole on every rank, as are embeddings and head, so every rank samples the
 same tokens on its own. A cut head would gather logits `[B, V]` in every step, which takes as long as reading the other
 half of the head.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,9 +24,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.api.errors import ConfigError
 from arealite.utils.decoders import tensor_plan
+from arealite.utils.routing import expert_blocks, num_experts
 
 _DIMS = {"colwise": 0, "rowwise": 1}
-_WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
+# Norms of single heads; experts, which have a rule of their own.
+_KNOWN = (*_DIMS, "replicated_with_grad_allreduce", "packed_colwise", "moe_tp_experts")
+_ATTENTION = "layers.*.self_attn.q_proj"
+# The attribute of a sharded model that holds its group.
+GROUP = "tensor_group"
 _TIMEOUT = timedelta(minutes=10)  # for a rank that hangs; one that dies closes its connections
 
 
@@ -85,6 +93,7 @@ class TensorGroup:
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device):
         self.rank, self.size = rank, size
+        self._is_alone = False
         self._group: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -102,8 +111,16 @@ class TensorGroup:
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place. All ranks get the same bits."""
-        self._group.allreduce([value]).wait()
+        if not self._is_alone:
+            self._group.allreduce([value]).wait()
         return value
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run passes on this rank only, for the shapes of their results."""
+        self._is_alone = True
+        yield
+        self._is_alone = False
 
 
 class RowLinear(nn.Module):
@@ -120,13 +137,13 @@ class RowLinear(nn.Module):
 
 def check_parallel(config: PreTrainedConfig, size: int) -> None:
     """Raise `ConfigError` if the model cannot be cut into `size` parts. Needs no weights."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    counts = {
-        "attention heads": heads,
-        "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "intermediate size": text.intermediate_size,
-    }
+    text, plan, experts = config.get_text_config(), tensor_plan(config), num_experts(config)
+    counts = {"experts": experts} if experts else {}
+    if _ATTENTION in plan:
+        heads = text.num_attention_heads
+        counts |= {"attention heads": heads, "key-value heads": getattr(text, "num_key_value_heads", None) or heads}
+    if any(module.endswith("down_proj") for module in plan):
+        counts["intermediate size"] = text.intermediate_size
     for what, count in counts.items():
         if count % size:
             possible = [n for n in range(1, 65) if not any(c % n for c in counts.values())]
@@ -134,8 +151,8 @@ def check_parallel(config: PreTrainedConfig, size: int) -> None:
                 f"tensor_parallel={size} does not divide the model's {what}: {count} / {size} = {count / size:.2f}. "
                 f"Possible: {', '.join(map(str, possible))}"
             )
-    unknown = sorted({s for s in tensor_plan(config).values() if s not in (*_DIMS, *_WHOLE)})
-    if unknown or not tensor_plan(config):
+    unknown = sorted({style for style in plan.values() if style not in _KNOWN})
+    if unknown or not (plan or experts):
         raise ConfigError(
             f"model type {text.model_type!r} has parts that cannot be cut ({', '.join(unknown) or 'no plan at all'}): "
             "use tensor_parallel=1, or serve it with sglang or vllm"
@@ -159,9 +176,33 @@ def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
         module.out_features, module.in_features = module.weight.shape
         if dim == 1:
             model.set_submodule(name, RowLinear(module.weight, module.bias, group))
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // group.size
-    text.num_attention_heads = heads // group.size
+    for block in expert_blocks(model):
+        _distribute_experts(
+            next(n for n, m in model.named_modules() if m is block.experts), block.experts, shards, group
+        )
+    text: Any = model.config.get_text_config()
+    if _ATTENTION in plan:
+        heads = text.num_attention_heads
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // group.size
+        text.num_attention_heads = heads // group.size
+    setattr(model, GROUP, group)
     return shards
+
+
+def _distribute_experts(name: str, experts: Any, shards: Shards, group: TensorGroup) -> None:
+    """Give each rank a range of the experts; it skips the tokens of other ranks, and outputs are summed."""
+    for key, parameter in experts.named_parameters():
+        shards.dims[f"{name}.{key}"] = 0
+        parameter.data = shards.cut(f"{name}.{key}", parameter.data).clone()
+    original = experts.forward
+    count = experts.num_experts = experts.num_experts // group.size
+    first = count * group.rank
+    # With this flag transformers' grouped kernels skip the tokens of other ranks, whose index is `count`.
+    experts._is_expert_parallel = True
+
+    def forward(hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        here = (index >= first) & (index < first + count)
+        return group.sum(original(hidden_states, torch.where(here, index - first, count), weights * here))
+
+    experts.forward = forward

@@ -36,8 +36,8 @@ def refused(request, work, arguments, monkeypatch):
     [
         ("d1e2", "no expert parallelism: leave out e2"),
         ("sglang.d1+d2e2", "no expert parallelism: leave out e2"),
-        ("sglang.d1e2+d1", "leave out c and e on the generating side"),
-        ("vllm.d1c2+d1", "leave out c and e on the generating side"),
+        ("sglang.d1e2+d1", "write t2e2, or leave out e"),
+        ("vllm.d1c2+d1", "leave out c on the generating side"),
         ("embedded.d1p2t2+d1", "no pipeline stages; write t4 for p2t2"),
     ],
 )
