@@ -35,12 +35,13 @@ from typing import Any
 import load
 import torch
 from common import describe_machine, print_table
-from inference import SHAPES, Options, make_jobs, make_model
+from inference import EXPERTS, SHAPES, Options, make_jobs, make_model
 
 from arealite.utils.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, IN_PROCESS = "arealite", "arealite in process"
+LARGE = ("7b", "30b-a3b")
 
 
 @dataclass
@@ -158,9 +159,9 @@ def main() -> None:
     for shape in shapes:
         save_model(config, shape, folder)
         mine = [case.name for case in cases if case.shape == shape]
-        # Our 7B server does not fit beside the others: it starts after they have ended.
+        # Our server of a large model does not fit beside the others: it starts after they have ended.
         present = [name for name in others if not skipped >= {f"{name}:{case}" for case in mine}]
-        for system in [*([] if shape == "7b" else [OURS]), *present]:
+        for system in [*([] if shape in LARGE else [OURS]), *present]:
             servers.append(start(config, system, shape, cases, folder))
     try:
         servers = [s for s in servers if is_ready(config, s, begin + config.start_s)]
@@ -262,7 +263,8 @@ def vllm_command(config, path, shape, port, most, longest, tokens) -> list[str]:
     ]  # fmt: skip
     if config.device == "cuda":
         hidden, _, layers, heads, kv_heads, *_ = SHAPES[shape]
-        size = 2 * layers * kv_heads * (hidden // heads) * 2
+        head_dim = EXPERTS[shape][3] if shape in EXPERTS else hidden // heads
+        size = 2 * layers * kv_heads * head_dim * 2
         command += ["--kv-cache-memory-bytes", tokens * size, "--gpu-memory-utilization", "0.15"]
         command += ["--max-cudagraph-capture-size", most, "--max-num-batched-tokens", "8192"]
     else:

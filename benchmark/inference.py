@@ -2,6 +2,7 @@
 
     python benchmark/inference.py                                    GPU: 0.5B, 256 sequences, 128 tokens in, 512 out
     python benchmark/inference.py shape=1.5b concurrency=256 http=true
+    python benchmark/inference.py shape=30b-a3b                      Qwen3-30B-A3B: 128 experts, 8 of a token
     python benchmark/inference.py workload=mixed groups=125          log-normal lengths 32-2048, groups of 8
     python benchmark/inference.py device=cpu                         also Hugging Face `generate`, for comparison
 
@@ -31,7 +32,7 @@ import load
 import torch
 import transformers
 from common import gap
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.io_struct import WeightUpdateMeta
@@ -49,7 +50,11 @@ SHAPES = {
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "tiny-moe": (128, 384, 2, 4, 2, 32, True),
+    "30b-a3b": (2048, 6144, 48, 32, 4, 151936, False),
 }
+# Shapes of Qwen3-MoE: experts, experts of a token, width of an expert, head size.
+EXPERTS = {"tiny-moe": (8, 2, 64, 32), "30b-a3b": (128, 8, 768, 128)}
 
 
 @dataclass
@@ -57,9 +62,7 @@ class Options:
     """Options of the benchmark."""
 
     model: str = field(default="", metadata={"help": "Folder of real weights (and text prompts); empty: random ones."})
-    shape: str = field(
-        default="", metadata={"help": "tiny, 27m, 135m, 0.5b, 1.5b or 7b; empty: 0.5b on cuda, tiny on cpu."}
-    )
+    shape: str = field(default="", metadata={"help": f"{', '.join(SHAPES)}; empty: 0.5b on cuda, tiny on cpu."})
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto."})
     workload: str = field(default="fixed", metadata={"help": "fixed, or mixed (log-normal output lengths)."})
     concurrency: int = field(default=256, metadata={"help": "Sequences decoded at once."})
@@ -117,24 +120,30 @@ def make_model(options: Options, device: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
     hidden, mlp, layers, heads, kv_heads, vocab, tied = SHAPES[options.shape]
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if options.shape in EXPERTS:
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "head_dim")
+        sizes |= dict(zip(names, EXPERTS[options.shape], strict=True), norm_topk_prob=True)
+        config = Qwen3MoeConfig(**sizes)
+    else:
+        config = Qwen2Config(**sizes)
     config.dtype = torch.bfloat16 if device == "cuda" else torch.float32
     default = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)
     try:
         with torch.device(device):
-            return Qwen2ForCausalLM(config).eval()
+            return AutoModelForCausalLM.from_config(config).eval()
     finally:
         torch.set_default_dtype(default)
 

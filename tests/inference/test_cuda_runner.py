@@ -15,7 +15,9 @@ from arealite.inference import core
 from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.engine import Engine
 from arealite.inference.runner import cache_bytes
+from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
+from arealite.utils.routing import expert_blocks
 from tests.inference.conftest import FAMILIES, check_top_logprobs, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
 
@@ -67,6 +69,23 @@ def test_greedy_equals_generate(family, fused, make_engine, monkeypatch):
         assert output.token_ids == generate(model, prompt, 24 // SCALE, None)
         expected = forward_logprobs(model, prompt, output.token_ids)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_experts_of_tokens_are_recorded(make_engine):
+    model = make_model("gpt-oss-sinks").bfloat16()
+    engine = make_engine(model, record_routing=True)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, sampling_seed=1)
+    prompt = prompts(1, low=9, high=10)[0]
+    (output,) = engine.submit(Request(prompt, params, want_routing=True)).result(120)
+    found: list[torch.Tensor] = []
+    for block in expert_blocks(model):
+        block.router.register_forward_hook(lambda _, __, out: found.append(out[2]))
+    with torch.no_grad():
+        model(torch.tensor([prompt + output.token_ids[:-1]]))
+    expected = torch.stack(found, dim=1).sort(dim=-1).values
+    known = torch.from_numpy(output.routed_experts).unflatten(1, expected.shape[1:]).sort(dim=-1).values
+    # Rounding changes the choice of a few tokens.
+    assert (known == expected).float().mean() > 0.8
 
 
 def test_device_samples_the_tokens_of_the_cpu(make_engine, monkeypatch):
