@@ -3,7 +3,8 @@
     python -m arealite.launcher.local examples/arealite/reasoning_gym_grpo.py \
         --config examples/arealite/configs/reasoning_gym_grpo.yaml actor.path=/path/to/SmolLM2-135M-Instruct
 
-Any task: train_dataset.path=reasoning_gym:gcd 'train_dataset.options={size: 2000, max_value: 30}'. Small models answer
+Any task: train_dataset.path=reasoning_gym:leg_counting 'train_dataset.options={size: 2000, max_animals: 2}', and the
+same for valid_dataset. Small models answer
 plain text with four worked examples far better than a chat; for larger ones set
 train_dataset.prompt_template=null train_dataset.few_shot=0 gconfig.stop=[] and a longer gconfig.max_new_tokens.
 """
