@@ -92,7 +92,9 @@ def _own_modules() -> Iterator[tuple[str, int]]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and not str(Path(file).resolve()).startswith(installed):
             try:
-                yield ("script" if name == "__main__" else name), zlib.crc32(Path(file).read_bytes())
+                # Processes that others start have it under the second name.
+                own = "script" if name in ("__main__", "__mp_main__") else name
+                yield own, zlib.crc32(Path(file).read_bytes())
             except OSError:
                 # A module of an archive, or one that is gone.
                 continue
