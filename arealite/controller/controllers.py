@@ -131,10 +131,7 @@ class Controller:
 
     def _get(self, name: str) -> Any:
         """Return an attribute of rank 0's engine."""
-        try:
-            return self.runtime.ray.get(self.ranks[0].get.remote(name))
-        except self.runtime.ray.exceptions.RayTaskError as error:
-            raise error.cause from error
+        return self.runtime.get(self.ranks[0].get.remote(name), Call(self.runtime, self.name, name, []), 0)
 
     def _argument(self, value: Any) -> Any:
         """Return what stands for an argument in a request."""

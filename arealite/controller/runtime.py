@@ -7,17 +7,20 @@ wait, whichever call that waits for.
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from arealite.api.errors import TrainingError
+from arealite.api.errors import AReaLiteError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.controller.messages import Report, cut, load, store
 
 # One call on one rank, for the trace: its name, when it began (`time.time()`), its seconds, its track.
 Span = tuple[str, float, float, str]
+# How long Ray may take to report that an actor died, after another rank failed because of it.
+_DEATH_REPORT_S = 10.0
 
 
 class Runtime:
@@ -54,13 +57,18 @@ class Runtime:
         for ref in reports:
             self._pending.pop(ref, None)
 
-    def _finish(self, ref: Any, call: Call, rank: int) -> None:
+    def get(self, ref: Any, call: Call, rank: int) -> Any:
+        """Return what a method of a rank returned, or raise its error or that of a rank that died."""
         try:
-            report = self.ray.get(ref)
+            return self.ray.get(ref)
         except self.ray.exceptions.RayError as error:
+            cause = self._find_cause(error, call, rank)
             # One error per call, not one from every rank.
             self.forget(call.reports)
-            self._raise(error, call, rank)
+            self._raise(*cause)
+
+    def _finish(self, ref: Any, call: Call, rank: int) -> None:
+        report = self.get(ref, call, rank)
         if not isinstance(report, Report):
             return
         call.ended[rank] = report
@@ -69,14 +77,40 @@ class Runtime:
         if rank == 0 and call.has_batch:
             self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + took_s
 
+    def _find_cause(self, error: Any, call: Call, rank: int) -> tuple[Any, Call, int]:
+        """Return the death of a rank instead of a failure that follows from it, with the call and rank it concerns.
+
+        If a rank dies, the others fail in the collective that they share with it, or because a column of it is lost.
+        Their errors may arrive first. An error of this package says itself what is wrong.
+        """
+        if self._is_death(error) or isinstance(getattr(error, "cause", None), AReaLiteError):
+            return error, call, rank
+        pending, deadline = dict(self._pending), time.monotonic() + _DEATH_REPORT_S
+        while any(ref in pending for ref in call.reports) and (left_s := deadline - time.monotonic()) > 0:
+            ended, _ = self.ray.wait(list(pending), num_returns=1, timeout=left_s)
+            for ref in ended:
+                other_call, other_rank = pending.pop(ref)
+                try:
+                    self.ray.get(ref)
+                except self.ray.exceptions.RayError as other:
+                    if self._is_death(other):
+                        return other, other_call, other_rank
+        return error, call, rank
+
+    def _is_death(self, error: Any) -> bool:
+        """Whether the error says that the actor itself died, and not one whose result its method needed."""
+        exceptions = self.ray.exceptions
+        return isinstance(error, exceptions.RayActorError) and not isinstance(error, exceptions.RayTaskError)
+
     def _raise(self, error: Any, call: Call, rank: int) -> NoReturn:
         cause = getattr(error, "cause", error)
         if not isinstance(cause, self.ray.exceptions.RayError):
             # The method's own exception, as if it had been raised here.
             raise cause from error
         reason = str(cause).split("Some common causes")[0].strip().splitlines()[-1].strip()
+        what = "died" if self._is_death(error) else "could not get its data"
         raise TrainingError(
-            f"rank {rank} of {call.engine} died, or lost its data, during {call.method}: {reason}\n"
+            f"rank {rank} of {call.engine} {what} during {call.method}: {reason}\n"
             f"Its log is {self.log_path(call.engine, rank)}. With recover.mode=auto and recover.retries the launcher "
             "starts again from the recover checkpoint"
         ) from error
@@ -161,8 +195,10 @@ class Call:
         if not self.reports:
             parts = [load(stored)[column] for stored in ray.get(self.refs)]
         else:
-            pairs = zip(self.owners, self.refs, strict=True)
-            parts = ray.get([owner.pick.remote(column, ref) for owner, ref in pairs])
+            each = len(self.refs) * self.replica // len(self.reports)
+            picked = [owner.pick.remote(column, ref) for owner, ref in zip(self.owners, self.refs, strict=True)]
+            reading = Call(self.runtime, self.engine, f"the reading of {column!r}", [])
+            parts = [self.runtime.get(ref, reading, i // each * self.replica) for i, ref in enumerate(picked)]
         self.runtime.tensor_bytes += sum(part.nbytes for part in parts)
         return parts
 
