@@ -78,7 +78,7 @@ class Runtime:
             self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + took_s
 
     def _find_cause(self, error: Any, call: Call, rank: int) -> tuple[Any, Call, int]:
-        """Return the death of a rank instead of a failure that follows from it, with the call and rank it concerns.
+        """Return the death of a rank, with its call and rank, instead of a failure that follows from it.
 
         If a rank dies, the others fail in the collective that they share with it, or because a column of it is lost.
         Their errors may arrive first. An error of this package says itself what is wrong.
