@@ -4,6 +4,8 @@ PY := .venv/bin/python
 JOBS ?= 2
 REAL := slurm or ray or vllm or sglang or browser
 export OMP_NUM_THREADS ?= 1
+# Tests start many interpreters: let them keep compiled modules (in __pycache__), whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-all soak lint format docs diagrams clean
 .DEFAULT_GOAL := help

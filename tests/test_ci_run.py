@@ -1,0 +1,81 @@
+"""The script of continuous integration, with programs that only record and fail as a test wants."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.conftest import find_leftovers
+
+ROOT = Path(__file__).parents[1]
+# `make docs` and `make test ARGS="--failed-to FILE ..."`.
+MAKE = """#!/usr/bin/env bash
+[[ "$*" == *" test "* ]] || exit 0
+if [ -e hang ]; then : > up; exec sleep 600; fi
+last=${*: -1}
+file=${last#*--failed-to }
+printf 'tests/a.py::test_fails\\ntests/b.py::test_is_flaky\\n' > "${file%% *}"
+exit 1
+"""
+# `python -m pytest -q -m '' --failed-to FILE @FILE`; the linters pass.
+PYTHON = """#!/usr/bin/env bash
+[ "$2" = pytest ] || exit 0
+cp again "$7"
+exit 1
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for name, text in {
+        ".ci/run": (ROOT / ".ci" / "run").read_text(),
+        "bin/make": MAKE,
+        ".venv/bin/python": PYTHON,
+        "scripts/setup": "#!/bin/sh\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "again").write_text("tests/a.py::test_fails\n")
+    return tmp_path
+
+
+def start(clone: Path) -> subprocess.Popen:
+    env = {**os.environ, "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        [".ci/run", "quick"], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.parametrize("fails_again", [True, False])
+def test_tests_that_needed_a_second_attempt_are_listed_at_the_end(clone, fails_again):
+    if not fails_again:
+        (clone / "again").write_text("")
+    process = start(clone)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == fails_again, out
+    listed, _, durations = out.partition("--- needed a second attempt: \n")[2].partition("--- durations\n")
+    assert listed == "tests/a.py::test_fails\n" * (not fails_again) + "tests/b.py::test_is_flaky\n", out
+    parts = [line.split(maxsplit=2)[2] for line in durations.splitlines()[:-1]]
+    assert parts[0] == "set-up" and set(parts[1:5]) == {"ruff check", "ruff format", "pyright", "documentation"}
+    assert parts[5:] == ["default tests", "default tests, second attempt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_everything(clone, number):
+    (clone / "hang").touch()
+    process = start(clone)
+    deadline = time.monotonic() + 60
+    while not (clone / "up").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, out
+    assert "*** failed after" in out and find_leftovers(clone) == []
