@@ -6,6 +6,11 @@ directory, output and exit code. All pytest workers share one such process; it e
 
 Python programs that such a process starts are forked, too: servers and ranks of a launcher, fork servers of rewards.
 
+The fork server of `multiprocessing`, from which pools of rewards, tools and environments get their workers, is a fork
+of pytest itself (`start_fork_server`): workers find the modules of tests imported.
+
+`python tests/warm_python.py --run COMMAND...` is a program that behaves like `python COMMAND...`, for shell scripts.
+
 Use a plain `subprocess` where the start itself is tested, or where a test reads /proc/PID/cmdline or environ.
 """
 
@@ -19,6 +24,9 @@ import importlib
 import itertools
 import json
 import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import random
@@ -50,6 +58,7 @@ PRELOAD = (
 _PR_SET_PDEATHSIG = 1
 
 _server: subprocess.Popen | None = None
+_fork_server_pid: int | None = None
 
 
 def prepare() -> None:
@@ -62,7 +71,12 @@ def prepare() -> None:
     # The server ends when the pipe to its standard input is closed, so also if this process is killed.
     with _log(address).open("w") as log:
         _server = subprocess.Popen(
-            [sys.executable, __file__, address], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            [sys.executable, __file__, address],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
     os.environ[ADDRESS_ENV] = str(address)
     assert _server.stdout is not None
@@ -173,6 +187,47 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
     return subprocess.CompletedProcess(list(command), process.wait(), stdout, stderr)
 
 
+def run_in_place(command: Sequence[str]) -> NoReturn:
+    """Run a command with the streams of this process, pass signals on, and end with its exit code."""
+    process = start(command, cwd=os.getcwd(), stdout=1, stderr=2)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def start_fork_server() -> None:
+    """Let the fork server of `multiprocessing` be a fork of this process, with all modules that are imported here.
+
+    Call it between tests. Within a test, `multiprocessing` starts an interpreter if the fork server has been killed:
+    other threads may hold locks.
+    """
+    global _fork_server_pid
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid not in (None, _fork_server_pid):
+        server._stop()
+
+    def fork(path: str, args: list[Any], passfds: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _close_all_but(passfds)
+            _open_streams()
+            with contextlib.suppress(SystemExit):
+                exec(args[-1], {})
+            # Exit functions are those of pytest.
+            os._exit(0)
+        return pid
+
+    multiprocessing.set_forkserver_preload([])
+    multiprocessing.resource_tracker.ensure_running()
+    original, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = original
+    _fork_server_pid = server._forkserver_pid
+
+
 # ------------------------------------------------------------------------------------------------- the server
 
 
@@ -269,13 +324,12 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    _open_streams()
     logging.getLogger().handlers.clear()
     env = dict(env)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None
     random.seed()
     code = 0
     try:
@@ -295,15 +349,22 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
+def _open_streams() -> None:
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+
+
 def _run_main(command: list[str]) -> None:
+    folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if command[0] == "-c":
         sys.argv = ["-c", *command[2:]]
+        sys.path[:] = ["", *folders, *_path]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(command[1], main.__dict__)
         return
     is_module = command[0] == "-m"
     name, *arguments = command[is_module:]
-    folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [os.getcwd() if is_module else str(Path(name).resolve().parent), *folders, *_path]
     sys.argv = [name, *arguments]
     if is_module:
@@ -315,5 +376,7 @@ def _run_main(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--run":
+        run_in_place(sys.argv[2:])
     _path = sys.path[1:]
     _become(_serve(sys.argv[1]))

@@ -4,7 +4,8 @@ What is replaced, so that a block that names a real model runs on two cores with
 
 - `REPLACED`: names of models and files in the text of a block.
 - `SMALL`: settings that are appended to commands that train.
-- `python`, `arealite`, `make` and their paths in `.venv/bin` are those of this test's interpreter and checkout.
+- `python`, `arealite`, `make` and their paths in `.venv/bin` are those of this test's interpreter and checkout. Modules
+  of arealite and scripts are forked from a process that has imported torch (`tests/warm_python.py`).
 
 A comment before a block says how it is tested: `<!-- test: check -->` appends `--dry-run` to each command, because the
 block needs GPUs or a cluster; `<!-- test: tests/x/test_y.py -->` names the test that runs it. Other blocks of bash and
@@ -22,13 +23,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.cli.main import MainConfig
+from tests import warm_python
 from tests.chat_templates import make_chat_tokenizer
+from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(?:^<!-- test: (?P<test>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -94,9 +95,12 @@ class Workspace:
 
     def __init__(self, folder: Path, is_small: bool = True) -> None:
         self.folder, self.is_small = folder, is_small
+        warm_python.prepare()
         for name in ("examples", "benchmark", "arealite"):
             (folder / name).symlink_to(ROOT / name)
-        make_tiny_chat_model(folder / "tiny")
+        # Its chat template knows tools.
+        tokenizer = make_chat_tokenizer("qwen25")
+        make_model(folder / "tiny", tokenizer, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=4096)
         self._write_data()
         self._write_commands()
 
@@ -187,12 +191,15 @@ case "$*" in
     -m\\ arealite.launcher.*_sft.py*) set -- "$@" {small["F"]} $dry ;;
     -m\\ arealite.launcher.*|-m\\ arealite.cli.entry\\ launch*) set -- "$@" {small["S"]} $dry ;;
 esac
+case "$1 ${{2:-}}" in
+    -m\\ arealite.*|-c\\ *|*.py\\ *) exec {sys.executable} -E -S {warm_python.__file__} --run "$@" ;;
+esac
 exec {sys.executable} "$@"
 """
         scripts = {
             "python": shim,
             "arealite": f'#!/usr/bin/env bash\nexec {folder / "python"} -m arealite.cli.entry "$@"\n',
-            "make": f"#!/usr/bin/env bash\nexec {sys.executable} {ROOT}/examples/arealite/$1.py\n",
+            "make": f"#!/usr/bin/env bash\nexec {folder / 'python'} {ROOT}/examples/arealite/$1.py\n",
         }
         for name, text in scripts.items():
             path = folder / name
@@ -205,24 +212,3 @@ def check_yaml(block: Block) -> None:
     values = OmegaConf.create(block.text)
     schema = MainConfig if "trainer" in values else GRPOConfig
     OmegaConf.merge(OmegaConf.structured(schema), values)
-
-
-def make_tiny_chat_model(folder: Path) -> None:
-    """Write a random model with a chat template that knows tools, and one token per character."""
-    tokenizer = make_chat_tokenizer("qwen25")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

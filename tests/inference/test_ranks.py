@@ -42,6 +42,15 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     return {name: root / name for name in ("qwen2", "qwen3", "other")}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks():
+    """Fork ranks, where a server starts interpreters: their imports take seconds. The slow test has a real server."""
+    with pytest.MonkeyPatch.context() as patch:
+        context = multiprocessing.get_context("forkserver")
+        patch.setattr("arealite.inference.ranks.multiprocessing.get_context", lambda _: context)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pair(folders):
     """An engine with two ranks, and one with a single rank."""

@@ -25,6 +25,7 @@ from arealite.utils.names import FileNames
 from arealite.utils.network import free_port
 from arealite.utils.process import end_families
 from arealite.utils.rundir import RunDir
+from tests import warm_python
 from tests.launcher.conftest import find_leftovers, wait_until_gone
 
 RUN = Path("runs/e/t")
@@ -36,14 +37,18 @@ def no_orphans(work):
     assert find_leftovers(work) == []
 
 
-def start(argv: list[str], **env: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "arealite.launcher.local", "script.py", *argv],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+COMMAND = ["-m", "arealite.launcher.local", "script.py"]
+OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
+def start(argv: list[str], **env: str) -> warm_python.WarmProcess:
+    """Start a launcher by a fork. What it starts is forked, too, so command lines in /proc are those of the server."""
+    return warm_python.start([*COMMAND, *argv], env={**os.environ, **env}, cwd=os.getcwd(), **OUTPUT)
+
+
+def start_new(argv: list[str]) -> subprocess.Popen:
+    """Start a launcher in a new interpreter, for tests that find processes by their command lines."""
+    return subprocess.Popen([sys.executable, *COMMAND, *argv], text=True, **OUTPUT)
 
 
 def wait_for(*paths: Path, timeout_s: float = 60) -> None:
@@ -170,7 +175,7 @@ def kill_a_server(work: Path) -> None:
 
 
 def test_a_killed_server_is_restarted_at_a_new_address(work, arguments):
-    process = start(arguments("tokenizer_path=wait", mode="sglang.d2+d1"))
+    process = start_new(arguments("tokenizer_path=wait", mode="sglang.d2+d1"))
     wait_for(work / "up0")
     (names,) = (RUN / "names").glob("*-0")
     before = FileNames(names).list("servers/")
@@ -187,7 +192,7 @@ def test_a_killed_server_is_restarted_at_a_new_address(work, arguments):
 
 
 def test_every_run_has_a_key_that_no_file_or_command_line_shows(work, arguments):
-    process = start(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
+    process = start_new(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
     wait_for(work / "up0")
     key_path = RunDir(RUN).key_path
     key = key_path.read_bytes()
@@ -215,7 +220,7 @@ def read(path: Path) -> bytes:
 
 
 def test_a_stopped_watchdog_does_not_keep_the_launcher(work, arguments):
-    process = start(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
+    process = start_new(arguments("tokenizer_path=wait", mode="sglang.d1+d1"))
     wait_for(work / "up0")
     watchdogs = [p for p in Path("/proc").iterdir() if p.name.isdigit() and is_watchdog(p, work)]
     assert len(watchdogs) == 1
@@ -248,7 +253,7 @@ def is_watchdog(entry: Path, work: Path) -> bool:
 
 
 def test_servers_that_keep_dying_end_the_run(work, arguments):
-    process = start(arguments("tokenizer_path=wait", "launcher.server_restarts=0", mode="sglang.d1+d1"))
+    process = start_new(arguments("tokenizer_path=wait", "launcher.server_restarts=0", mode="sglang.d1+d1"))
     wait_for(work / "up0")
     kill_a_server(work)
     out, _ = process.communicate(timeout=60)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm_python
-from tests.servers.conftest import make_model
+from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (
@@ -54,7 +54,8 @@ def test_the_plan_of_a_command_as_printed(command, tmp_path):
 
 def scaled(folder: Path, prefix: str = "") -> list[str]:
     """A tiny model on the CPU instead of the real one."""
-    model = make_model(folder / "model", seed=0)
+    model = folder / "model"
+    make_model(model)
     rows = folder / "gsm8k.jsonl"
     row = {"question": "1 + 1?", "answer": "#### 2"}
     rows.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))

@@ -1,5 +1,6 @@
 """The sandbox: nothing leaves it, everything ends, and every level of isolation that this machine has is tried."""
 
+import contextlib
 import os
 import platform
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from arealite.api.errors import SandboxError
 from arealite.reward import sandbox, sandbox_child
 from arealite.reward.sandbox import run_python
+from tests import warm_python
 from tests.reward.attacks import run_escapes
 
 ROOT = Path(__file__).parents[2]
@@ -45,20 +47,32 @@ def run(code, level, **options):
     return run_python(code, level=level, allow_weak=True, **{"timeout_s": 60.0, **options})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_child():
+    """Give sandboxes a file of their own, by which their processes are told from those of other pytest processes."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        os.chmod(folder, 0o755)
+        patch.setattr(sandbox, "_CHILD", shutil.copy(sandbox_child.__file__, folder))
+        sandbox._installation.cache_clear()
+        yield
+        sandbox._installation.cache_clear()
+
+
 def wait_until_all_ended():
-    """Wait until no process of a sandbox of this checkout is left."""
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in os.listdir("/proc") if pid.isdigit() and is_sandboxed(pid)]:
+    """Wait until no process of a sandbox of this module is left."""
+    deadline = time.monotonic() + 60
+    while left := find_sandboxed():
         assert time.monotonic() < deadline, f"{left} run on"
         time.sleep(0.02)
 
 
-def is_sandboxed(pid):
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return sandbox._CHILD.encode() in command
+def find_sandboxed():
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if sandbox._CHILD.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 @pytest.mark.parametrize("level", STRONG)
@@ -216,13 +230,17 @@ print("over")
 def start_sleeper(level, **variables):
     """Return a process that runs a program in the sandbox which does not end."""
     code = "import os, time\nos.fork()\ntime.sleep(1000)"
-    call = f"run_python({code!r}, timeout_s=1000, level={level!r}, allow_weak=True)"
-    script = f"from arealite.reward.sandbox import run_python\n{call}"
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, **variables})
+    call = f"sandbox.run_python({code!r}, timeout_s=1000, level={level!r}, allow_weak=True)"
+    script = f"from arealite.reward import sandbox\nsandbox._CHILD = {sandbox._CHILD!r}\n{call}"
+    process = warm_python.start(["-c", script], env={**os.environ, **variables})
     deadline = time.monotonic() + 60
-    while not any(is_sandboxed(pid) for pid in os.listdir("/proc") if pid.isdigit()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    try:
+        while not find_sandboxed():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        raise
     return process
 
 

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arealite.api.backends import BACKENDS
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import health_problem, prepare_server
 from arealite.launcher.supervisor import Child, ChildSpec, Supervisor
 from arealite.utils.network import free_port
-from tests.tiny_model import make_tokenizer
+from tests.tiny_model import make_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "servers"
 VERSIONS = {"sglang": "sglang-0.5.23", "vllm": "vllm-0.32.0"}
@@ -38,33 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = filter(is_kept, items)
 
 
-def make_model(folder: Path, seed: int) -> Path:
-    """Random weights; heads of 32, the least that vLLM's CPU attention takes."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three versions of one model's weights."""
-    return [make_model(tmp_path_factory.mktemp(f"version{i}"), seed=i) for i in range(3)]
+    """Three versions of one model's weights. Heads of 32 are the least that vLLM's CPU attention takes."""
+    folders = [tmp_path_factory.mktemp(f"version{i}") for i in range(3)]
+    size = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    for seed, folder in enumerate(folders):
+        make_model(folder, seed=seed, **size)
+    return folders
 
 
 def server_venv(backend: str) -> Path:
