@@ -11,7 +11,6 @@ import multiprocessing.spawn
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
@@ -25,7 +24,7 @@ from arealite.engine.replay.replaying import current_replay
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
 from arealite.utils.config import LOG_FILE_ENV
-from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV
+from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV, python_path
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
 _ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", ATTEMPT_ENV, MARK_ENV, "OMP_NUM_THREADS")
@@ -115,8 +114,7 @@ class Driver:
         main = multiprocessing.spawn.get_preparation_data(name)
         main = {k: v for k, v in main.items() if k not in ("authkey", "name", "start_method")}
         env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-        env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+        env |= {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
         env |= {LOG_FILE_ENV: str(self.runtime.log_path(name, rank))}
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         options = {"num_cpus": 1, "num_gpus": int(on_gpu), "scheduling_strategy": where}

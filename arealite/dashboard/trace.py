@@ -14,15 +14,15 @@ import numpy as np
 import orjson
 
 from arealite.dashboard.opening import GrowingFile, open_regular
-from arealite.utils.trace.trace_file import GROUPS, older_path
+from arealite.utils.trace.trace_file import TraceReader, lane_order, older_path
 
 DEFAULT_SPANS, MAX_SPANS = 5_000, 20_000
 # Spans that share a column this wide may become one: a part of the window.
 _COLUMNS = 2_000
 # More spans than two files of the largest size have.
 _MAX_TOTAL = 1_000_000
-# Bytes of the longest line that is read, and of one portion of the file.
-_MAX_LINE, _PORTION = 1 << 16, 1 << 24
+# Bytes of one portion of the file.
+_PORTION = 1 << 24
 
 
 class _Lane:
@@ -59,8 +59,7 @@ class TraceFile(GrowingFile):
         super().forget()
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._total = 0
-        self._groups: dict[int, str] = {}
-        self._names: dict[tuple[int, int], str] = {}
+        self._reader = TraceReader()
 
     def window(self, start: float | None, end: float | None, limit: int) -> dict[str, Any]:
         """Return the lanes between two unix times, by default all, with about `limit` spans at most."""
@@ -79,7 +78,7 @@ class TraceFile(GrowingFile):
                 if sum(map(len, spans.values())) <= limit or width_s > end - start:
                     break
                 width_s *= 2
-        order = sorted(spans, key=lambda key: (GROUPS.index(key[0]) if key[0] in GROUPS else len(GROUPS), key[1]))
+        order = sorted(spans, key=lane_order)
         lanes = [{"id": f"{g}:{name}", "group": g, "name": name, "spans": spans[g, name]} for g, name in order]
         return {"start": start, "end": end, "first": first, "last": last, "lanes": lanes, "truncated": is_truncated}
 
@@ -122,8 +121,7 @@ class TraceFile(GrowingFile):
                 self._lanes, self._total = {}, 0
                 with suppress(FileNotFoundError), open_regular(older_path(self.path)) as older:
                     self._read_lines(older)
-                # Numbers of lanes are those of one file.
-                self._groups, self._names = {}, {}
+                self._reader = TraceReader()
             self._offset += self._read_lines(file)
 
     def _read_lines(self, file: Any) -> int:
@@ -133,28 +131,11 @@ class TraceFile(GrowingFile):
         while data := file.read(_PORTION):
             *lines, rest = (rest + data).split(b"\n")
             done += sum(map(len, lines)) + len(lines)
-            for line in lines:
-                text = line.strip().rstrip(b",")
-                if text.startswith(b"{") and len(text) < _MAX_LINE:
-                    self._add(text)
+            for event in map(self._reader.read, lines):
+                if event is not None and event.seconds is not None and self._total < _MAX_TOTAL:
+                    # A copy: what orjson returns keeps the kilobytes that it reserved.
+                    packed = bytes(memoryview(orjson.dumps(event.args)))
+                    span = event.began, event.seconds, sys.intern(event.name), packed
+                    self._lanes.setdefault(event.lane, _Lane()).add(span)
+                    self._total += 1
         return done
-
-    def _add(self, text: bytes) -> None:
-        try:
-            event = orjson.loads(text)
-            kind, pid, tid, args = event.get("ph"), event.get("pid"), event.get("tid"), event.get("args") or {}
-            if kind == "M" and event.get("name") == "process_name":
-                self._groups[pid] = str(args["name"])
-            elif kind == "M" and event.get("name") == "thread_name":
-                self._names[pid, tid] = str(args["name"])
-            elif kind == "X" and self._total < _MAX_TOTAL:
-                group = self._groups.get(pid, "trainer")
-                began, seconds = float(event["ts"]) / 1e6, max(0.0, float(event["dur"]) / 1e6)
-                lane = self._lanes.setdefault((group, self._names.get((pid, tid), group)), _Lane())
-                # A copy: what orjson returns keeps the kilobytes that it reserved.
-                packed = bytes(memoryview(orjson.dumps(args)))
-                lane.add((began, seconds, sys.intern(str(event["name"])), packed))
-                self._total += 1
-        # Damaged by a full disk, or written by something else.
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return

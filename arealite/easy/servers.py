@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
 
 from arealite.api.backends import API_KEY_ENV
@@ -20,7 +19,7 @@ from arealite.engine.remote.base import ADDRESSES_ENV, NAMES_ENV
 from arealite.launcher.job import Job
 from arealite.utils.config import REFUSED
 from arealite.utils.names import FileNames, wait_for_names
-from arealite.utils.process import ATTEMPT_ENV, tail
+from arealite.utils.process import ATTEMPT_ENV, last_error, python_path, tail
 
 # Wakes the main thread when the servers have failed.
 _FAILED = signal.SIGUSR1
@@ -48,9 +47,7 @@ class ServersBeside:
             return self
         if self._is_main:
             self._old_handler = signal.signal(_FAILED, self._raise_failure)
-        # The package may be on the path of this process only.
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "arealite.launcher.beside", str(self.job.path), str(os.getpid())]
         with self._log.open("ab") as log:
             # In a session of its own: Ctrl+C is for the trainer, which then ends its servers.
@@ -105,9 +102,7 @@ class ServersBeside:
         self._has_ended.set()
 
     def _message(self, code: int) -> str:
-        text = tail(self._log)
-        start = f"\n{text}".rfind("\nerror: ")
-        return f"exit code {code}; see {self._log}" if start < 0 else text[start:].removeprefix("error: ")
+        return last_error(tail(self._log)) or f"exit code {code}; see {self._log}"
 
     def _raise_failure(self, number: int, frame: FrameType | None) -> None:
         if self.failure is not None and not self._is_ending:

@@ -24,7 +24,7 @@ from types import FrameType
 from arealite.api.errors import AReaLiteError
 from arealite.launcher.watchdog import remove_paths
 from arealite.utils.activity import activity
-from arealite.utils.process import MARK_ENV, die_with_parent, end_families, tail
+from arealite.utils.process import MARK_ENV, die_with_parent, end_families, last_error, tail
 from arealite.utils.text import clean_stream, text_decoder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -100,9 +100,7 @@ class Child:
 
     def error_message(self) -> str:
         """Return the message with which a command of this package ended; for others, how they ended."""
-        text = self._tail()
-        start = f"\n{text}".rfind("\nerror: ")
-        return self.describe_end() if start < 0 else text[start:].removeprefix("error: ")
+        return last_error(self._tail()) or self.describe_end()
 
     def hide_secret(self) -> None:
         """Overwrite the secret in the log: SGLang prints all of its settings. Its length stays the same."""

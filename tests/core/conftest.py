@@ -1,6 +1,7 @@
 """Trivial workflows and a stub engine for tests of the executor."""
 
 import asyncio
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.ledger.reading import open_ledger
 from arealite.core.workflow_executor import WorkflowExecutor
+
+
+def read_counts(path) -> dict[str, int]:
+    """Return the admitted episodes of a ledger by state."""
+    query = "SELECT state, COUNT(*) FROM episodes WHERE source != 'direct' GROUP BY state"
+    with closing(open_ledger(path)) as db:
+        return dict(db.execute(query).fetchall())
 
 
 def make_batch(value: int, n: int = 2, length: int = 4, version: int = 0, reward: float = 1.0):

@@ -14,8 +14,8 @@ from arealite.api.errors import AReaLiteError, CheckpointError
 from arealite.core.episode import EpisodeId
 from arealite.core.ledger import database, store
 from arealite.core.ledger.rollouts import RolloutRow
-from arealite.core.ledger.store import EpisodeRow, Ledger, read_counts
-from tests.core.conftest import Echo, make_batch
+from arealite.core.ledger.store import EpisodeRow, Ledger
+from tests.core.conftest import Echo, make_batch, read_counts
 
 
 def test_rows_are_replaced_not_repeated(tmp_path):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from arealite.api.cli_args import DatasetConfig, InferenceEngineConfig
-from arealite.core.ledger.store import Ledger, read_counts
+from arealite.core.ledger.store import Ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.dataset import StatefulDataLoader
-from tests.core.conftest import StubEngine
+from tests.core.conftest import StubEngine, read_counts
 from tests.core.test_workflow_executor import Random
 
 

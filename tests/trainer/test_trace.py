@@ -26,7 +26,6 @@ def test_phases_become_numbers_and_spans(tmp_path):
     assert lanes["actor rank 1"].group == "trainer" and lanes["actor rank 1"].spans == [
         [1000.5, 0.25, "actor.forward", {}]
     ]
-    assert [lane.name for lane in read_trace(tmp_path / "trace.json", end=2000.0)] == ["actor rank 1"]
 
 
 def test_a_phase_that_raises_is_still_timed_and_no_file_is_needed():

@@ -315,9 +315,3 @@ class Ledger:
             except queue.Empty:
                 if pending := self._take_pending():
                     database.run(pending.write)
-
-
-def read_counts(path: str | Path) -> dict[str, int]:
-    """Admitted episodes by state, of a run that may still be going on."""
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-        return dict(db.execute(_COUNT_ADMITTED).fetchall())

@@ -27,8 +27,8 @@ from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.vision import VisionDecoder, is_served
 from arealite.inference.weights import Pairs
+from arealite.utils.memory.estimate import CPU_CACHE_BYTES
 
-_CPU_CACHE_BYTES = 2 << 30  # a trainer usually shares the memory
 VisionInputs = tuple[torch.Tensor, torch.Tensor]  # embeddings [N, hidden] and positions [3, N]
 
 
@@ -229,7 +229,7 @@ class CpuRunner(Runner):
     def _free_bytes(self) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # Two thirds are left to the `DenseCache`.
-        return min(int(self.config.mem_fraction * free) // 3, _CPU_CACHE_BYTES)
+        return min(int(self.config.mem_fraction * free) // 3, CPU_CACHE_BYTES)
 
 
 def _new_tokens(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

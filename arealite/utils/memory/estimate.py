@@ -34,7 +34,7 @@ PROCESS = 0.7e9
 # Share of what passes allocate and free that the allocator cannot use again.
 _FRAGMENTS = 0.05
 # Most of the KV cache on CPU, where a trainer usually shares the memory.
-_CPU_CACHE_BYTES = 2 << 30
+CPU_CACHE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _cache_limit(config: ServerConfig, total_bytes: float | None, own: float, on
         return float("inf")
     if on_gpu:
         return config.mem_fraction * max(0.0, total_bytes - own)
-    return min(config.mem_fraction * total_bytes / 3, _CPU_CACHE_BYTES)
+    return min(config.mem_fraction * total_bytes / 3, CPU_CACHE_BYTES)
 
 
 def _nonzero(parts: dict[str, float]) -> dict[str, float]:

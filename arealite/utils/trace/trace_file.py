@@ -5,14 +5,18 @@ instead of an earlier one, so that a run keeps at most two. `read_trace` reads b
 """
 
 import json
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import orjson
 
 from arealite.utils.trace.tracing import Span
 
 MAX_BYTES = 32 << 20
+# A longer line is not read.
+_MAX_LINE = 1 << 16
 # The processes that a viewer shows.
 GROUPS = ("trainer", "weights", "server", "rollout")
 
@@ -95,6 +99,50 @@ def _end_file(path: Path) -> None:
             file.write(b"\n]\n")
 
 
+class Event(NamedTuple):
+    """A span of a lane, or without `seconds` a sample of the numbers in `args`. Times are unix seconds."""
+
+    lane: tuple[str, str]
+    began: float
+    seconds: float | None
+    name: str
+    args: dict[str, Any]
+
+
+class TraceReader:
+    """Reads the lines of one trace file, whose numbers of groups and lanes it keeps."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Any, str] = {}
+        self._lanes: dict[tuple[Any, Any], str] = {}
+
+    def read(self, line: bytes) -> Event | None:
+        """Return the event of a line; None if it has none, or was damaged by a full disk."""
+        text = line.strip().rstrip(b",")
+        if not text.startswith(b"{") or len(text) >= _MAX_LINE:
+            return None
+        try:
+            event = orjson.loads(text)
+            kind, pid, tid, args = event.get("ph"), event.get("pid"), event.get("tid"), event.get("args") or {}
+            if kind == "M" and event.get("name") == "process_name":
+                self._groups[pid] = str(args["name"])
+            elif kind == "M" and event.get("name") == "thread_name":
+                self._lanes[pid, tid] = str(args["name"])
+            elif kind in ("X", "C"):
+                group = self._groups.get(pid, "trainer")
+                lane = group, self._lanes.get((pid, tid), group)
+                seconds = max(0.0, float(event["dur"]) / 1e6) if kind == "X" else None
+                return Event(lane, float(event["ts"]) / 1e6, seconds, str(event["name"]), args)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            pass
+        return None
+
+
+def lane_order(lane: tuple[str, str]) -> tuple[int, str]:
+    """Sort lanes by group, then by name."""
+    return GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS), lane[1]
+
+
 class Lane(NamedTuple):
     """Spans of one lane, each `[began (unix seconds), seconds, name, args]`, in order of their beginning.
 
@@ -106,35 +154,12 @@ class Lane(NamedTuple):
     spans: list[list[Any]]
 
 
-def read_trace(path: Path, start: float | None = None, end: float | None = None) -> list[Lane]:
-    """Return the lanes of a trace between two unix times, ordered by group and name."""
+def read_trace(path: Path) -> list[Lane]:
+    """Return the lanes of a trace, ordered by group and name."""
     lanes: dict[tuple[str, str], list[list[Any]]] = {}
-    first, last = start or 0.0, end or time.time() + 1e9
-    for file in (older_path(path), path):
-        names: dict[tuple[int, int], str] = {}
-        for event in _read_events(file):
-            kind, where = event.get("ph"), (event.get("pid", 0), event.get("tid", 0))
-            if kind == "M" and event.get("name") == "thread_name":
-                names[where] = event["args"]["name"]
-            elif kind in ("X", "C"):
-                began, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else None
-                if began <= last and began + (seconds or 0.0) >= first:
-                    owner = GROUPS[where[0] - 1], names.get(where, "?")
-                    lanes.setdefault(owner, []).append([began, seconds, event["name"], event.get("args", {})])
-    order = sorted(lanes, key=lambda owner: (GROUPS.index(owner[0]), owner[1]))
-    return [Lane(*owner, sorted(lanes[owner], key=lambda span: span[0])) for owner in order]
-
-
-def _read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Read whole lines only: the last one may be half written, and one after a full disk may be damaged."""
-    try:
-        with path.open() as file:
-            for line in file:
-                text = line.strip().rstrip(",")
-                if text.startswith("{") and text.endswith("}"):
-                    try:
-                        yield json.loads(text)
-                    except ValueError:
-                        continue
-    except FileNotFoundError:
-        return
+    for part in (older_path(path), path):
+        reader = TraceReader()
+        with suppress(FileNotFoundError), part.open("rb") as file:
+            for event in filter(None, map(reader.read, file)):
+                lanes.setdefault(event.lane, []).append(list(event[1:]))
+    return [Lane(*lane, sorted(lanes[lane], key=lambda span: span[0])) for lane in sorted(lanes, key=lane_order)]
