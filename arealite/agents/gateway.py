@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from arealite.agents.answers import ApiRequest, chat_request, echo_of, make_answers, message_request, response_request
+from arealite.agents.answers import make_answers
 from arealite.agents.requests import check_chat, check_completion, merge_sampling, set_reward
 from arealite.agents.session import Prompt, Session
 from arealite.api.cli_args import GenerationHyperparameters
@@ -27,6 +27,7 @@ from arealite.api.generation_args import LOOPBACK_HOSTS
 from arealite.api.io_struct import ModelRequest, ModelResponse
 from arealite.protocol import chat, completions
 from arealite.protocol.answer import Answer, Head, Usage, error_body, event_bytes, to_json
+from arealite.protocol.chat_apis import ApiRequest, chat_request, echo_of, message_request, response_request
 from arealite.protocol.tool_calls import forced_prefix, style_of
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import (

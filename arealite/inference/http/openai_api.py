@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
@@ -21,9 +21,10 @@ from arealite.inference.http import common
 from arealite.inference.http.generate_api import SHORT_TEXT
 from arealite.inference.http.prompts import chat_prompt, read_prompts
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
-from arealite.protocol import chat, messages, responses
+from arealite.protocol import chat
 from arealite.protocol import completions as text_completions
 from arealite.protocol.answer import Answer, Head, Stream, TokenLogprob, Usage, event_bytes, to_json
+from arealite.protocol.chat_apis import ApiRequest
 from arealite.protocol.tool_calls import CallSplitter, ToolCall, hidden_tokens, style_of
 
 
@@ -51,42 +52,10 @@ class Wanted:
     echo: bool = False  # the prefix is the prompt
 
 
-async def chat_completions(http_request: web.Request) -> web.StreamResponse:
-    """Handle `/v1/chat/completions`."""
-    body = await common.read_object(http_request)
-    request = chat.parse(body)
-    return await _converse(http_request, request, chat.result, lambda head, _: chat.ChatStream(head, request))
-
-
-async def create_response(http_request: web.Request) -> web.StreamResponse:
-    """Handle `/v1/responses`."""
-    body = await common.read_object(http_request)
-
-    def write(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
-        return responses.result(head, body, answers[0], usage)
-
-    stream = partial(responses.ResponseStream, body=body)
-    return await _converse(http_request, responses.parse(body), write, lambda head, _: stream(head))
-
-
-async def create_message(http_request: web.Request) -> web.StreamResponse:
-    """Handle Anthropic's `/v1/messages`."""
-    body = await common.read_object(http_request)
-
-    def write(head: Head, answers: list[Answer], usage: Usage) -> dict[str, Any]:
-        return messages.result(head, answers[0], usage)
-
-    return await _converse(http_request, messages.parse(body), write, messages.MessageStream)
-
-
-async def _converse(
-    http_request: web.Request,
-    request: chat.ChatRequest,
-    write: Callable[[Head, list[Answer], Usage], dict[str, Any]],
-    make_stream: Callable[[Head, int], Stream],
-) -> web.StreamResponse:
-    """Continue a conversation. `make_stream` gets the number of tokens of the prompt."""
-    engine = http_request.app[common.ENGINE]
+async def converse(read: Callable[[dict[str, Any]], ApiRequest], http_request: web.Request) -> web.StreamResponse:
+    """Continue a conversation, in the form of any of the three chat APIs."""
+    engine, api = http_request.app[common.ENGINE], read(await common.read_object(http_request))
+    request = api.request
     is_short = http_request.content_length is not None and http_request.content_length <= SHORT_TEXT
     prompt = await chat_prompt(engine, request, is_short)
     longest = max(1, engine.max_len - len(prompt.ids))
@@ -105,13 +74,13 @@ async def _converse(
     wanted = Wanted(request.logprobs, request.return_token_ids, request, prompt.prefix)
     head = _head(engine, generation)
     if request.stream:
-        stream = make_stream(head, len(prompt.ids))
+        stream = api.stream(head, len(prompt.ids))
         return await common.event_stream(
             http_request, _stream(engine, generation, wanted, stream), stream.has_named_events
         )
     outputs = await common.finish(http_request.app, generation)
     answers = _answers(engine, generation, outputs, wanted)
-    return _respond(write(head, answers, _usage([generation], [outputs])))
+    return _respond(api.write(head, answers, _usage([generation], [outputs])))
 
 
 async def completions(http_request: web.Request) -> web.StreamResponse:

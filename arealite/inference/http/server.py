@@ -20,10 +20,11 @@ from arealite.inference.engine import Engine
 from arealite.inference.http import common
 from arealite.inference.http.access import Access, new_version
 from arealite.inference.http.generate_api import generate
-from arealite.inference.http.openai_api import chat_completions, completions, create_message, create_response, models
+from arealite.inference.http.openai_api import completions, converse, models
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
+from arealite.protocol.chat_apis import chat_request, message_request, response_request
 from arealite.utils.connections import Connections
 from arealite.utils.http_server import AcceptErrors, listen
 from arealite.weights.sync import read_probe
@@ -67,9 +68,9 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/release_memory_occupation", _command(Engine.release_memory)),
             web.post("/resume_memory_occupation", _command(Engine.resume_memory)),
             web.post("/v1/completions", completions),
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/responses", create_response),
-            web.post("/v1/messages", create_message),
+            web.post("/v1/chat/completions", partial(converse, chat_request)),
+            web.post("/v1/responses", partial(converse, response_request)),
+            web.post("/v1/messages", partial(converse, message_request)),
             web.get("/v1/models", models),
             web.get("/v1/models/{name:.+}", models),
         ]
