@@ -36,6 +36,7 @@ from arealite.utils.http_server import (
     bearer_token,
     bind,
     check_sender,
+    describe_error,
     is_same_token,
     json_response,
     listen,
@@ -47,7 +48,6 @@ from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")
 _MAX_BODY_BYTES = 32 << 20
-_MAX_MESSAGE = 2000
 # Longer bodies are encoded, and longer answers decoded, beside the event loop.
 _SHORT_BODY = 1 << 16
 _SHORT_ANSWER_TOKENS = 1 << 14
@@ -347,12 +347,6 @@ async def _send_stream(request: web.Request, stream: Any, answers: list[Any], us
 
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
-    if isinstance(error, web.HTTPException):
-        status, message = error.status, error.reason or ""
-    elif isinstance(error, AReaLiteError):
-        status, message = (503 if isinstance(error, ServerError) else 400), str(error)
-    else:
-        logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        status, message = 500, f"bug in the gateway, the trainer's log has the traceback: {type(error).__name__}"
-    message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
+    statuses = {ServerError: 503, AReaLiteError: 400}
+    status, message = describe_error(request, error, statuses, logger, "the gateway, the trainer's log")
     return json_response(error_body(status, message, getattr(error, "param", None)), status)

@@ -33,7 +33,7 @@ from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
 from arealite.utils.connections import Connections
-from arealite.utils.http_server import answer_request, json_response, run_beside
+from arealite.utils.http_server import answer_request, describe_error, json_response, run_beside
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.dashboard")
@@ -88,20 +88,13 @@ async def answer_all(request: web.Request, handler: Handler) -> web.StreamRespon
 
 def _describe(request: web.Request, error: Exception) -> tuple[int, str]:
     """Return the status and the message of an error. An unexpected one is logged with its traceback."""
-    if isinstance(error, RequestError):
-        status, message = 400, str(error)
-    elif isinstance(error, web.HTTPException):
-        status, message = error.status, error.reason or error.text or ""
-    elif isinstance(error, FileNotFoundError):
-        status, message = 404, "the run does not have this file, or it was removed"
-    elif isinstance(error, OSError):
-        status, message = 503, f"cannot read a file of the run: {error.strerror}"
-    elif isinstance(error, sqlite3.Error | AReaLiteError):
-        status, message = 503, str(error)
-    else:
-        logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        status, message = 500, f"bug in the dashboard, its log has the traceback: {type(error).__name__}"
-    return status, clean(message)[:2000]
+    if isinstance(error, FileNotFoundError):
+        return 404, "the run does not have this file, or it was removed"
+    if isinstance(error, OSError):
+        return 503, f"cannot read a file of the run: {error.strerror}"
+    statuses = {RequestError: 400, sqlite3.Error: 503, AReaLiteError: 503}
+    status, message = describe_error(request, error, statuses, logger, "the dashboard, its log")
+    return status, clean(message)
 
 
 async def _run(request: web.Request, read: Callable[[], bytes]) -> bytes:

@@ -14,7 +14,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -26,6 +26,8 @@ from arealite.api.errors import RequestError, ServerError
 from arealite.utils.connections import ACCEPT_AT_ONCE, Connection, Connections, http_logger
 
 BODY_TIMEOUT_S = 60.0
+# Longest message of an error, in characters.
+_MAX_MESSAGE = 2000
 # Levels of lists and objects in a body. Python's `repr`, with which messages quote values, fails at about 950.
 _MAX_DEPTH = 100
 _BESIDE = "beside the event loop"
@@ -111,6 +113,29 @@ async def answer_request(
     if not may_stay:
         response.force_close()
     return response
+
+
+def describe_error(
+    request: web.Request,
+    error: Exception,
+    statuses: Mapping[type[Exception], int],
+    log: logging.Logger,
+    where: str = "the server, its log",
+) -> tuple[int, str]:
+    """Return status and message of an error; the first class of `statuses` that fits decides.
+
+    An unexpected error is a bug: it is logged with its traceback, and the message says `where`.
+    """
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), None)
+    if isinstance(error, web.HTTPException):
+        status, message = error.status, error.reason or error.text or ""
+    elif status is not None:
+        message = str(error)
+    else:
+        log.error("%s %s failed", request.method, request.path, exc_info=error)
+        status, message = 500, f"bug in {where} has the traceback: {type(error).__name__}"
+    # A message may quote the request, also what UTF-8 cannot express.
+    return status, message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:

@@ -21,7 +21,7 @@ from arealite.protocol.answer import error_body as protocol_error
 from arealite.protocol.answer import event_bytes
 from arealite.protocol.fields import FieldError
 from arealite.utils.connections import Connections
-from arealite.utils.http_server import answer_request
+from arealite.utils.http_server import answer_request, describe_error
 
 # Handlers call these as `common.NAME`.
 from arealite.utils.http_server import flag as flag
@@ -32,7 +32,6 @@ from arealite.utils.http_server import run_beside as run_beside
 ENGINE = web.AppKey("engine", Engine)
 ACCESS = web.AppKey("access", Access)
 CONNECTIONS = web.AppKey("connections", Connections)
-_MAX_MESSAGE = 2000
 logger = logging.getLogger("arealite.server")
 
 
@@ -50,17 +49,8 @@ async def answer_all(request: web.Request, handler: Any) -> web.StreamResponse:
 
 def error_body(request: web.Request, error: Exception) -> dict[str, Any]:
     """Make the JSON body of an error. An unexpected exception is logged with its traceback."""
-    if isinstance(error, RequestError | WeightUpdateError):
-        status, message = 400, str(error)
-    elif isinstance(error, ServerError):
-        status, message = 503, str(error)
-    elif isinstance(error, web.HTTPException):
-        status, message = error.status, error.reason or error.text or ""
-    else:
-        logger.error("%s %s failed", request.method, request.path, exc_info=error)
-        status, message = 500, f"bug in the server, its log has the traceback: {type(error).__name__}"
-    # A message may quote the request, also what UTF-8 cannot express.
-    message = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
+    statuses = {RequestError: 400, WeightUpdateError: 400, ServerError: 503}
+    status, message = describe_error(request, error, statuses, logger)
     param = error.param if isinstance(error, FieldError) else None
     return {**protocol_error(status, message, param), "success": False, "message": message}
 
