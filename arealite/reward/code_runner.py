@@ -229,6 +229,7 @@ def run_solution(descriptor: int, source: str) -> NoReturn:
     try:
         exec(compile(source, "solution.py", "exec", dont_inherit=True), names)
         problem = None
+    # The solution may raise anything, and exit.
     except BaseException as error:
         problem = f"{type(error).__name__}: {str(error)[:1000]}"
     peer.objects = {name: value for name, value in names.items() if name != "__builtins__"}
