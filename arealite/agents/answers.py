@@ -1,10 +1,9 @@
 """Sampled tokens as answers of the gateway."""
 
-from functools import lru_cache
 from typing import Any
 
 from arealite.api.io_struct import ModelResponse
-from arealite.protocol.answer import Answer, TokenLogprob
+from arealite.protocol.answer import Answer, TokenLogprob, token_text
 from arealite.protocol.chat import ChatRequest
 from arealite.protocol.completions import CompletionRequest
 from arealite.protocol.tool_calls import decode_answer, style_of
@@ -23,7 +22,7 @@ def make_answers(
         # For /v1/completions 0 means the sampled tokens only.
         if request.logprobs is not None and request.logprobs is not False:
             pairs = zip(sample.output_tokens, sample.output_logprobs, strict=True)
-            answer.logprobs = [TokenLogprob(_token_text(tokenizer, token), token, value) for token, value in pairs]
+            answer.logprobs = [TokenLogprob(token_text(tokenizer, token), token, value) for token, value in pairs]
         if request.return_token_ids:
             answer.extra = {"token_ids": sample.output_tokens, "prompt_token_ids": sample.input_tokens}
         answers.append(answer)
@@ -37,8 +36,3 @@ def _cut(text: str, stop: list[str]) -> tuple[str, str | None]:
         return text, None
     at, word = min(found)
     return text[:at], word
-
-
-@lru_cache(1 << 16)
-def _token_text(tokenizer: Any, token: int) -> str:
-    return tokenizer.decode([token])

@@ -6,6 +6,7 @@ their API. All functions are pure.
 
 import json
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import orjson
@@ -25,6 +26,16 @@ class TokenLogprob:
     id: int
     logprob: float
     top: list[tuple[str, int, float]] = field(default_factory=list[tuple[str, int, float]])
+
+
+@lru_cache(1 << 17)
+def token_text(tokenizer: Any | None, token: int) -> str:
+    """Return the text of a token in the middle of a text, with its leading blank."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    text = tokenizer.decode([token])
+    is_word = (tokenizer.convert_ids_to_tokens(token) or "").startswith("\u2581")
+    return f" {text}" if is_word and not text.startswith(" ") else text
 
 
 @dataclass

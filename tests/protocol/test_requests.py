@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arealite.protocol import chat, completions, messages, responses
-from arealite.protocol.answer import error_body, event_bytes, to_json
+from arealite.protocol.answer import error_body, event_bytes, to_json, token_text
 from arealite.protocol.fields import FieldError
 
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
@@ -186,3 +186,18 @@ def test_errors_and_numbers_that_json_encoders_refuse():
     }  # fmt: skip
     assert to_json({"a": 2**70}) == b'{"a": 1180591620717411303424}'
     assert event_bytes(("x", {"a": 1})) == b'event: x\ndata: {"a":1}\n\n'
+
+
+def test_a_token_that_starts_a_word_keeps_its_blank():
+    """SentencePiece drops the blank at the start of a text, and each token is decoded alone."""
+
+    class Tokenizer:
+        def decode(self, tokens):
+            return ["Hi", "there", "!"][tokens[0]]
+
+        def convert_ids_to_tokens(self, token):
+            return ["\u2581Hi", "\u2581there", "!"][token]
+
+    tokenizer = Tokenizer()
+    assert [token_text(tokenizer, token) for token in range(3)] == [" Hi", " there", "!"]
+    assert token_text(None, 7) == "token_id:7"

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +22,7 @@ from arealite.inference.http.prompts import chat_prompt, read_prompts
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.protocol import chat
 from arealite.protocol import completions as text_completions
-from arealite.protocol.answer import Answer, Head, Stream, TokenLogprob, Usage, event_bytes, to_json
+from arealite.protocol.answer import Answer, Head, Stream, TokenLogprob, Usage, event_bytes, to_json, token_text
 from arealite.protocol.chat_apis import ApiRequest
 from arealite.protocol.tool_calls import CallSplitter, ToolCall, hidden_tokens, style_of
 
@@ -177,18 +176,8 @@ def _logprobs(engine: Engine, output: SampleOutput) -> list[TokenLogprob]:
 
 
 def _logprob(engine: Engine, token: int, logprob: float, top: list[tuple[int, float]]) -> TokenLogprob:
-    others = [(_token_text(engine.tokenizer, one), one, value) for one, value in top]
-    return TokenLogprob(_token_text(engine.tokenizer, token), token, logprob, others)
-
-
-@lru_cache(1 << 17)
-def _token_text(tokenizer: Any | None, token: int) -> str:
-    """The text of a token in the middle of a text, with its leading blank."""
-    if tokenizer is None:
-        return f"token_id:{token}"
-    text = tokenizer.decode([token])
-    is_word = (tokenizer.convert_ids_to_tokens(token) or "").startswith("\u2581")
-    return f" {text}" if is_word and not text.startswith(" ") else text
+    others = [(token_text(engine.tokenizer, one), one, value) for one, value in top]
+    return TokenLogprob(token_text(engine.tokenizer, token), token, logprob, others)
 
 
 async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: Stream) -> AsyncGenerator[bytes, None]:
