@@ -1,4 +1,4 @@
-"""Requests in one of the three chat APIs: OpenAI's chat completions and responses, Anthropic's messages.
+"""Requests in one of the three chat APIs: chat completions, responses, Anthropic's messages.
 
 Used by the embedded server and the gateway. `echo_of` reads an answer as the next request will be read, so that both
 can be compared as data.

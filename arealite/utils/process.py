@@ -151,13 +151,13 @@ def tail(path: Path, lines: int = 25, since: int = 0) -> str:
 
 
 def last_error(text: str) -> str:
-    """Return the last message with which a command of this package ended in a log; empty if there is none."""
+    """Return the last error message of a command of this package in a log; empty if there is none."""
     start = f"\n{text}".rfind("\nerror: ")
     return text[start:].removeprefix("error: ") if start >= 0 else ""
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for a child that must find this package: it may be on the path of this process only."""
+    """Return PYTHONPATH for a child, with this package: it may be on the path of this process only."""
     return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 
 
