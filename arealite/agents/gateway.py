@@ -29,8 +29,8 @@ from arealite.protocol import chat, completions
 from arealite.protocol.answer import Answer, Head, Usage, error_body, event_bytes, to_json
 from arealite.protocol.chat_apis import ApiRequest, chat_request, echo_of, message_request, response_request
 from arealite.protocol.tool_calls import forced_prefix, style_of
-from arealite.utils.connections import Connections
-from arealite.utils.http_server import (
+from arealite.utils.http.connections import Connections
+from arealite.utils.http.server import (
     LoopbackHosts,
     answer_request,
     bearer_token,

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from arealite.api.errors import ConfigError
 from arealite.api.generation_args import LOOPBACK_HOSTS
-from arealite.utils.http_server import LoopbackHosts, bearer_token, is_same_token
+from arealite.utils.http.server import LoopbackHosts, bearer_token, is_same_token
 
 # Scripts, styles and images of the page itself only: text of a model can never run.
 HEADERS = {

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from arealite.api.errors import ServerError
 from arealite.dashboard.app import CONNECTIONS, make_app
-from arealite.utils.http_server import AcceptErrors, bind, listen
+from arealite.utils.http.server import AcceptErrors, bind, listen
 from arealite.utils.network import host_address
 
 DEFAULT_PORT = 8470

@@ -23,7 +23,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.http_server import json_response, read_object
+from arealite.utils.http.server import json_response, read_object
 from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")

@@ -31,7 +31,7 @@ from arealite.core.event_loop import new_event_loop
 from arealite.inference.engine import Engine
 from arealite.inference.http.server import serve
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
-from arealite.utils.http_server import bind
+from arealite.utils.http.server import bind
 
 SMALL = {
     "vocab_size": 97,

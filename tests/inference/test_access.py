@@ -25,7 +25,7 @@ from arealite.inference.http.server import make_app
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
 from arealite.utils import connections, http_server
-from arealite.utils.connections import Connections
+from arealite.utils.http.connections import Connections
 from arealite.weights import host_memory
 from arealite.weights.host_memory import SharedWeights
 from tests.inference.conftest import make_model, run, served, submit_and_see_start

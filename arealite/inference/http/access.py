@@ -13,7 +13,7 @@ from aiohttp import web
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import RequestError
 from arealite.api.generation_args import LOOPBACK_HOSTS
-from arealite.utils.http_server import LoopbackHosts, bearer_token, check_sender, is_same_token
+from arealite.utils.http.server import LoopbackHosts, bearer_token, check_sender, is_same_token
 
 OPEN_PATHS = ("/health",)
 MAX_VERSION = 2**31 - 1

@@ -25,8 +25,8 @@ from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
 from arealite.protocol.chat_apis import chat_request, message_request, response_request
-from arealite.utils.connections import Connections
-from arealite.utils.http_server import AcceptErrors, listen
+from arealite.utils.http.connections import Connections
+from arealite.utils.http.server import AcceptErrors, listen
 from arealite.weights.sync import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)

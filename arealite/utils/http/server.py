@@ -23,7 +23,7 @@ from aiohttp import web
 from orjson import dumps, loads
 
 from arealite.api.errors import RequestError, ServerError
-from arealite.utils.connections import ACCEPT_AT_ONCE, Connection, Connections, http_logger
+from arealite.utils.http.connections import ACCEPT_AT_ONCE, Connection, Connections, http_logger
 
 BODY_TIMEOUT_S = 60.0
 # Longest message of an error, in characters.
