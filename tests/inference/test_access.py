@@ -24,7 +24,8 @@ from arealite.inference.http.access import Access
 from arealite.inference.http.server import make_app
 from arealite.inference.weight_receiver import WeightReceiver
 from arealite.inference.weights import WeightSource
-from arealite.utils import connections, http_server
+from arealite.utils.http import connections
+from arealite.utils.http import server as http_server
 from arealite.utils.http.connections import Connections
 from arealite.weights import host_memory
 from arealite.weights.host_memory import SharedWeights
