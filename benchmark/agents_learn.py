@@ -74,7 +74,7 @@ def write_arithmetic(path: Path) -> Path:
                 (f"({a} - {b}) * {c}", (a - b) * c),
             )
         )
-        rows.append({"question": f"What is {text}? Compute it with the tool first.", "answer": f"#### {value}"})
+        rows.append({"question": f"What is {text}?", "answer": f"#### {value}"})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -8,6 +8,7 @@ shows how rows and rewards of your own look.
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from arealite.api.cli_args import GRPOConfig
@@ -21,19 +22,28 @@ PROMPT = (
     "Use the numbers {numbers} with + - * / and parentheses, each number exactly once, to reach {target}. "
     "Write the expression in <answer> tags."
 )
+# Numbers, a target and a solution. A small model copies the form, and can begin with what it gets right by chance.
+SHOWN = (((2, 7, 3), 17, "7 * 2 + 3"), ((9, 4, 1), 6, "9 - 4 + 1"), ((5, 8, 2), 30, "(8 - 2) * 5"))
+
+
+def ask(numbers: Sequence[int], target: int) -> dict[str, str]:
+    return {"role": "user", "content": PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)}
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
     """Return puzzles that have a solution: the target is the value of a random expression."""
+    shown: list[dict[str, str]] = []
+    for numbers, target, solution in SHOWN:
+        shown += [ask(numbers, target), {"role": "assistant", "content": f"<answer>{solution}</answer>"}]
     rng, rows = random.Random(seed), []
     while len(rows) < count:
-        numbers = [rng.randint(1, 20) for _ in range(rng.choice((3, 4)))]
+        numbers = [rng.randint(1, 10) for _ in range(3)]
         target = numbers[0]
         for number in numbers[1:]:
             target = rng.choice((target + number, target - number, target * number))
         if 0 < target <= 100:
-            text = PROMPT.format(numbers=", ".join(map(str, rng.sample(numbers, len(numbers)))), target=target)
-            rows.append({"messages": [{"role": "user", "content": text}], "numbers": numbers, "target": target})
+            question = ask(rng.sample(numbers, len(numbers)), target)
+            rows.append({"messages": [*shown, question], "numbers": numbers, "target": target})
     return rows
 
 

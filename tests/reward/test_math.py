@@ -57,6 +57,18 @@ def test_rewards():
         gsm8k_reward(completion="1", **common)
 
 
+@pytest.mark.parametrize(
+    "box, answer, value",
+    [
+        ("6 * 7", "42", 0.0), ("6 \\times 7", "42", 0.0), ("(40 + 2)", "42", 0.0), ("84/2", "42", 0.0),
+        ("\\frac{84}{2}", "42", 0.0), ("6 * 7 = 42", "42", 1.0), ("-42", "-42", 1.0), ("\\$1,042.00", "1042", 1.0),
+        ("44 - 2", "42", 0.0), ("42 km/h", "42", 1.0), ("1/2", "0.5", 1.0), ("x = 42", "42", 1.0),
+    ],
+)  # fmt: skip
+def test_an_answer_to_gsm8k_is_a_number_and_no_formula(box, answer, value):
+    assert gsm8k_reward("", f"so \\boxed{{{box}}}", [], [], answer=f"#### {answer}") == value
+
+
 def reward(completion: str, answer: str) -> float:
     return math_reward("", completion, [], [], answer=answer)
 
