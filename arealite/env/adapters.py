@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from arealite.api.errors import DatasetError
+from arealite.api.named_code import load_object
 from arealite.api.rollout_api import Environment, Step
 
 
@@ -15,14 +16,15 @@ class GymnasiumEnvironment(Environment):
     """A gymnasium environment, by its id or as an object, whose observations and actions become text.
 
     `to_text(observation, env)` describes an observation; `to_action(text, env)` reads the action in a reply, and raises
-    `ValueError` if there is none. Then the agent is told so, and loses a step of the workflow's `max_turns`.
+    `ValueError` if there is none. Then the agent is told so, and loses a step of the workflow's `max_turns`. Both may
+    be names, `package.module:function`.
     """
 
     def __init__(
         self,
         env: Any,
-        to_text: Callable[[Any, Any], str] | None = None,
-        to_action: Callable[[str, Any], Any] | None = None,
+        to_text: Callable[[Any, Any], str] | str | None = None,
+        to_action: Callable[[str, Any], Any] | str | None = None,
         invalid_reward: float = 0.0,
         **kwargs: Any,
     ):
@@ -30,7 +32,9 @@ class GymnasiumEnvironment(Environment):
             import gymnasium
 
             env = gymnasium.make(env, **kwargs)
-        self.env, self.to_text, self.to_action = env, to_text, to_action
+        self.env = env
+        self.to_text = load_object(to_text, "to_text") if isinstance(to_text, str) else to_text
+        self.to_action = load_object(to_action, "to_action") if isinstance(to_action, str) else to_action
         self.invalid_reward = invalid_reward
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

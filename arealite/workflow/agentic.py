@@ -10,12 +10,14 @@ import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch
+from arealite.api.named_code import load_object
 from arealite.api.rollout_api import Agent, Environment, RolloutWorkflow, Step
 from arealite.api.trajectory import Trajectory
 from arealite.utils.pools.call_pool import CallError, CallPool, Lease
@@ -57,23 +59,33 @@ class ChatAgent(Agent):
 class AgenticWorkflow(RolloutWorkflow):
     """Plays `n_samples` agents, each in an environment of its own; the reward is the sum over all steps.
 
-    `make_environment` and `make_agent` are classes or functions; a row's columns go to the environment's `reset` as
-    `options`. Each call of the environment has `timeout_s`. A reward `t` steps later counts `discount ** t` times.
+    `make_environment` and `make_agent` are classes or functions, or their names as `package.module:Class`, and are
+    called with `environment_args` and, after the policy, `agent_args`. A row's columns go to the environment's `reset`
+    as `options`. Each call of the environment has `timeout_s`. A reward `t` steps later counts `discount ** t` times.
     """
 
     def __init__(
         self,
-        make_environment: MakeEnvironment,
+        make_environment: MakeEnvironment | str,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        make_agent: Callable[[Policy], Agent] = ChatAgent,
+        make_agent: Callable[..., Agent] | str = ChatAgent,
         max_turns: int = 32,
         discount: float = 1.0,
         timeout_s: float = 30.0,
         max_environments: int = 64,
         enable_thinking: bool = False,
+        environment_args: Mapping[str, Any] | None = None,
+        agent_args: Mapping[str, Any] | None = None,
     ):
-        self.make_environment, self.make_agent = make_environment, make_agent
+        if isinstance(make_environment, str):
+            make_environment = load_object(make_environment, "make_environment")
+        # Not always a partial: the kind of a class is looked at, and it is sent to processes.
+        self.make_environment: MakeEnvironment = (
+            partial(make_environment, **environment_args) if environment_args else make_environment
+        )
+        agent = load_object(make_agent, "make_agent") if isinstance(make_agent, str) else make_agent
+        self.make_agent: Callable[[Policy], Agent] = partial(agent, **(agent_args or {}))
         self.gconfig, self.tokenizer = gconfig, tokenizer
         self.max_turns, self.discount, self.timeout_s = max_turns, discount, timeout_s
         self.enable_thinking = enable_thinking

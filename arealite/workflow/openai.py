@@ -26,6 +26,7 @@ from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import RewardError
 from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.named_code import load_object
 from arealite.api.reward_api import is_async
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.http.server import run_beside
@@ -47,14 +48,15 @@ class AgentWorkflow(RolloutWorkflow):
     """Runs `gconfig.n_samples` attempts of an agent at each row.
 
     `agent` is `async def agent(row, base_url, api_key) -> float | None`, or the same without `async`, which runs in one
-    of `max_processes` worker processes, or a command as a list of words. A command finds OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and the row as JSON in AREALITE_ROW; its reward is the last
-    line of its output. `timeout_s` counts from the start of the agent, not while it waits for a process.
+    of `max_processes` worker processes, or the name of either as `package.module:function`, or a command as a list of
+    words. A command finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and the row as JSON in
+    AREALITE_ROW; its reward is the last line of its output. `timeout_s` counts from the start of the agent, not while
+    it waits for a process.
     """
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Agent | str,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         timeout_s: float = 600.0,
@@ -63,7 +65,8 @@ class AgentWorkflow(RolloutWorkflow):
         template_kwargs: dict[str, Any] | None = None,
         max_processes: int = 32,
     ):
-        self.agent, self.gconfig, self.tokenizer = agent, gconfig, tokenizer
+        self.agent: Agent = load_object(agent, "agent") if isinstance(agent, str) else agent
+        self.gconfig, self.tokenizer = gconfig, tokenizer
         self.timeout_s, self.turn_discount = timeout_s, turn_discount
         self.template_kwargs = template_kwargs or {}
         self.host = GatewayHost(tokenizer=tokenizer, limits=limits)

@@ -23,7 +23,7 @@ PROMPT = (
     "Write the expression in <answer> tags."
 )
 # Numbers, a target and a solution. A small model copies the form, and can begin with what it gets right by chance.
-SHOWN = (((2, 7, 3), 17, "7 * 2 + 3"), ((9, 4, 1), 6, "9 - 4 + 1"), ((5, 8, 2), 30, "(8 - 2) * 5"))
+SHOWN = (((2, 7, 3), 6, "7 + 2 - 3"), ((5, 2, 8), 18, "5 * 2 + 8"), ((9, 4, 1), 6, "9 - 4 + 1"))
 
 
 def ask(numbers: Sequence[int], target: int) -> dict[str, str]:
@@ -40,7 +40,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
         numbers = [rng.randint(1, 10) for _ in range(3)]
         target = numbers[0]
         for number in numbers[1:]:
-            target = rng.choice((target + number, target - number, target * number))
+            target = rng.choice((target + number, target + number, target - number, target - number, target * number))
         if 0 < target <= 100:
             question = ask(rng.sample(numbers, len(numbers)), target)
             rows.append({"messages": [*shown, question], "numbers": numbers, "target": target})

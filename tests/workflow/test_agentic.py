@@ -2,11 +2,13 @@
 
 import asyncio
 import functools
+import importlib
 
 import pytest
 
 from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.rollout_api import Agent
+from arealite.api.errors import ConfigError
+from arealite.api.rollout_api import Agent, load_workflow
 from arealite.env.adapters import GymnasiumEnvironment, QuestionEnvironment, VerifiersEnvironment
 from arealite.utils.pools.call_pool import CallError
 from arealite.workflow.agentic import AgenticWorkflow, ChatAgent
@@ -109,6 +111,27 @@ def test_gymnasium(tokenizer):
     assert "You are at 0 of 16." in engine.prompts[0]
     assert "no valid action: answer 0, 1, 2 or 3" in engine.prompts[1]
     assert batch["rewards"].tolist() == [1] and batch["stats/steps"].tolist() == [7]
+
+
+def test_environments_and_agents_that_a_configuration_names(tokenizer):
+    pytest.importorskip("gymnasium")
+    own = "tests.workflow.test_agentic"
+    arguments = {
+        "make_environment": "arealite.env.adapters:GymnasiumEnvironment",
+        "environment_args": {"env": "FrozenLake-v1", "to_action": f"{own}:to_action", "is_slippery": False},
+        "make_agent": "arealite.workflow.agentic:ChatAgent",
+        "agent_args": {"system_prompt": "be brief"},
+        "max_turns": 1,
+        "max_environments": 1,
+    }
+    offered = {"gconfig": GenerationHyperparameters(n_samples=1), "tokenizer": tokenizer}
+    engine = ScriptedEngine(tokenizer, ["1"])
+    batch = run(load_workflow("arealite.workflow.agentic:AgenticWorkflow", arguments, **offered), engine, {"seed": 1})
+    assert engine.prompts[0].startswith("<system>be brief\n<user>0") and batch["stats/steps"].tolist() == [1]
+    with pytest.raises(ConfigError, match="make_environment=.*no 'Gone'"):
+        load_workflow("arealite.workflow.agentic:AgenticWorkflow", {"make_environment": f"{own}:Gone"}, **offered)
+    agent = load_workflow("arealite.workflow.openai:AgentWorkflow", {"agent": f"{own}:to_action"}, **offered).agent
+    assert agent is importlib.import_module(own).to_action
 
 
 class Sums:
