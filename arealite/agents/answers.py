@@ -21,12 +21,17 @@ def make_answers(
             answer.text, answer.calls = request.split(text, style_of(tokenizer))
         # For /v1/completions 0 means the sampled tokens only.
         if request.logprobs is not None and request.logprobs is not False:
-            pairs = zip(sample.output_tokens, sample.output_logprobs, strict=True)
-            answer.logprobs = [TokenLogprob(token_text(tokenizer, token), token, value) for token, value in pairs]
+            answer.logprobs = token_logprobs(tokenizer, sample.output_tokens, sample.output_logprobs)
         if request.return_token_ids:
             answer.extra = {"token_ids": sample.output_tokens, "prompt_token_ids": sample.input_tokens}
         answers.append(answer)
     return answers
+
+
+def token_logprobs(tokenizer: Any, tokens: list[int], logprobs: list[float]) -> list[TokenLogprob]:
+    """Return sampled tokens with their log-probs, as the APIs show them."""
+    pairs = zip(tokens, logprobs, strict=True)
+    return [TokenLogprob(token_text(tokenizer, token), token, value) for token, value in pairs]
 
 
 def _cut(text: str, stop: list[str]) -> tuple[str, str | None]:

@@ -20,13 +20,14 @@ from aiohttp import web
 from arealite.agents.answers import make_answers
 from arealite.agents.requests import check_chat, check_completion, merge_sampling, set_reward
 from arealite.agents.session import Prompt, Session
+from arealite.agents.streaming import LiveStream
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AReaLiteError, ConfigError, RequestError, ServerError
 from arealite.api.generation_args import LOOPBACK_HOSTS
-from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.io_struct import ModelRequest, ModelResponse, OnTokens
 from arealite.protocol import chat, completions
-from arealite.protocol.answer import Answer, Head, Usage, error_body, event_bytes, to_json
+from arealite.protocol.answer import Answer, Head, Stream, Usage, error_body, to_json
 from arealite.protocol.chat_apis import ApiRequest, chat_request, echo_of, message_request, response_request
 from arealite.protocol.tool_calls import forced_prefix, style_of
 from arealite.utils.http.connections import Connections
@@ -48,6 +49,7 @@ from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.agents")
 _MAX_BODY_BYTES = 32 << 20
+_ENDED = "the session has ended"
 # Longer bodies are encoded, and longer answers decoded, beside the event loop.
 _SHORT_BODY = 1 << 16
 _SHORT_ANSWER_TOKENS = 1 << 14
@@ -77,6 +79,20 @@ class OpenSession:
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     # Requests of its episode, if the run is recorded: calls come in tasks of their own.
     log: RequestLog | None = field(default_factory=current_log)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A request of a session that is ready to be generated. `prefix` stands before the text of every answer."""
+
+    found: OpenSession
+    prompt: Prompt
+    wanted: chat.ChatRequest | completions.CompletionRequest
+    head: Head
+    stream: Callable[[Head, int], Stream]
+    # Keeps samples in the session, and returns the body of a response.
+    record: Callable[[Head, list[ModelResponse], list[Answer], Usage], dict[str, Any]]
+    prefix: str = ""
 
 
 class Gateway:
@@ -192,7 +208,7 @@ class Gateway:
                     # The client has gone.
                     raise
                 task.uncancel()
-                raise web.HTTPGone(reason="the session has ended") from None
+                raise web.HTTPGone(reason=_ENDED) from None
             finally:
                 # The task may serve the next request of this connection too.
                 found.running.discard(task)
@@ -264,18 +280,14 @@ class Gateway:
             self._check_limits(found)
             is_short = (request.content_length or _MAX_BODY_BYTES) <= _SHORT_BODY
             prompt = open_prompt() if is_short else await run_beside(open_prompt)
-        samples = await self._generate(found, prompt, wanted.sampling)
-        answers = await self._answers(samples, wanted, prefix)
-        head = self._head(body)
-        usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
-        result = api.write(head, answers, usage)
-        # A thread may be reading the session.
-        async with found.lock:
+
+        def record(head: Head, samples: list[ModelResponse], answers: list[Answer], usage: Usage) -> dict[str, Any]:
+            result = api.write(head, answers, usage)
             for i, (sample, echo) in enumerate(zip(samples, echo_of(api, result), strict=True)):
                 found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", echo)
-        if not wanted.stream:
-            return web.Response(body=to_json(result), content_type="application/json")
-        return await _send_stream(request, api.stream(head, len(prompt.ids)), answers, usage)
+            return result
+
+        return await self._answer(request, _Call(found, prompt, wanted, self._head(body), api.stream, record, prefix))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a text completion."""
@@ -285,16 +297,50 @@ class Gateway:
         async with found.lock:
             self._check_limits(found)
             prompt = found.session.open_text(text)
-        samples = await self._generate(found, prompt, wanted.sampling)
-        answers = await self._answers(samples, wanted)
-        head = self._head(body)
-        async with found.lock:
+
+        def record(head: Head, samples: list[ModelResponse], answers: list[Answer], usage: Usage) -> dict[str, Any]:
             for i, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
                 found.session.add(prompt, sample, head.id if i == 0 else f"{head.id}-{i}", text=answer.text)
-        usage = Usage(len(prompt.ids), sum(len(sample.output_tokens) for sample in samples))
+            return completions.result(head, answers, usage)
+
+        def stream(head: Head, num_prompt_tokens: int) -> Stream:
+            return completions.CompletionStream(head, wanted)
+
+        return await self._answer(request, _Call(found, prompt, wanted, self._head(body), stream, record))
+
+    async def _answer(self, request: web.Request, call: "_Call") -> web.StreamResponse:
+        """Generate, keep what was sampled, and answer with a body or a stream."""
+        found, wanted = call.found, call.wanted
+        gconfig, is_ignored = merge_sampling(found.gconfig, wanted.sampling, self.limits.max_choices)
+        found.session.counts["ignored_sampling"] += is_ignored
         if not wanted.stream:
-            return web.Response(body=to_json(completions.result(head, answers, usage)), content_type="application/json")
-        return await _send_stream(request, completions.CompletionStream(head, wanted), answers, usage)
+            samples = await self._generate(call, gconfig)
+            result = await self._record(call, samples, await self._answers(call, samples))
+            return web.Response(body=to_json(result), content_type="application/json")
+        stream = call.stream(call.head, len(call.prompt.ids))
+        live = LiveStream(request, stream, self.tokenizer, wanted, gconfig.n_samples, call.prefix)
+        try:
+            samples = await live.follow(asyncio.create_task(self._generate(call, gconfig, live.tell)))
+            answers = await self._answers(call, samples)
+            live.check(answers)
+            await self._record(call, samples, answers)
+            return await live.finish(answers, _usage(call, samples))
+        except ConnectionResetError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            is_gone = isinstance(error, asyncio.CancelledError) and found.id in self.sessions
+            if is_gone or not live.has_begun:
+                raise
+            if isinstance(error, asyncio.CancelledError):
+                cast(asyncio.Task[Any], asyncio.current_task()).uncancel()
+                error = web.HTTPGone(reason=_ENDED)
+            return await live.fail(_describe(request, error)[1])
+
+    async def _record(self, call: "_Call", samples: list[ModelResponse], answers: list[Answer]) -> dict[str, Any]:
+        """Add samples to the session; returns the body of a response."""
+        # A thread may be reading the session.
+        async with call.found.lock:
+            return call.record(call.head, samples, answers, _usage(call, samples))
 
     # ------------------------------------------------------------------------------------------- generation
 
@@ -307,23 +353,23 @@ class Gateway:
                 f"{limits.max_calls} and {limits.max_tokens}"
             )
 
-    async def _generate(self, found: OpenSession, prompt: Prompt, sampling: dict[str, Any]) -> list[ModelResponse]:
-        gconfig, is_ignored = merge_sampling(found.gconfig, sampling, self.limits.max_choices)
-        found.session.counts["ignored_sampling"] += is_ignored
-        seed = found.seed
+    async def _generate(
+        self, call: "_Call", gconfig: GenerationHyperparameters, on_tokens: OnTokens | None = None
+    ) -> list[ModelResponse]:
+        found, seed = call.found, call.found.seed
         if seed is not None:
             # The engine counts the choices from the seed on.
             seed = derive_seed(seed, found.session.counts["calls"])
-        request = ModelRequest(prompt.ids, gconfig, seed=seed, metadata={"session": found.id})
+        metadata = {"session": found.id}
+        request = ModelRequest(call.prompt.ids, gconfig, seed=seed, metadata=metadata, on_tokens=on_tokens)
         use_log(found.log)
         if gconfig.n_samples == 1:
             return [await self.engine.agenerate(request)]
         return await self.engine.agenerate_group(request)
 
-    async def _answers(
-        self, samples: list[ModelResponse], wanted: chat.ChatRequest | completions.CompletionRequest, prefix: str = ""
-    ) -> list[Answer]:
-        make = partial(make_answers, self.tokenizer, samples, wanted, prefix, wanted.sampling.get("stop") or [])
+    async def _answers(self, call: "_Call", samples: list[ModelResponse]) -> list[Answer]:
+        stop = call.wanted.sampling.get("stop") or []
+        make = partial(make_answers, self.tokenizer, samples, call.wanted, call.prefix, stop)
         is_short = sum(len(sample.output_tokens) for sample in samples) <= _SHORT_ANSWER_TOKENS
         return make() if is_short else await run_beside(make)
 
@@ -332,21 +378,17 @@ class Gateway:
         return Head(secrets.token_hex(12), model if isinstance(model, str) else "policy", int(time.time()))
 
 
-async def _send_stream(request: web.Request, stream: Any, answers: list[Any], usage: Usage) -> web.StreamResponse:
-    """Send complete answers in the form of a stream."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    events = stream.begin(len(answers))
-    for index, answer in enumerate(answers):
-        events += stream.finish(index, answer)
-    events += stream.close(usage)
-    done = b"" if any(name for name, _ in events) else b"data: [DONE]\n\n"
-    await response.write(b"".join(map(event_bytes, events)) + done)
-    await response.write_eof()
-    return response
+def _usage(call: _Call, samples: list[ModelResponse]) -> Usage:
+    return Usage(len(call.prompt.ids), sum(len(sample.output_tokens) for sample in samples))
 
 
 def _error_response(request: web.Request, error: Exception) -> web.Response:
+    status, body = _describe(request, error)
+    return json_response(body, status)
+
+
+def _describe(request: web.Request, error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body that answer an exception."""
     statuses = {ServerError: 503, AReaLiteError: 400}
     status, message = describe_error(request, error, statuses, logger, "the gateway, the trainer's log")
-    return json_response(error_body(status, message, getattr(error, "param", None)), status)
+    return status, error_body(status, message, getattr(error, "param", None))

@@ -18,6 +18,7 @@ of the turn that sampled each token. All rows of a sample have its reward in `re
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,11 @@ class Stat(NamedTuple):
     weight: torch.Tensor | float = 1.0
 
 
+# Called with the sample, the position of the first token in its answer, tokens and their log-probs. An interruption may
+# take tokens back: then the position is that of a token that was told before.
+OnTokens = Callable[[int, int, list[int], list[float]], None]
+
+
 @dataclass
 class ModelRequest:
     """A request to continue `input_ids`. `seed` makes its sampling reproducible.
@@ -54,7 +60,8 @@ class ModelRequest:
     `images` are encoded (PNG, JPEG, …). Tokens `start .. end` of `input_ids` stand for an image, as many as the model's
     processor makes of it; `image_spans` has these two numbers of each image (see `utils.vision.VisionProcessor`).
     Requests with the same `metadata["session"]` go to the same server, which has the tokens they share, while that
-    server is healthy and not much busier than others.
+    server is healthy and not much busier than others. `on_tokens` is called on the event loop while tokens are
+    generated, by engines and servers that can tell; the response has all tokens in any case.
     """
 
     input_ids: list[int]
@@ -64,6 +71,7 @@ class ModelRequest:
     images: list[bytes] = field(default_factory=list[bytes])
     image_spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    on_tokens: OnTokens | None = None
 
 
 @dataclass

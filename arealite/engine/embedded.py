@@ -6,6 +6,8 @@ between two decode steps; requests in flight keep their tokens, and their KV cac
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,8 @@ class EmbeddedEngine(CollectingEngine):
             _, images = await asyncio.wrap_future(self.engine.read_prompt(asking.input_ids, asking.images))
         settings = {"images": images, "want_routing": self.config.routing_replay}
         request = Request(asking.input_ids + progress.tokens, params, progress.next_rid(), **settings)
+        if asking.on_tokens is not None:
+            request.on_progress = _teller(progress, asyncio.get_running_loop())
         try:
             with tracing.part_of_episode("generate", samples=count):
                 outputs = await asyncio.wrap_future(self.engine.submit(request))
@@ -102,6 +106,17 @@ class EmbeddedEngine(CollectingEngine):
         except TimeoutError:
             raise wait.error("the engine has not swapped its weights", "one of its steps hangs") from None
         self.set_version(meta.version)
+
+
+def _teller(progress: Progress, loop: asyncio.AbstractEventLoop) -> Callable[..., None]:
+    """Return what the engine's thread calls with each token of a request."""
+    counts = Counter[int]()
+
+    def tell(index: int, token: int, logprob: float, *_: Any) -> None:
+        loop.call_soon_threadsafe(progress.tell, index, counts[index], [token], [logprob])
+        counts[index] += 1
+
+    return tell
 
 
 def _piece(output: SampleOutput) -> Piece:

@@ -7,7 +7,7 @@ Only the wire format is here (`SGLangClient`). Choice of server, retries, interr
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -59,8 +59,11 @@ class SGLangClient(ServerClient):
             body["extra_key"] = f"v{held}"
         if server.adapter:
             body["lora_path"] = server.adapter
-        answer = await self.http.generate(f"{server.url}/generate", body, self.config.request_timeout_s)
-        answers = answer if isinstance(answer, list) else [answer]
+        if progress.request.on_tokens is not None:
+            answers = await self._stream(server, progress, body)
+        else:
+            answer = await self.http.generate(f"{server.url}/generate", body, self.config.request_timeout_s)
+            answers = answer if isinstance(answer, list) else [answer]
         with server.parse_answer():
             pieces = [_piece(a, server, held, self.config.pause_mode) for a in answers]
         if images:
@@ -68,6 +71,21 @@ class SGLangClient(ServerClient):
         if len(pieces) != num_samples:
             raise ServerError(f"{server.address} returned {len(pieces)} samples instead of {num_samples}")
         return pieces
+
+    async def _stream(self, server: Server, progress: Progress, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the last chunk of each sample, and tell what the others bring. Chunks have all tokens so far."""
+        last: dict[int, dict[str, Any]] = {}
+        url, limit_s = f"{server.url}/generate", self.config.request_timeout_s
+        async with aclosing(self.http.events(url, {**body, "stream": True}, limit_s)) as chunks:
+            async for chunk in chunks:
+                if "error" in chunk:
+                    raise ServerError(f"{server.address} ended a stream: {chunk['error']}")
+                with server.parse_answer():
+                    index, entries = chunk.get("index", 0), chunk["meta_info"]["output_token_logprobs"]
+                    told = len(last[index]["meta_info"]["output_token_logprobs"]) if index in last else 0
+                    last[index] = chunk
+                    progress.tell(index, told, [e[1] for e in entries[told:]], [e[0] for e in entries[told:]])
+        return [last[index] for index in sorted(last)]
 
     async def pause(self, server: Server, mode: str) -> None:
         await self.control(server, "pause_generation", {"mode": mode})

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from arealite.inference.detokenizer import IncrementalText, decode
 from arealite.inference.loading import ModelShape
 from arealite.inference.runner import StepResult
 from arealite.inference.sequence import SampleOutput, Sequence
 from arealite.inference.slots import SlotTable
+from arealite.protocol.detokenizer import IncrementalText, decode
 
 
 class Postprocessor:

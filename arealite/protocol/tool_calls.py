@@ -59,10 +59,21 @@ def parse_tool_calls(
         style = "mistral" if is_mistral else "hermes" if is_tagged else "llama"
     scan = Scan(text, start, _schemas(tools), has_short_ids=style == "mistral")
     STYLES[style](scan)
+    if not scan.calls and style == "hermes" and tools:
+        scan = _without_tags(text, start, tools) or scan
     if not scan.calls:
         return text, []
     scan.keep(len(text))
     return "".join(scan.content).rstrip(), scan.calls
+
+
+def _without_tags(text: str, start: int, tools: list[dict[str, Any]]) -> Scan | None:
+    """Read a text that is nothing but calls of known tools; small Qwen models leave the tags out."""
+    if not text[start:].lstrip().startswith("{"):
+        return None
+    scan = Scan(text, start, _schemas(tools), has_short_ids=False)
+    scan_llama(scan)
+    return scan if scan.calls and all(call.name and call.error is None for call in scan.calls) else None
 
 
 @lru_cache(8)
@@ -124,6 +135,7 @@ class CallSplitter:
         self._tail = ""  # the end of the text that `add` has not returned
         self._num_sent = 0
         self._holds_all = False
+        self._may_be_bare = style in (None, "llama") or (style == "hermes" and bool(tools))
 
     def add(self, piece: str) -> str:
         """Append a piece of text; returns the next piece of content."""
@@ -133,9 +145,9 @@ class CallSplitter:
         self._tail += piece
         found = [at for start in self._starts if (at := self._tail.find(start)) >= 0]
         end = min(found, default=len(self._tail) - self._num_pending())
-        # The content before a call ends without white space. Llama's calls may start the text without a marker.
+        # The content before a call ends without white space. Some calls start the text without a marker.
         end = len(self._tail[:end].rstrip())
-        if not self._num_sent and self.style in (None, "llama") and self._tail.lstrip().startswith("{"):
+        if not self._num_sent and self._may_be_bare and self._tail.lstrip().startswith("{"):
             found, end = [0], 0
         self._holds_all = bool(found)
         sent, self._tail = self._tail[:end], self._tail[end:]

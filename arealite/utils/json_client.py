@@ -6,6 +6,8 @@ many as the limit on open files allows.
 """
 
 import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -67,6 +69,22 @@ class JsonClient:
         finally:
             self._num_generating -= 1
 
+    async def events(self, url: str, body: Any, timeout_s: float | None = None) -> AsyncIterator[Any]:
+        """Post a request and yield the data of the server-sent events that answer it, up to `[DONE]`."""
+        with _server_errors(url, timeout_s):
+            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+            async with self._generations.post(url, data=orjson.dumps(body), timeout=timeout) as response:
+                if response.status >= 400:
+                    raise HttpError(url, response.status, _error_text(await response.read()))
+                rest = b""
+                async for part in response.content.iter_any():
+                    *lines, rest = (rest + part).split(b"\n")
+                    for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
+                        if data == b"[DONE]":
+                            return
+                        yield orjson.loads(data)
+        raise ServerError(f"{url} ended its stream before its end")
+
     async def post(self, url: str, body: Any, timeout_s: float | None = None, *, is_json: bool = True) -> Any:
         """Return the answer; None with `is_json=False`, for an answer whose body does not matter."""
         return await self._request(self._session, "POST", url, orjson.dumps(body), timeout_s, is_json)
@@ -88,7 +106,7 @@ class JsonClient:
         timeout_s: float | None,
         is_json: bool = True,
     ) -> Any:
-        try:
+        with _server_errors(url, timeout_s):
             # Connecting is quick or hopeless. Without a limit of its own, a dead host would take the whole timeout.
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
             async with session.request(method, url, data=data, timeout=timeout) as response:
@@ -96,15 +114,22 @@ class JsonClient:
                 if response.status >= 400:
                     raise HttpError(url, response.status, _error_text(raw))
                 return orjson.loads(raw) if raw and is_json else None
-        except aiohttp.ConnectionTimeoutError as error:
-            raise UnreachableError(f"{url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s") from error
-        except TimeoutError as error:
-            raise ServerError(f"{url} did not answer within {timeout_s} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            kind = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else ServerError
-            raise kind(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise ServerError(f"{url} answered something that is not JSON: {error}") from error
+
+
+@contextmanager
+def _server_errors(url: str, timeout_s: float | None) -> Iterator[None]:
+    """Raise what goes wrong with a connection as `ServerError`."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise UnreachableError(f"{url} cannot be reached: no connection within {CONNECT_TIMEOUT_S:g} s") from error
+    except TimeoutError as error:
+        raise ServerError(f"{url} did not answer within {timeout_s} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        kind = UnreachableError if isinstance(error, aiohttp.ClientConnectorError) else ServerError
+        raise kind(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise ServerError(f"{url} answered something that is not JSON: {error}") from error
 
 
 def _take_connections(num_processes: int) -> int:

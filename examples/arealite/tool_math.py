@@ -6,39 +6,21 @@
 Tools are plain functions. Their names, docstrings and parameters describe them to the model.
 """
 
-from typing import Any
-
 from arealite.api.cli_args import GRPOConfig
-from arealite.api.dataset_args import DataSourceConfig
 from arealite.dataset import get_gsm8k_rl, load_tokenizer
-from arealite.dataset.gsm8k import INSTRUCTION
 from arealite.env.python_tool import python
 from arealite.reward.gsm8k import gsm8k_reward
 from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.tools import ToolWorkflow
 
-CALL = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(12 * 34)"}}}
-# Small models call a tool only if they have seen how.
-SHOWN = [
-    {"role": "user", "content": "What is 12 * 34?" + INSTRUCTION},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "python", "content": "408"},
-    {"role": "assistant", "content": "\\boxed{408}"},
-]
-
-
-def load_rows(data: DataSourceConfig, tokenizer: Any) -> list[dict[str, Any]]:
-    """Load problems, and put the solved one before each."""
-    return [{**row, "messages": [*SHOWN, *row["messages"]]} for row in get_gsm8k_rl(data, tokenizer)]
-
 
 def main(argv: list[str]) -> None:
     config = load_config(argv, GRPOConfig)
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     workflow = ToolWorkflow(gsm8k_reward, config.gconfig, tokenizer, tools=[python], max_turns=4)
-    rows = load_rows(config.train_dataset, tokenizer)
-    valid_rows = {name: load_rows(data, tokenizer) for name, data in config.validation_sets.items()}
+    rows = get_gsm8k_rl(config.train_dataset, tokenizer)
+    valid_rows = {name: get_gsm8k_rl(data, tokenizer) for name, data in config.validation_sets.items()}
     PPOTrainer(config, rows, tokenizer, valid_rows).train(workflow)
 
 

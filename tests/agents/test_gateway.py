@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -101,6 +102,93 @@ def test_streams_choices_and_parallel_calls():
             calls = [c for chunk in [x async for x in stream] for c in chunk.choices[0].delta.tool_calls or []]
             assert calls[0].function.name == "add"
             assert found.session.stats()["branches"] == 4
+
+    run(scenario())
+
+
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
+    "completions": {"prompt": "hi", "logprobs": 0},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60},
+}
+
+
+async def read_events(answer):
+    """Yield the data of server-sent events."""
+    async for line in answer.content:
+        if line.startswith(b"data: ") and b"[DONE]" not in line:
+            yield json.loads(line[6:])
+
+
+def text_of(event):
+    """The text that an event of any of the four APIs adds."""
+    for choice in event.get("choices", []):
+        return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    delta = event.get("delta")
+    return delta if isinstance(delta, str) else (delta or {}).get("text", "")
+
+
+@asynccontextmanager
+async def streaming(found, path, **body):
+    head = {"Authorization": f"Bearer {found.token}", "Content-Type": "application/json"}
+    data = json.dumps({"stream": True, **BODIES[path], **body})
+    url = f"{found.base_url}/{path}"
+    async with aiohttp.ClientSession() as http, http.post(url, data=data, headers=head) as answer:
+        assert answer.status == 200
+        yield read_events(answer)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_text_is_streamed_while_it_is_generated(path):
+    async def scenario():
+        async with serving(["caf\u00e9 au lait"]) as (_, engine, found):
+            engine.gate, said = asyncio.Event(), ""
+            async with streaming(found, path) as events:
+                async for event in events:
+                    said += text_of(event)
+                    if said == "caf\u00e9 au lait":
+                        # All of the text has come, and the engine has not returned.
+                        assert not found.session.replies or engine.gate.is_set()
+                        engine.gate.set()
+            assert said == "caf\u00e9 au lait" and len(found.session.replies) == 1
+
+    run(scenario())
+
+
+def test_a_stream_holds_back_calls_and_stop_strings_and_has_every_logprob_once():
+    async def scenario():
+        async with serving(["so " + CALL, "yes or no"]) as (gateway, _, _):
+            found = gateway.open_session(replace(GCONFIG, max_new_tokens=128))
+            async with streaming(found, "chat/completions", tools=[{"type": "function", "function": TOOL}]) as events:
+                chunks = [event["choices"][0] async for event in events]
+            assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "so"
+            (call,) = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+            assert call["function"]["name"] == "add" and chunks[-1]["finish_reason"] == "tool_calls"
+            logprobs = [e["logprob"] for chunk in chunks for e in (chunk["logprobs"] or {}).get("content", [])]
+            assert logprobs == [-float(i + 1) for i in range(len(encode("so " + CALL)) + 1)]
+            async with streaming(found, "chat/completions", stop=["or n"]) as events:
+                assert "".join([text_of(event) async for event in events]) == "yes "
+
+    run(scenario())
+
+
+def test_a_stream_that_cannot_go_on_ends_with_an_error():
+    async def scenario():
+        async with serving(["hello there", "hello"]) as (gateway, engine, found):
+            # The session ends meanwhile.
+            engine.gate = asyncio.Event()
+            async with streaming(found, "chat/completions") as events:
+                async for event in events:
+                    if text_of(event):
+                        gateway.close_session(found.id)
+            assert event["error"]["message"] == "the session has ended" and event["error"]["code"] == 410
+            # The server has died: another one says something else.
+            found, engine.gate = gateway.open_session(GCONFIG), None
+            engine.answer = lambda request: request.on_tokens(0, 0, encode("good"), [-1.0] * 4) or encode("bad")
+            async with streaming(found, "chat/completions") as events:
+                *_, event = [event async for event in events]
+            assert "generated anew" in event["error"]["message"] and not found.session.replies
 
     run(scenario())
 

@@ -218,6 +218,17 @@ def test_pieces_equal_the_whole(style):
         assert [(c.name, c.arguments, c.error) for c in calls] == [(c.name, c.arguments, c.error) for c in expected]
 
 
+def test_a_call_without_tags_is_one_if_nothing_else_is_said_and_its_tool_is_known():
+    text = '{"name": "add", "arguments": {"a": 1}}'
+    content, (call,) = parse_tool_calls(text, "hermes", TOOLS)
+    assert (content, call.name, call.arguments, call.error) == ("", "add", {"a": 1}, None)
+    for other in (text.replace("add", "rm"), f"so {text}", '{"name": "add"}', text[:-2]):
+        assert parse_tool_calls(other, "hermes", TOOLS) == (other, [])
+    assert parse_tool_calls(text, "hermes") == (text, [])
+    splitter = CallSplitter("hermes", TOOLS)
+    assert [splitter.add(text[:9]), splitter.add(text[9:])] == ["", ""] and splitter.finish()[1][0].name == "add"
+
+
 def test_text_without_calls_is_streamed_at_once():
     splitter = CallSplitter("hermes")
     assert [splitter.add(piece) for piece in ("Hi", " there", " <tool", "box>")] == ["Hi", " there", "", " <toolbox>"]

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from arealite.inference.detokenizer import IncrementalText
+from arealite.protocol.detokenizer import IncrementalText
 
 
 @pytest.fixture(scope="module")

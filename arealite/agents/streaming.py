@@ -1,0 +1,143 @@
+"""`LiveStream`: sends the answers of one request while they are generated.
+
+Text goes out as soon as it cannot change any more: incomplete characters, beginnings of stop strings and what may be a
+tool call are held back. The end of the stream brings the rest, from the complete answers. Engines that tell nothing
+before the end are streamed all at once.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import web
+
+from arealite.agents.answers import token_logprobs
+from arealite.api.errors import ServerError
+from arealite.protocol.answer import Answer, Event, Stream, Usage, event_bytes
+from arealite.protocol.chat import ChatRequest
+from arealite.protocol.completions import CompletionRequest
+from arealite.protocol.detokenizer import IncrementalText
+from arealite.protocol.tool_calls import CallSplitter, hidden_tokens, style_of
+
+# A sample, the position of the first token in its answer, tokens, log-probs.
+_News = tuple[int, int, list[int], list[float]]
+
+
+@dataclass
+class _Choice:
+    """What is known of one answer, and what was sent of it."""
+
+    text: IncrementalText
+    splitter: CallSplitter | None
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    num_read: int = 0
+    sent: str = ""
+
+    def add(self, piece: str) -> str:
+        """Append text; returns what may be sent."""
+        shown = piece if self.splitter is None else self.splitter.add(piece)
+        self.sent += shown
+        return shown
+
+
+class LiveStream:
+    """Answers one request with server-sent events."""
+
+    def __init__(
+        self,
+        http: web.Request,
+        stream: Stream,
+        tokenizer: Any,
+        wanted: ChatRequest | CompletionRequest,
+        num_choices: int,
+        prefix: str = "",
+    ):
+        self.http, self.stream, self.tokenizer, self.wanted = http, stream, tokenizer, wanted
+        self.stop = wanted.sampling.get("stop") or []
+        # An interrupted answer loses its last tokens if they may begin a stop string.
+        self._num_held = max(map(len, self.stop), default=1) - 1
+        self._with_logprobs = wanted.logprobs is not None and wanted.logprobs is not False
+        self._choices = [self._new_choice() for _ in range(num_choices)]
+        # Text that was not sampled; it is sent with the first tokens.
+        self._begin = [choice.add(prefix) for choice in self._choices]
+        self._news: asyncio.Queue[_News | None] = asyncio.Queue()
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status was sent, so that an error can only be an event."""
+        return self._response is not None
+
+    def tell(self, sample: int, at: int, tokens: list[int], logprobs: list[float]) -> None:
+        """Take tokens from the engine."""
+        self._news.put_nowait((sample, at, tokens, logprobs))
+
+    async def follow(self, generation: asyncio.Task[Any]) -> Any:
+        """Send what arrives until the generation ends; returns its result. It ends with this call."""
+        generation.add_done_callback(lambda _: self._news.put_nowait(None))
+        try:
+            while (news := await self._news.get()) is not None:
+                events = self._read(*news)
+                if events:
+                    await self._send(events)
+            return generation.result()
+        finally:
+            generation.cancel()
+
+    def check(self, answers: list[Answer]) -> None:
+        """Raise `ServerError` if an answer is not what was sent: its server died, and another began anew."""
+        if not all(a.text.startswith(c.sent) for a, c in zip(answers, self._choices, strict=True)):
+            raise ServerError("a part of the answer was generated anew after it had been sent: ask again")
+
+    async def finish(self, answers: list[Answer], usage: Usage) -> web.StreamResponse:
+        """Send the rest of the complete answers."""
+        events: list[Event] = []
+        for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
+            rest = replace(answer, text=answer.text[len(choice.sent) :])
+            if answer.logprobs is not None:
+                rest.logprobs = answer.logprobs[choice.num_read :]
+            events += self.stream.finish(index, rest)
+        return await self._end(events + self.stream.close(usage))
+
+    async def fail(self, error: dict[str, Any]) -> web.StreamResponse:
+        """End a stream that has begun with an error."""
+        return await self._end([("error" if self.stream.has_named_events else "", error)])
+
+    def _new_choice(self) -> _Choice:
+        text = IncrementalText(self.tokenizer, self.stop, False, hidden_tokens(self.tokenizer))
+        splitter, wanted = None, self.wanted
+        if isinstance(wanted, ChatRequest) and wanted.reads_calls:
+            splitter = CallSplitter(style_of(self.tokenizer), wanted.tools)
+        return _Choice(text, splitter)
+
+    def _read(self, sample: int, at: int, tokens: list[int], logprobs: list[float]) -> list[Event]:
+        """Return the events that the tokens allow."""
+        choice = self._choices[sample]
+        choice.tokens[at:], choice.logprobs[at:] = tokens, logprobs
+        start, end = choice.num_read, max(choice.num_read, len(choice.tokens) - self._num_held)
+        text = "".join(choice.text.add(token) for token in choice.tokens[start:end] if choice.text.matched is None)
+        choice.num_read = end
+        known = None
+        if self._with_logprobs:
+            known = token_logprobs(self.tokenizer, choice.tokens[start:end], choice.logprobs[start:end])
+        return self.stream.add(sample, choice.add(text), known)
+
+    async def _send(self, events: list[Event]) -> None:
+        if self._response is None:
+            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            await self._response.prepare(self.http)
+            begin = self.stream.begin(len(self._choices))
+            for index, text in enumerate(self._begin):
+                begin += self.stream.add(index, text)
+            events = begin + events
+        await self._response.write(b"".join(map(event_bytes, events)))
+
+    async def _end(self, events: list[Event]) -> web.StreamResponse:
+        await self._send(events)
+        assert self._response is not None
+        if not self.stream.has_named_events:
+            await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
