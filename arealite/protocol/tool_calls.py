@@ -60,18 +60,18 @@ def parse_tool_calls(
     scan = Scan(text, start, _schemas(tools), has_short_ids=style == "mistral")
     STYLES[style](scan)
     if not scan.calls and style == "hermes" and tools:
-        scan = _without_tags(text, start, tools) or scan
+        scan = _without_tags(text, tools) or scan
     if not scan.calls:
         return text, []
     scan.keep(len(text))
     return "".join(scan.content).rstrip(), scan.calls
 
 
-def _without_tags(text: str, start: int, tools: list[dict[str, Any]]) -> Scan | None:
-    """Read a text that is nothing but calls of known tools; small Qwen models leave the tags out."""
-    if not text[start:].lstrip().startswith("{"):
+def _without_tags(text: str, tools: list[dict[str, Any]]) -> Scan | None:
+    """Read a text that begins with calls of known tools; small Qwen models leave the tags out."""
+    if not text.lstrip().startswith("{"):
         return None
-    scan = Scan(text, start, _schemas(tools), has_short_ids=False)
+    scan = Scan(text, 0, _schemas(tools), has_short_ids=False)
     scan_llama(scan)
     return scan if scan.calls and all(call.name and call.error is None for call in scan.calls) else None
 

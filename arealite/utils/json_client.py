@@ -6,7 +6,7 @@ many as the limit on open files allows.
 """
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ class JsonClient:
         finally:
             self._num_generating -= 1
 
-    async def events(self, url: str, body: Any, timeout_s: float | None = None) -> AsyncIterator[Any]:
+    async def events(self, url: str, body: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:
         """Post a request and yield the data of the server-sent events that answer it, up to `[DONE]`."""
         with _server_errors(url, timeout_s):
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
