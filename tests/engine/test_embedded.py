@@ -49,6 +49,15 @@ def run(engine, coroutine):
     return engine.executor.run_coroutine(coroutine, NamedWait("the test", "an answer", 60))
 
 
+def test_tokens_are_told_while_they_are_generated(make):
+    engine, told = make(), []
+    gconfig = GenerationHyperparameters(max_new_tokens=6, ignore_eos=True)
+    asking = ModelRequest([1, 2, 3], gconfig, on_tokens=lambda *news: told.append(news))
+    response = run(engine, engine.agenerate(asking))
+    pairs = zip(response.output_tokens, response.output_logprobs, strict=True)
+    assert told == [(0, i, [token], [pytest.approx(value)]) for i, (token, value) in enumerate(pairs)]
+
+
 def length(completion, **data):
     return float(len(completion))
 

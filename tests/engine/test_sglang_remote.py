@@ -72,6 +72,20 @@ def full_logprobs(model_path, tokens):
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
+def test_tokens_are_told_while_they_are_generated_over_segments(server, connect):
+    told = {}
+
+    def tell(sample, at, tokens, logprobs):
+        told.setdefault(sample, []).append((at, tokens, logprobs))
+
+    engine, asking = connect(server, segment_tokens=8), request(n=2)
+    asking.on_tokens = tell
+    for index, response in enumerate(run(engine, engine.agenerate_group(asking))):
+        assert [at for at, _, _ in told[index]] == list(range(20))
+        assert [token for _, tokens, _ in told[index] for token in tokens] == response.output_tokens
+        assert [value for *_, values in told[index] for value in values] == pytest.approx(response.output_logprobs)
+
+
 def test_one_request(server, connect, model_path):
     engine = connect(server)
     response = run(engine, engine.agenerate(request()))
