@@ -83,7 +83,7 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class _Call:
-    """A request of a session that is ready to be generated. `prefix` stands before the text of every answer."""
+    """A request that is ready to be generated; `prefix` begins the text of every answer."""
 
     found: OpenSession
     prompt: Prompt

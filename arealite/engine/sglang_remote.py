@@ -73,7 +73,7 @@ class SGLangClient(ServerClient):
         return pieces
 
     async def _stream(self, server: Server, progress: Progress, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the last chunk of each sample, and tell what the others bring. Chunks have all tokens so far."""
+        """Return the last chunk of each sample. Each chunk has all tokens so far; new ones are told."""
         last: dict[int, dict[str, Any]] = {}
         url, limit_s = f"{server.url}/generate", self.config.request_timeout_s
         async with aclosing(self.http.events(url, {**body, "stream": True}, limit_s)) as chunks:
