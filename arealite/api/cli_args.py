@@ -219,7 +219,7 @@ class BaseExperimentConfig(Section):
         train = AllocationMode.from_str(self.allocation_mode).train
         for part in vars(self).values():
             if isinstance(part, TrainEngineConfig) and train is not None:
-                part.check_tensor_parallel(train.tensor)
+                part.check_parallel(train)
 
     def _data_problems(self) -> Iterator[str]:
         if self.train_datasets and self.train_dataset.path:
@@ -258,7 +258,7 @@ class BaseExperimentConfig(Section):
     def num_shares(self) -> int:
         """Number of data-parallel ranks, which share a training batch."""
         train = AllocationMode.from_str(self.allocation_mode).train
-        return train.data * train.pipeline if train else 1
+        return train.data if train else 1
 
 
 @dataclass

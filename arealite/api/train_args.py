@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.config_field import (
     ANY_NUMBER,
     AT_LEAST_1,
@@ -66,6 +67,9 @@ class TrainEngineConfig(Section):
     gradient_checkpointing: bool | None = _help(
         "Recompute activations in the backward pass; null: on a GPU, if its memory is too small to keep them.", None
     )
+    pipeline_stages_per_rank: int = _help(
+        "Stages of each pipeline rank; more than 1: the interleaved schedule. Needs p2 or more.", 1, AT_LEAST_1
+    )
     compile: bool = _help("Compile each layer (takes a minute at the start).", False)
     cpu_offload: bool = _help("Keep weights and optimizer in host memory (cuda only).", False)
     lora_rank: int = _help("Train adapters of this rank only; 0 is off.", 0, NOT_NEGATIVE)
@@ -104,11 +108,22 @@ class TrainEngineConfig(Section):
         if self.cpu_offload and self.device == "cpu":
             yield "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu"
 
-    def check_tensor_parallel(self, size: int) -> None:
-        if size > 1 and self.lora_rank:
+    def check_parallel(self, layout: ParallelStrategy) -> None:
+        """Raise `ConfigError` if these settings do not go together with the layout of the ranks."""
+        if self.pipeline_stages_per_rank > 1 and layout.pipeline == 1:
             raise ConfigError(
-                f"lora_rank={self.lora_rank} with t{size}: layers with adapters cannot be split over tensor ranks. "
-                "Use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
+                f"pipeline_stages_per_rank={self.pipeline_stages_per_rank} with p1: it is for pipelines of two ranks "
+                "or more. Leave it out, or set p in allocation_mode"
+            )
+        if self.cpu_offload and layout.pipeline > 1:
+            raise ConfigError(
+                f"cpu_offload=true with p{layout.pipeline}: pipeline stages keep their weights on the device. Leave it "
+                "out, or use p1 and give those ranks to d"
+            )
+        if layout.tensor > 1 and self.lora_rank:
+            raise ConfigError(
+                f"lora_rank={self.lora_rank} with t{layout.tensor}: layers with adapters cannot be split over tensor "
+                "ranks. Use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
             )
 
 

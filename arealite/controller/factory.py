@@ -19,7 +19,6 @@ from arealite.api.errors import AllocationError, ConfigError
 from arealite.controller.controllers import Controller, RolloutController
 from arealite.controller.rank import RankActor
 from arealite.controller.runtime import Call, Runtime
-from arealite.engine.fsdp.parallel import fold_pipeline
 from arealite.engine.replay.replaying import current_replay
 from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
@@ -73,7 +72,7 @@ class Driver:
         if is_trained:
             size = AllocationMode.from_str(self.job.config.allocation_mode).train_world_size
             given = [a for a in (*args, *kwargs.values()) if isinstance(a, ParallelStrategy)]
-            strategy = fold_pipeline(given[0] if given else ParallelStrategy(data=max(1, size)))
+            strategy = given[0] if given else ParallelStrategy(data=max(1, size))
         on_gpu = is_trained and self.job.on_gpu and self.job.config.train_device != "cpu"
         bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}
         name = self._make_name(cls) if is_trained else "rollout"

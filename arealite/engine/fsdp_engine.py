@@ -29,13 +29,17 @@ from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
 from arealite.engine.fsdp import model as hf_model
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
-from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches, merge_stats
-from arealite.engine.fsdp.optimizer import grad_norm, lr_share, make_optimizer, scale_grads
-from arealite.engine.fsdp.parallel import Layout, check_layout, fold_pipeline, local
+from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches
+from arealite.engine.fsdp.model import PackedModel
+from arealite.engine.fsdp.optimizer import clip_gradients, lr_share, make_optimizer, scale_grads
+from arealite.engine.fsdp.parallel import Layout, check_layout
+from arealite.engine.fsdp.passes import PassSettings, WholePasses, merge_stats, put_rows, total_weight
+from arealite.engine.fsdp.sharding import all_tensors, check_logprobs, decoder_layers, fill, shard
 from arealite.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from arealite.engine.fsdp.trial import trial_batch, trial_loss
+from arealite.engine.pipeline.model import PipelinedModel
+from arealite.engine.pipeline.passes import PipelinePasses
 from arealite.utils import distributed
-from arealite.utils.data import unpack
 from arealite.utils.process import check_not_driver
 from arealite.utils.startup import startup_phase
 from arealite.weights.sync import make_transport
@@ -61,9 +65,9 @@ class FSDPEngine(TrainEngine):
         self.with_entropy = False
         self.folder = hf_model.resolve_path(config.path)
         self.hf_config = hf_model.load_config(self.folder, self.scalar_head)
-        self.parallel = fold_pipeline(parallel or ParallelStrategy(data=distributed.world_size()))
-        check_layout(self.parallel, self.hf_config, distributed.world_size())
-        config.check_tensor_parallel(self.parallel.tensor)
+        self.parallel = parallel or ParallelStrategy(data=distributed.world_size())
+        check_layout(self.parallel, self.hf_config, distributed.world_size(), config.pipeline_stages_per_rank)
+        config.check_parallel(self.parallel)
         self.device = config.device
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +75,9 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("device=cuda, but torch sees no CUDA device: set device=cpu or auto")
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self.module: hf_model.PackedModel | None = None
+        self.module: PackedModel | PipelinedModel | None = None
+        # The model if it is divided into pipeline stages.
+        self.pipeline: PipelinedModel | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout: Layout | None = None
         # Parameters whose gradients must be summed over the tensor group.
@@ -92,16 +98,20 @@ class FSDPEngine(TrainEngine):
             # One rank has nothing to shard, and one dtype needs no casts: FSDP would only copy.
             assert full is not None
             self._compile_layers(full)
-            self.module = hf_model.PackedModel(full, config).to(self.device)
+            self._flops = FlopCounter(full)
+            self.module = PackedModel(full, config).to(self.device)
         else:
             self._initialize_sharded(full)
-        if self.parallel.tensor == self.parallel.context == 1 and not self.scalar_head:
-            hf_model.check_logprobs(self._module, self.device)
-        self.shares_prefix = config.share_prefix and can_share_prefix(self._module)
-        self._flops = FlopCounter(self.model)
+        module = self._module
+        self._passes = PipelinePasses(module) if isinstance(module, PipelinedModel) else WholePasses(module)
+        if isinstance(module, PackedModel) and self.parallel.instance_size == 1 and not self.scalar_head:
+            check_logprobs(module, self.device)
+        self.shares_prefix = config.share_prefix and can_share_prefix(self.model, module.ring)
         self._peak_flops = peak_flops(self.device)
         if config.optimizer is not None:
             self.optimizer = make_optimizer(self.model, config.optimizer, config.peak_lr)
+            if self.pipeline is not None:
+                self.optimizer.register_step_post_hook(self.pipeline.after_step)
             self.total_steps = ft_spec.total_train_steps if ft_spec else 0
             self.set_lr_step(0)
 
@@ -116,13 +126,14 @@ class FSDPEngine(TrainEngine):
 
     def _compile_layers(self, model: PreTrainedModel) -> None:
         if self.config.compile and (self.device, self.config.dtype) != ("cuda", "float32"):  # padded attention
-            for layer in hf_model.decoder_layers(model):
+            for layer in decoder_layers(model):
                 layer.compile(dynamic=True)
 
     @cached_property
     def memory(self) -> MemoryPlan:
         """The sizes that fit, chosen at the first use: servers on this device have their memory then."""
-        return apply_plan(self._module, plan_memory(self.model, self.config, self.device))
+        plan = plan_memory(self.model, self.config, self.device, self.pipeline is not None)
+        return apply_plan(self._module, plan)
 
     def warm_up(self) -> None:
         # On CPU each set of lengths has a graph of its own.
@@ -139,23 +150,27 @@ class FSDPEngine(TrainEngine):
         self._optimizer.zero_grad(set_to_none=True)
 
     def _initialize_sharded(self, full: PreTrainedModel | None) -> None:
-        if not dist.is_initialized():
-            # FSDP does the mixed precision, and needs a group even for one rank.
-            backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        # FSDP does the mixed precision, and needs a group even for one rank.
+        distributed.init_single_group(self.device)
         self.layout = Layout(self.parallel, self.device)
         distributed.set_replica_size(self.parallel.instance_size)
         with torch.device("meta"):
             empty = self._load(replace(self.config, init_from_scratch=True))
         partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
-        self.module = hf_model.PackedModel(empty, self.config, self.layout)
         self._compile_layers(empty)
-        hf_model.shard(self.module, full, self.layout.fsdp, self.config)
-        self._partial = [self.model.get_parameter(name) for name in partial]
+        self._flops = FlopCounter(empty)
+        if self.parallel.pipeline > 1:
+            self.module = self.pipeline = PipelinedModel(empty, self.config, self.layout)
+            self.pipeline.fill(full)
+        else:
+            self.module = PackedModel(empty, self.config, self.layout)
+            shard(self.module, self.layout.fsdp, self.config)
+            empty.tie_weights()
+            fill(empty, full, self.device, all_tensors(empty))
+        self._partial = [p for name, p in self.model.named_parameters() if name in partial]
 
     def destroy(self) -> None:
-        self.module = self.optimizer = None
+        self.module = self.pipeline = self.optimizer = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -166,7 +181,7 @@ class FSDPEngine(TrainEngine):
         return self._module.model
 
     @property
-    def _module(self) -> hf_model.PackedModel:
+    def _module(self) -> PackedModel | PipelinedModel:
         assert self.module is not None, "call initialize() first"
         return self.module
 
@@ -248,21 +263,24 @@ class FSDPEngine(TrainEngine):
     def _compute_loss(
         self, micro_batches: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, backward: bool
     ) -> dict[str, Stat]:
-        weight = self._total_weight(micro_batches, loss_weight_fn)
+        weight = total_weight(micro_batches, loss_weight_fn, self.dp_group if self.dp_size > 1 else None)
         # float16 flushes gradients of a small share of a large batch to zero: divide them later, in the optimizer's
         # dtype.
         divides_later = self.config.dtype == "float16"
         share = 1.0 if divides_later else 1.0 / weight
         stats: dict[str, Stat] = {}
-        with hf_model.keep_gathered(self._module) as weights:
-            for mb in micro_batches:
-                loss, mb_stats = loss_fn(self._forward(mb), mb.data)
-                if backward:
-                    if mb is micro_batches[-1]:
-                        weights.last_pass()
-                    # FSDP averages gradients over its ranks, but the loss is a sum over them.
-                    (loss * (self.dp_size * self.parallel.context * share)).backward()
-                merge_stats(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+
+        def loss_of(outputs: Batch, mb: MicroBatch) -> torch.Tensor:
+            loss, mb_stats = loss_fn(outputs, mb.data)
+            merge_stats(stats, {"loss": Stat(loss.detach(), 0.0), **mb_stats})
+            # FSDP averages gradients over its ranks, but the loss is a sum over them.
+            return loss * (self.dp_size * self.parallel.context * share)
+
+        if backward:
+            stats |= self._passes.backward(micro_batches, self._settings, loss_of)
+        else:
+            for mb, outputs in zip(micro_batches, self._passes.outputs(micro_batches, self._settings), strict=True):
+                loss_of(outputs, mb)
         if backward and divides_later:
             scale_grads([p for p in self.model.parameters() if p.requires_grad], 1.0 / weight)
         return stats | {"loss": Stat(stats["loss"].total, weight / self.dp_size)}
@@ -274,50 +292,26 @@ class FSDPEngine(TrainEngine):
         as_training = self.config.compile and self.optimizer is not None and not self.uses_dropout
         self._module.train(as_training)
         result: Batch = {}
-        with torch.set_grad_enabled(as_training), hf_model.keep_gathered(self._module):
-            for mb in self._micro_batches(batch):
-                outputs = {key: value.detach().cpu() for key, value in self._forward(mb).items()}
-                mask = batch["attention_mask"][mb.rows]
-                for key, value in outputs.items():
-                    if key not in result:
-                        result[key] = torch.zeros(batch["attention_mask"].shape, dtype=value.dtype)
-                    if mb.rows:
-                        result[key][mb.rows] = unpack(value, mask)
+        micro_batches = self._micro_batches(batch)
+        with torch.set_grad_enabled(as_training):
+            for mb, outputs in zip(micro_batches, self._passes.outputs(micro_batches, self._settings), strict=True):
+                put_rows(result, outputs, mb, batch["attention_mask"])
         return result
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         group = self.dp_group if self.dp_size > 1 else None
         size = self.memory.max_tokens_per_mb
-        return make_micro_batches(batch, self.model, size, self.device, group, self.shares_prefix)
+        return make_micro_batches(batch, self.model, size, self.device, group, self.shares_prefix, self._passes.count)
 
-    def _total_weight(self, micro_batches: list[MicroBatch], loss_weight_fn: LossWeightFn) -> float:
-        weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)
-        if self.dp_size > 1:
-            total = torch.tensor([weight], dtype=torch.float64)
-            dist.all_reduce(total, group=self.dp_group)
-            weight = float(total)
-        if not weight > 0:
-            raise TrainingError(
-                f"the batch has no trained token (weight {weight} over {self.dp_size} ranks): loss_mask is 0 "
-                "everywhere. Check that max_length does not cut off the answers, and that the workflow sets loss_mask"
-            )
-        return weight
-
-    def _forward(self, mb: MicroBatch) -> Batch:
-        return self._module(mb.data, mb.lengths, self.temperature, self.with_entropy, mb.prefixes)
+    @property
+    def _settings(self) -> PassSettings:
+        return PassSettings(self.temperature, self.with_entropy)
 
     def _clip_gradients(self) -> float:
         """Clip the gradients to the configured norm; return the norm before."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in self._partial:
-            if parameter.grad is not None:
-                assert self.layout is not None
-                dist.all_reduce(local(parameter.grad), group=self.layout.tp_group)
-        norm = grad_norm(parameters)
+        groups = (self.layout.tp_group, self.layout.pp_group) if self.layout is not None else (None, None)
         limit = self.config.optimizer.gradient_clipping if self.config.optimizer else 0.0
-        if limit and limit < norm < math.inf:
-            scale_grads(parameters, limit / (norm + 1e-6))
-        return norm
+        return clip_gradients(self.model, limit, self._partial, *groups)
 
     def _step(self, norm: float) -> None:
         """Run the optimizer and clear gradients. All ranks skip the step if the norm is not finite."""
@@ -365,6 +359,8 @@ class FSDPEngine(TrainEngine):
             checkpoint.load_hf(self, meta.path)
         else:
             sharded_checkpoint.load_dcp(self, meta.path, meta.with_optim)
+        if self.pipeline is not None:
+            self.pipeline.copy_tied()
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         self._transport = make_transport(meta, self._transport)

@@ -15,7 +15,7 @@ from arealite.api.errors import AllocationError, ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import check_installed
-from arealite.utils.model_config import check_model
+from arealite.utils.model_config import check_model, check_stages_of
 
 
 def check_job(job: Job, servers_run_here: bool) -> None:
@@ -30,8 +30,10 @@ def check_job(job: Job, servers_run_here: bool) -> None:
     for key, path in config.model_paths.items():
         try:
             check_model(path)
+            if mode.train is not None and mode.train.pipeline > 1 and key in config.stages_per_rank:
+                check_stages_of(path, mode.train.pipeline * config.stages_per_rank[key])
         except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise type(error)(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():
         _check_dataset(config, key, path)
     if not _runs_elsewhere(config):
@@ -53,8 +55,8 @@ def _runs_elsewhere(config: LaunchConfig) -> bool:
 def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
     if mode.train is not None and mode.train.expert > 1:
         raise AllocationError(
-            f"allocation_mode={config.allocation_mode}: training has data (d), tensor (t) and context (c) parallelism, "
-            f"no expert parallelism: leave out e{mode.train.expert}; t spreads experts over ranks"
+            f"allocation_mode={config.allocation_mode}: training has data (d), pipeline (p), tensor (t) and context "
+            f"(c) parallelism, no expert parallelism: leave out e{mode.train.expert}; t spreads experts over ranks"
         )
     if config.server_addrs and mode.gen_backend is None:
         raise ConfigError(

@@ -169,9 +169,8 @@ class Job:
         return "\n".join(lines)
 
     def announce(self) -> None:
-        """Print the run directory, and a note if the job runs differently from how it is written."""
-        note = self.placement().note
-        print(f"run directory: {self.run_dir.path}" + (f"\nnote: {note}" if note else ""), flush=True)
+        """Print the run directory."""
+        print(f"run directory: {self.run_dir.path}", flush=True)
 
     def save(self) -> Path:
         """Write config.yaml, job.json and the key; returns the path of job.json."""

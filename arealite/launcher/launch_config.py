@@ -56,6 +56,8 @@ class LaunchConfig:
     # Names of the sections that become engines, and the path of each model, by key.
     models: list[str] = field(default_factory=list)
     model_paths: dict[str, str] = field(default_factory=dict)
+    # Pipeline stages of each rank, for the models that are trained or evaluated.
+    stages_per_rank: dict[str, int] = field(default_factory=dict)
     # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
@@ -207,6 +209,8 @@ def _pick_keys(values: Any) -> LaunchConfig:
     paths = {name: _section(values, name).get("path") for name in (*_MODELS, *_DATASETS)}
     config.models = [name for name in _MODELS if paths[name]] or ["model"]
     config.model_paths = {f"{name}.path": str(paths[name]) for name in _MODELS if paths[name]}
+    stages = {name: _section(values, name).get("pipeline_stages_per_rank") for name in _MODELS}
+    config.stages_per_rank = {f"{n}.path": count if isinstance(count, int) else 1 for n, count in stages.items()}
     if config.server.model_path:
         config.model_paths["server.model_path"] = config.server.model_path
     config.dataset_paths = {f"{name}.path": str(paths[name]) for name in _DATASETS if paths[name]}

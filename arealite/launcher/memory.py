@@ -29,6 +29,7 @@ from arealite.utils.memory.estimate import (
     cpu_sizes,
     reserved_bytes,
     server_needs,
+    stage_parameters,
     training_needs,
 )
 from arealite.utils.memory.model_size import ModelSize, read_model_size
@@ -216,8 +217,11 @@ def _ranks(
         configs = {name: _engine_config(name, values[name]) for name in names}
         models = {name: sizes[str(values[name]["path"])] for name in names}
         known = {name: size for name, size in models.items() if size is not None}
-        shards = placement.mode.train.world_size
-        weights = sum(ITEM_BYTES[configs[n].param_dtype] * s.parameters / shards for n, s in known.items())
+        stages = placement.mode.train.pipeline
+        shards = placement.mode.train.world_size / stages
+        weights = sum(
+            ITEM_BYTES[configs[n].param_dtype] * stage_parameters(s, stages) / shards for n, s in known.items()
+        )
         free = None if left is None else left - context - weights
         engines = {
             name: _engine_needs(name, size, configs[name], placement.mode.train, free, device is not None, values)
@@ -239,12 +243,14 @@ def _engine_needs(
     on_gpu: bool,
     values: Values,
 ) -> Needs:
-    own = size.parameters / train.world_size if not config.lora_rank else 0.0
+    whole = stage_parameters(size, train.pipeline)
+    own = whole * train.pipeline / train.world_size if not config.lora_rank else 0.0
     if not on_gpu:
         plan = cpu_sizes(config)
     else:
         # Without a known device as much as the engine takes at most.
-        room = 10e12 if free is None else free - reserved_bytes(config, own, size.parameters)
+        stage_trained = whole if own and train.pipeline > 1 else 0.0
+        room = 10e12 if free is None else free - reserved_bytes(config, own, whole, stage_trained)
         plan = choose_sizes(size, config, room)
     tokens = _step_tokens(name, size, train, values)
     return training_needs(size, config, plan, on_gpu, train, tokens, scalar_head=name == "critic")
@@ -262,7 +268,7 @@ def _step_tokens(name: str, size: ModelSize, train: ParallelStrategy, values: Va
     elif longest is None:
         return None
     section = values.get(name) or {}
-    rows = -(-rows // (train.data * train.pipeline * int(section.get("ppo_n_minibatches") or 1)))
+    rows = -(-rows // (train.data * int(section.get("ppo_n_minibatches") or 1)))
     return rows * min(longest, size.context)
 
 

@@ -7,7 +7,7 @@
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, takewhile
 
 from arealite.api.alloc_mode import AllocationMode
@@ -62,15 +62,6 @@ class Placement:
         taken = {(node, device) for s in self.servers for node, gpus in s.places for device in gpus}
         return self.on_gpu and any((rank.node, rank.device) in taken for rank in self.ranks)
 
-    @property
-    def note(self) -> str:
-        """What differs between `allocation_mode` as written and what runs; empty if nothing does."""
-        train = self.mode.train
-        if train is None or train.pipeline == 1:
-            return ""
-        folded = replace(train, data=train.data * train.pipeline, pipeline=1)
-        return f"pipeline stages are folded into data parallelism: training {train} runs as {folded}"
-
     def describe(self) -> str:
         """List what runs where, one process per line."""
         unit = "gpu" if self.on_gpu else "slot"
@@ -78,7 +69,6 @@ class Placement:
         count = size * len(self.engines) or len(self.ranks)
         num_servers = f"{len(self.external_servers)} running" if self.external_servers else str(len(self.servers))
         lines = [f"{self.mode}: {num_servers} servers, {count} trainer ranks"]
-        lines += [f"  note: {self.note}"] if self.note else []
         lines += [f"  running server: {address}" for address in self.external_servers]
         for server in self.servers:
             places = [f"node {n} {unit} {','.join(map(str, d)) or '-'}" for n, d in server.places]

@@ -70,6 +70,14 @@ def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
     dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
 
 
+def init_single_group(device: str) -> None:
+    """Make a group of this process alone, unless there is a group already."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
 def destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

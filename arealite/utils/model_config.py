@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arealite.api.errors import ConfigError
+from arealite.api.errors import AllocationError, ConfigError
 
 _AGAIN = "copy or download the model again"
 # Sizes, under the names of most families and those of GPT-2. A few families have one number per layer.
@@ -28,6 +28,12 @@ _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16", "float", "double
 # import.
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm")
 _TABLES = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+
+# Families whose models are an embedding, dense layers, a norm and a head, and nothing else.
+STAGED_FAMILIES = (
+    "cohere", "cohere2", "exaone4", "gemma", "gemma3_text", "glm4", "granite", "llama", "mistral", "olmo2", "olmo3",
+    "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
+)  # fmt: skip
 
 
 def check_model(path: str | Path) -> None:
@@ -51,6 +57,30 @@ def check_model(path: str | Path) -> None:
         _read_object(folder / "generation_config.json")
     if (folder / "model.safetensors.index.json").exists():
         _check_index(folder)
+
+
+def check_stages(family: str, num_layers: int | None, num_stages: int) -> None:
+    """Raise `AllocationError` if a model cannot be divided into so many pipeline stages."""
+    if num_stages == 1:
+        return
+    if family not in STAGED_FAMILIES:
+        raise AllocationError(
+            f"model type {family!r} cannot be divided into {num_stages} pipeline stages; these can: "
+            f"{', '.join(STAGED_FAMILIES)}. Use p1 and give those ranks to d, t or c"
+        )
+    if num_layers is not None and num_layers < num_stages:
+        raise AllocationError(
+            f"{num_stages} pipeline stages need as many layers, but the model has {num_layers}: use a smaller p, or "
+            "pipeline_stages_per_rank=1"
+        )
+
+
+def check_stages_of(path: str, num_stages: int) -> None:
+    """Call `check_stages` for the model in a local folder; what a hub name holds is not known yet."""
+    file = Path(path).expanduser() / "config.json"
+    if file.is_file():
+        config = _read_object(file)
+        check_stages(str(config.get("model_type")), config.get("num_hidden_layers"), num_stages)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import SaveLoadMeta
-from arealite.engine.fsdp.micro_batches import make_micro_batches
+from arealite.engine.fsdp.micro_batches import MicroBatchCount, make_micro_batches
 from arealite.engine.fsdp.optimizer import LowMemoryAdamW, load_moment, make_optimizer, store_rounded
 from arealite.engine.fsdp.parallel import check_layout
 from arealite.engine.fsdp.trial import trial_batch
@@ -150,7 +150,7 @@ def test_two_ranks_train_like_one(model_dirs, two_ranks, kind, layout, steps):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("d2", "1 ranks were started"), ("d1p2", "d2p1t1 .2 ranks"), ("d1e2", "set e1"), ("t3", "started")],
+    [("d2", "1 ranks were started"), ("d1p2", "d1p2t1 .2 ranks"), ("d1e2", "set e1"), ("t3", "started")],
 )
 def test_impossible_layouts_are_rejected_before_loading(model_dirs, layout, message):
     with pytest.raises(AllocationError, match=message):
@@ -348,7 +348,7 @@ def test_a_trial_pass_changes_nothing(model_dirs, cls):
 def test_a_trial_batch_fills_one_micro_batch_with_distinct_sizes(model_dirs, max_tokens):
     engine = make_engine(model_dirs["qwen2"])
     batch = trial_batch(max_tokens, engine.model.config)
-    (mb,) = make_micro_batches(batch, engine.model, max_tokens, "cpu", None, share_prefix=True)
+    (mb,) = make_micro_batches(batch, engine.model, max_tokens, "cpu", None, True, MicroBatchCount())
     assert max_tokens <= 8 or 0.8 * max_tokens < sum(mb.lengths) <= max_tokens
     if max_tokens > 100:
         assert mb.prefixes is not None

@@ -117,9 +117,9 @@ def test_ready_loop_equals_script_bit_for_bit(model_path, gsm8k_path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_grpo_gives_the_same_numbers_with_every_layout(model_path, gsm8k_path, tmp_path):
-    """Training is synchronous and seeded, so tensor and context parallel ranks must equal one rank."""
+    """Training is synchronous and seeded, so pipeline, tensor and context parallel ranks must equal one rank."""
     losses = {}
-    for layout in ("d1", "d1c2", "d2t2"):
+    for layout in ("d1", "d1c2", "d1p2", "d2t2"):
         run(
             *("-m", "arealite.launcher.local", str(EXAMPLES / "gsm8k_grpo.py")),
             *("--config", str(EXAMPLES / "configs" / "gsm8k_grpo.yaml")),

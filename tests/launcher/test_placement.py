@@ -54,12 +54,6 @@ def test_an_embedded_server_may_not_span_nodes(mode, size, where):
     assert make_placement(config(mode.replace("embedded", "sglang")), [list(range(size))] * 3, True)
 
 
-def test_folded_pipeline_stages_are_named():
-    placement = make_placement(config("sglang.d16p1m1+d32p2m1"), [EIGHT] * 10, True)
-    assert "training d32p2t1 runs as d64p1t1" in placement.describe()
-    assert "folded" not in make_placement(config("sglang.d2p2+d2"), [EIGHT], True).describe()
-
-
 def test_too_few_devices_are_refused_with_the_arithmetic():
     with pytest.raises(AllocationError) as caught:
         make_placement(config("sglang.d4t2+d8"), [EIGHT], True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
 from arealite.utils.memory.estimate import CUDA_CONTEXT, MemoryPlan, Needs, server_needs, training_needs
 from arealite.utils.memory.model_size import ModelSize, read_model_size
@@ -53,6 +54,21 @@ def test_estimate_is_within_15_percent_of_the_measured_peak(part, measured, size
 
 def test_all_sizes_were_measured():
     assert {part.split("-")[1] for part, *_ in MEASURED} == {"0.5B", "1.5B", "7B"} and len(MEASURED) == 9
+
+
+def test_a_pipeline_stage_has_its_layers_and_one_end_of_the_model():
+    size = size_of((4096, 12288, 36, 32, 8, 151936, False))
+    config, plan = TrainEngineConfig(path=""), MemoryPlan(16384, True, 1024)
+    one, stage = (
+        training_needs(size, config, plan, True, ParallelStrategy(pipeline=p), step_tokens=65536) for p in (1, 4)
+    )
+    layers = size.parameters - size.ends
+    assert stage.lasting["weights"] == 4 * (layers / 4 + size.embedding) < one.lasting["weights"]
+    assert stage.passing["states between stages"] == 2 * 2 * 65536 * 4096
+    # Weights and summed gradients of a stage are not divided over data-parallel ranks during a step.
+    shards = training_needs(size, config, plan, True, ParallelStrategy(data=8, pipeline=4), step_tokens=65536)
+    assert shards.passing["gathered weights"] == stage.passing["gathered weights"]
+    assert shards.lasting["optimizer"] == stage.lasting["optimizer"] / 8
 
 
 def test_the_estimate_needs_no_torch():

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,14 +18,17 @@ from typing import Any, BinaryIO, Protocol
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp import lora
-from arealite.engine.fsdp.model import PackedModel, fill_parameters, load_model
+from arealite.engine.fsdp.model import PackedModel, load_model
 from arealite.engine.fsdp.parallel import whole
+from arealite.engine.fsdp.sharding import copy_from_first
+from arealite.engine.pipeline.model import PipelinedModel
 from arealite.utils import distributed
 from arealite.weights.layout import TensorLayout
 
@@ -38,7 +42,9 @@ class EngineState(Protocol):
     hf_config: PreTrainedConfig
     folder: Path
     scalar_head: bool
-    module: PackedModel | None
+    module: PackedModel | PipelinedModel | None
+    pipeline: PipelinedModel | None
+    device: str
     optimizer: torch.optim.Optimizer | None
     lr_step: int
     bad_steps: int
@@ -59,22 +65,56 @@ _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vo
                "chat_template.json", "generation_config.json")  # fmt: skip
 
 
+def _parameters(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return all parameters of the model, in its order; those of other pipeline stages are on `meta`."""
+    own: dict[str, torch.Tensor] = dict(engine.model.named_parameters())
+    if engine.pipeline is None:
+        return own
+    return {n: own.get(n, like) for n, like in engine.pipeline.all_parameters.items()}
+
+
+def _saved_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return buffers that belong to a checkpoint, such as a router's correction bias."""
+    own, saved = dict(engine.model.named_buffers()), engine.model.state_dict().keys()
+    if engine.pipeline is None:
+        return {n: b for n, b in own.items() if n in saved}
+    return {n: own.get(n, like) for n, like in engine.pipeline.saved_buffers.items()}
+
+
+def _adapters(engine: EngineState) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield name, name in PEFT's files and value of each parameter that such a file holds."""
+    for name, parameter in _parameters(engine).items():
+        in_file = lora.file_name(name)
+        if in_file is not None:
+            yield name, in_file, parameter
+
+
+def _fetch(engine: EngineState, name: str, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what `make` returns on the pipeline stage that has the tensor `name`. Collective."""
+    return make() if engine.pipeline is None else engine.pipeline.fetch(name, dtype, make)
+
+
 def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return what `gathered_parameters` yields, on the `meta` device."""
     dtype = getattr(torch, engine.config.dtype)
-    parameters = ((n, p) for n, p in engine.model.named_parameters() if not lora.is_adapter(n))
+    parameters = ((n, p) for n, p in _parameters(engine).items() if not lora.is_adapter(n))
     return {lora.plain_name(n): torch.empty(p.shape, dtype=dtype, device="meta") for n, p in parameters}
 
 
 def gathered_parameters(engine: EngineState) -> Iterator[Named]:
     """Yield the full parameters one at a time, with adapters merged; every rank must iterate.
 
-    They may be the engine's own tensors: copy them before the next one.
+    They may be the engine's own tensors: copy them before the next one. Parameters of other pipeline stages have values
+    on rank 0 only.
     """
     dtype = getattr(torch, engine.config.dtype)
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in _parameters(engine).items():
         if not lora.is_adapter(name):
-            yield lora.plain_name(name), lora.merged(engine.model, name, whole(parameter)).to(dtype)
+            yield lora.plain_name(name), _fetch(engine, name, dtype, partial(_merged, engine, name, parameter))
+
+
+def _merged(engine: EngineState, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return lora.merged(engine.model, name, whole(parameter)).to(getattr(torch, engine.config.dtype))
 
 
 def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -86,15 +126,21 @@ def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
 def _file_layout(engine: EngineState, adapters: bool) -> TensorLayout:
     """Return the layout of the tensors in a checkpoint file of this engine."""
     if adapters:
-        return TensorLayout.of(dict(lora.adapter_parameters(engine.model)), align=1)
-    empty = empty_parameters(engine).items()
-    return TensorLayout.of(dict(_export(engine, (*empty, *_saved_buffers(engine)))), align=1)
+        return TensorLayout.of({in_file: p for _, in_file, p in _adapters(engine)}, align=1)
+    buffers = ((lora.plain_name(n), b) for n, b in _saved_buffers(engine).items())
+    return TensorLayout.of(dict(_export(engine, chain(empty_parameters(engine).items(), buffers))), align=1)
 
 
-def _saved_buffers(engine: EngineState) -> list[Named]:
-    """Return buffers that belong to a checkpoint, such as a router's correction bias."""
-    saved = engine.model.state_dict().keys()
-    return [(lora.plain_name(n), b) for n, b in engine.model.named_buffers() if n in saved]
+def _file_tensors(engine: EngineState, adapters: bool) -> Iterator[Named]:
+    """Yield the tensors of `_file_layout`, with values on rank 0; every rank must iterate."""
+    if adapters:
+        for name, in_file, p in _adapters(engine):
+            yield in_file, _fetch(engine, name, p.dtype, partial(whole, p))
+        return
+    yield from _export(engine, gathered_parameters(engine))
+    for name, buffer in _saved_buffers(engine).items():
+        value = _fetch(engine, name, buffer.dtype, partial(whole, buffer))
+        yield from _export(engine, [(lora.plain_name(name), value)])
 
 
 def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = False) -> None:
@@ -105,17 +151,13 @@ def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = 
     """
     final, aside = Path(path), Path(f"{path}.partial")
     adapters = engine.config.lora_rank > 0 and not merge
-    if adapters:
-        tensors = ((n, whole(p)) for n, p in lora.adapter_parameters(engine.model))
-    else:
-        tensors = _export(engine, chain(gathered_parameters(engine), _saved_buffers(engine)))
     # After a failure the loop goes on without writing, because the other ranks gather tensors with this one.
     attempt = WriteSteps(active=distributed.rank() == 0)
     attempt(_open_folder, engine, aside, adapters, companions=durable or not adapters)
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     file = attempt(open, aside / name, "wb")
     attempt(_write, file, _file_layout(engine, adapters).to_safetensors())
-    for _, tensor in tensors:
+    for _, tensor in _file_tensors(engine, adapters):
         attempt(_write, file, tensor)
     attempt(_close, file, durable)
     attempt(replace_folder, aside, final)
@@ -137,16 +179,19 @@ def load_hf(engine: EngineState, path: str) -> None:
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
     weights: dict[str, torch.Tensor] = {}
+    like = {name: p for name, _, p in _adapters(engine)} if adapters else _parameters(engine)
     if distributed.rank() == 0 and adapters:
-        names = {id(p): n for n, p in engine.model.named_parameters()}
-        for key, parameter in lora.adapter_parameters(engine.model):
-            with _open_safetensors(found[key][0]) as handle:
-                weights[names[id(parameter)]] = handle.get_tensor(key)
+        for name, in_file, _ in _adapters(engine):
+            with _open_safetensors(found[in_file][0]) as handle:
+                weights[name] = handle.get_tensor(in_file)
     elif distributed.rank() == 0:
         config = replace(engine.config, init_from_scratch=False)
         loaded = load_model(Path(path), engine.hf_config, config, engine.scalar_head)
         weights = dict(loaded.named_parameters())
-    fill_parameters(engine.model, weights)
+    if isinstance(engine.module, FSDPModule):
+        # After a forward pass the root's weights are still gathered.
+        engine.module.reshard()
+    copy_from_first(engine.model, weights, engine.device, like)
 
 
 def _open_safetensors(file: Path):

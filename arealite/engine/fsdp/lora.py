@@ -6,7 +6,6 @@ Checkpoints are adapter folders that `PeftModel.from_pretrained` reads. The scal
 new, so it is trained and saved in full.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +83,11 @@ def merged(model: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     return value + (layer.scaling[_ADAPTER] * (up @ down)).to(value.dtype)
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapter parameters, and those of a scalar head, under the names in PEFT's files."""
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or _is_head(name):
-            yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), parameter
+def file_name(name: str) -> str | None:
+    """Return the name in PEFT's files of an adapter's parameter, or of a scalar head; None for others."""
+    if not (is_adapter(name) or _is_head(name)):
+        return None
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
 
 def save_settings(model: PreTrainedModel, folder: Path, base_model: str) -> None:

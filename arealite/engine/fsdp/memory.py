@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import local
+from arealite.engine.pipeline.model import PipelinedModel
 from arealite.utils import distributed
 from arealite.utils.memory.estimate import MemoryPlan, choose_sizes, cpu_sizes, reserved_bytes
 from arealite.utils.memory.model_size import ModelSize
@@ -24,20 +25,25 @@ _OTHERS = 4e9
 _ROOM, _MOST_ROOM = 2e9, 0.15
 
 
-def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str) -> MemoryPlan:
-    """Return the sizes for `model`, whose weights are on the device already; the same on all ranks."""
+def plan_memory(model: PreTrainedModel, config: TrainEngineConfig, device: str, is_staged: bool = False) -> MemoryPlan:
+    """Return the sizes for `model`, whose weights are on the device already; the same on all ranks.
+
+    `is_staged`: the model is a pipeline stage. The first one keeps the activations of as many micro-batches as there
+    are stages, each of its share of the layers: as much as one micro-batch needs in all layers.
+    """
     if device != "cuda":
         return cpu_sizes(config)
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     sizes = [(local(p).numel(), p.requires_grad, p.numel()) for p in model.parameters()]
     trained = sum(own for own, is_trained, _ in sizes if is_trained)
-    free -= reserved_bytes(config, trained, sum(full for *_, full in sizes))
+    stage_trained = sum(full for _, is_trained, full in sizes if is_trained and is_staged)
+    free -= reserved_bytes(config, trained, sum(full for *_, full in sizes), stage_trained)
     size = ModelSize.of(model.config.to_dict(), sum(full for *_, full in sizes))
     return choose_sizes(size, config, _smallest_of_ranks(free))
 
 
-def apply_plan(module: PackedModel, plan: MemoryPlan) -> MemoryPlan:
+def apply_plan(module: PackedModel | PipelinedModel, plan: MemoryPlan) -> MemoryPlan:
     """Set what the model and the allocator need to know of a plan; returns the plan."""
     module.chunk_size = plan.logprob_chunk_size
     if plan.gradient_checkpointing:

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
-from arealite.api.io_struct import Batch, Stat
-from arealite.engine.fsdp.model import PackedModel, random_settings
+from arealite.api.io_struct import Batch
+from arealite.engine.fsdp.model import random_settings
 from arealite.engine.fsdp.shared_prefix import (
     PrefixPlan,
     Segment,
@@ -35,6 +35,8 @@ logger = logging.getLogger("arealite.engine")
 
 # If sharing prefixes saves a smaller share of the tokens, gathering keys and values costs more than that.
 _MIN_SAVED_SHARE = 0.1
+# Micro-batches of fewer tokens do not fill a device.
+_FEW_TOKENS = 1024
 
 
 class MicroBatch(NamedTuple):
@@ -58,14 +60,33 @@ class MicroBatch(NamedTuple):
         return sum(segment.length for segment in self.segments)
 
 
-def can_share_prefix(module: PackedModel) -> bool:
-    """Return whether this model can compute a shared prefix once; log the reason if not."""
+class MicroBatchCount(NamedTuple):
+    """How many micro-batches a batch is cut into if fewer would fit."""
+
+    least: int = 1
+    # As many, unless they would have few tokens.
+    wanted: int = 1
+    multiple: int = 1
+
+    def of_rank(self, tokens: int) -> int:
+        """Return the least number for a rank with so many tokens."""
+        return max(self.least, min(self.wanted, tokens // _FEW_TOKENS))
+
+    def rounded(self, count: int) -> int:
+        return -(-count // self.multiple) * self.multiple
+
+
+def can_share_prefix(model: PreTrainedModel, ring: bool) -> bool:
+    """Return whether this model can compute a shared prefix once; log the reason if not.
+
+    `ring`: context-parallel ranks pass keys around, because they cannot divide the heads.
+    """
     reason = None
-    if module.ring:
+    if ring:
         reason = "context-parallel ranks that cannot divide the heads pass on keys of whole sequences"
-    elif has_vision(module.model.config):
+    elif has_vision(model.config):
         reason = "equal tokens of a vision-language model may stand for different images"
-    elif any(value > 0.0 for *_, value in random_settings(module.model)):
+    elif any(value > 0.0 for *_, value in random_settings(model)):
         reason = "dropout is different in each row"
     if reason is not None and distributed.rank() == 0:
         logger.info("prefixes that rows share are computed for each row: %s", reason)
@@ -79,6 +100,7 @@ def make_micro_batches(
     device: str,
     dp_group: dist.ProcessGroup | None,
     share_prefix: bool,
+    count: MicroBatchCount,
 ) -> list[MicroBatch]:
     """Pack `batch` into micro-batches on `device`; `dp_group` is None if there is one data-parallel rank.
 
@@ -87,7 +109,8 @@ def make_micro_batches(
     _check_rows(batch, model.config.get_text_config().vocab_size)
     with_images = has_vision(model.config)
     micro_batches = []
-    parts, share_prefix = _split_rows(batch, max_tokens, dp_group, _key_cost(model.config) if share_prefix else None)
+    key_cost = _key_cost(model.config) if share_prefix else None
+    parts, share_prefix = _split_rows(batch, max_tokens, dp_group, key_cost, count)
     for rows in parts:
         part = select_rows(batch, rows) if rows else _filler_row(batch)
         data = pack(part)
@@ -127,7 +150,7 @@ def _key_cost(config: PreTrainedConfig) -> float:
 
 
 def _split_rows(
-    batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None, key_cost: float | None
+    batch: Batch, max_tokens: int, dp_group: dist.ProcessGroup | None, key_cost: float | None, count: MicroBatchCount
 ) -> tuple[list[list[int]], bool]:
     """Return the rows of each micro-batch and whether they share prefixes; never if `key_cost` is None.
 
@@ -138,9 +161,10 @@ def _split_rows(
     sizes = [sum(tokens[row] for row in block) for block in blocks]
     tree = None if key_cost is None else _PrefixOrder(batch, tokens, blocks, key_cost)
     # Tokens saved, tokens, micro-batches with and without sharing.
-    needs = [0, sum(tokens), 0, len(split_micro_batches(sizes, max_tokens))]
+    least = count.of_rank(sum(tokens))
+    needs = [0, sum(tokens), 0, max(least, len(split_micro_batches(sizes, max_tokens)))]
     if tree is not None:
-        needs[0], needs[2] = sum(tree.saved), len(tree.split(max_tokens, 1))
+        needs[0], needs[2] = sum(tree.saved), max(least, len(tree.split(max_tokens, 1)))
     ranks = [needs]
     if dp_group is not None:
         table = torch.zeros(dist.get_world_size(dp_group), 4, dtype=torch.long)
@@ -149,9 +173,10 @@ def _split_rows(
         ranks = table.tolist()
     saved, total, with_sharing, without = zip(*ranks, strict=True)
     if tree is not None and sum(saved) > _MIN_SAVED_SHARE * sum(total):
-        parts = tree.split(max_tokens, max(with_sharing))
-        return parts + [[]] * (max(with_sharing) - len(parts)), True
-    groups = split_micro_batches(sizes, max_tokens, min_count=max(without))
+        number = count.rounded(max(with_sharing))
+        parts = tree.split(max_tokens, number)
+        return parts + [[]] * (number - len(parts)), True
+    groups = split_micro_batches(sizes, max_tokens, min_count=count.rounded(max(without)))
     return [sorted(row for block in group for row in blocks[block]) for group in groups], False
 
 
@@ -197,16 +222,3 @@ def _filler_row(batch: Batch) -> Batch:
     if IMAGE_INDEX in filler:
         filler[IMAGE_INDEX][:] = -1
     return filler
-
-
-def merge_stats(stats: dict[str, Stat], new: dict[str, Stat]) -> None:
-    """Add the statistics of a micro-batch to those of the batch."""
-    for key, (total, weight) in new.items():
-        if key not in stats:
-            stats[key] = Stat(torch.as_tensor(total).detach(), weight)
-        elif key.endswith("/max"):
-            stats[key] = Stat(torch.maximum(stats[key].total, total), weight)
-        elif key.endswith("/min"):
-            stats[key] = Stat(torch.minimum(stats[key].total, total), weight)
-        else:
-            stats[key] = Stat(stats[key].total + total, stats[key].weight + weight)

@@ -15,15 +15,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -51,7 +42,6 @@ from arealite.utils.decoders import (
     check_interface,
     check_trial,
     has_vision,
-    language_model,
     load_decoder,
     model_errors,
     original_length,
@@ -93,7 +83,14 @@ class PackedModel(nn.Module):
     def forward(
         self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool, prefixes: PrefixPlan | None = None
     ) -> Batch:
-        hidden, first = self._hidden(mb, lengths, prefixes)
+        hidden, first = self.hidden_states(mb, lengths, prefixes)
+        return self.results(hidden, first, mb, temperature, with_entropy, prefixes)
+
+    def results(
+        self, hidden: torch.Tensor, first: int, mb: Batch, temperature: float, with_entropy: bool,
+        prefixes: PrefixPlan | None,
+    ) -> Batch:  # fmt: skip
+        """Return what the head makes of this rank's piece of the tokens, which begins at `first`."""
         ids, targets = mb["input_ids"], mb["target_positions"]
         if not self.has_lm_head:
             size = len(ids) if prefixes is None else len(prefixes.unique)
@@ -130,8 +127,13 @@ class PackedModel(nn.Module):
         logp = self.forward(mb, lengths, temperature=1.0, with_entropy=False)["logp"]
         check_trial(self.model, ids.to(device), logp[mb["target_positions"]].cpu())
 
-    def _hidden(self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None) -> tuple[torch.Tensor, int]:
-        """Return the hidden states of this rank's piece of the tokens, and where the piece begins."""
+    def hidden_states(
+        self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None, received: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """Return the hidden states of this rank's piece of the tokens, and where the piece begins.
+
+        The layers begin with the embedded tokens, or with the states `received` from an earlier pipeline stage.
+        """
         if self.max_length is not None and max(lengths) > self.max_length:
             raise ConfigError(
                 f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on "
@@ -159,7 +161,9 @@ class PackedModel(nn.Module):
             routed = None if routed is None else routed.chunk(size)[rank]
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
-        if "image_tokens" in mb:
+        if received is not None:
+            inputs = {"inputs_embeds": received[None]}
+        elif "image_tokens" in mb:
             inputs = {"inputs_embeds": insert_images(self.model, ids, mb)[None]}
         else:
             inputs["input_ids"] = ids[None]
@@ -296,98 +300,3 @@ def random_settings(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
         for name, value in vars(module).items():
             if isinstance(value, float) and re.search("drop|jitter", name):
                 yield module, name, value
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks, which are sharded, checkpointed and compiled one by one."""
-    names = set(model._no_split_modules or ())
-    layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
-    if not layers:
-        raise ConfigError(f"{type(model).__name__} does not declare its layers (_no_split_modules): use another model")
-    return layers
-
-
-def shard(module: PackedModel, full: PreTrainedModel | None, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
-    """Shard the meta `module` layer by layer, then fill it from `full`, which only rank 0 has."""
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    module.is_one_shard = mesh.size() == 1
-    if module.is_one_shard:
-        options["reshard_after_forward"] = False
-    if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy()
-    for layer in decoder_layers(module.model):
-        fully_shard(layer, **options)
-    fully_shard(module, **options)
-    register_fsdp_forward_method(module, "check_logprobs")
-    module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
-    module.model.tie_weights()
-    fill(module, full, mesh.device_type)
-
-
-class keep_gathered:
-    """Keeps weights that are not divided over ranks in the compute type during several passes.
-
-    FSDP would convert weights and gradients in each pass. `last_pass` is called before the last backward pass. After
-    the block the model has its parameters again, which optimizer and checkpoints use. Weights that are divided over
-    ranks are freed after each pass as usual.
-    """
-
-    def __init__(self, module: PackedModel):
-        parts = (part for part in module.modules() if isinstance(part, FSDPModule))
-        self.parts = list(parts) if module.is_one_shard else []
-
-    def __enter__(self) -> "keep_gathered":
-        self._set_last(False)
-        return self
-
-    def last_pass(self) -> None:
-        self._set_last(True)
-
-    def __exit__(self, *_: object) -> None:
-        self._set_last(True)
-        for part in self.parts:
-            part.reshard()
-
-    def _set_last(self, is_last: bool) -> None:
-        for part in self.parts:
-            part.set_requires_gradient_sync(is_last, recurse=False)
-            part.set_reshard_after_backward(is_last, recurse=False)
-
-
-def check_logprobs(module: PackedModel, device: str) -> None:
-    """Raise `ConfigError` if packed log-probs differ from those of the model's own forward pass."""
-    # Layers are compiled for training batches, not for this one.
-    with torch.compiler.set_stance("force_eager"), keep_gathered(module):
-        module.check_logprobs(device)
-    if isinstance(module, FSDPModule):
-        # Otherwise an optimizer made now would hold the gathered tensors.
-        module.reshard()
-
-
-def fill(module: PackedModel, full: PreTrainedModel | None, device: str) -> None:
-    """Copy weights and buffers of rank 0's `full` into the sharded `module`.
-
-    Buffers that no checkpoint holds (rotary frequencies) are copied too: they are undefined after the meta device.
-    """
-    fill_parameters(module.model, dict(full.named_parameters()) if full else {})
-    source = dict(full.named_buffers()) if full else {}
-    for name, buffer in module.model.named_buffers():
-        if name in source:
-            buffer.copy_(source[name])
-        dist.broadcast(buffer, src=0)
-    # Offloaded weights are on the host, but buffers are used on the device.
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            owner._buffers[name] = buffer if buffer is None else buffer.to(device)
-
-
-def fill_parameters(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy full tensors into parameters that may be sharded; only rank 0 needs to have the tensors."""
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        with torch.no_grad():
-            for name, value in weights.items():
-                model.get_parameter(name).copy_(value)
-        return
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, {k: v.detach() for k, v in weights.items()}, options=options)

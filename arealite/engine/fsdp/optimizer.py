@@ -52,8 +52,8 @@ def lr_share(config: OptimizerConfig, step: int, total_steps: int) -> float:
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share
 
 
-def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
-    """Return the 2-norm of all gradients over all ranks.
+def grad_norm(parameters: list[torch.nn.Parameter], stages: dist.ProcessGroup | None = None) -> float:
+    """Return the 2-norm of all gradients over all ranks; `stages` are those of a pipeline.
 
     Each rank squares its local part; sums go over the mesh dimensions along which a gradient is sharded. Gradients on
     different meshes (tensor parallel and not) are summed apart, because torch's own norm does not mix them.
@@ -70,7 +70,32 @@ def grad_norm(parameters: list[torch.nn.Parameter]) -> float:
             if not placement.is_replicate() and layout[0].size(dim) > 1:
                 dist.all_reduce(square, group=layout[0].get_group(dim))
         total += float(square)
+    if stages is not None and dist.get_world_size(stages) > 1:
+        squares = torch.tensor([total], dtype=torch.float64)
+        dist.all_reduce(squares, group=stages)
+        total = float(squares)
     return math.sqrt(total) if total == total else math.nan
+
+
+def clip_gradients(
+    model: torch.nn.Module,
+    limit: float,
+    partial: list[torch.nn.Parameter],
+    tensor_group: dist.ProcessGroup | None,
+    stages: dist.ProcessGroup | None,
+) -> float:
+    """Clip the gradients to the norm `limit`, if that is not 0; return the norm before.
+
+    Gradients of `partial` parameters are first summed over the tensor group.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in partial:
+        if parameter.grad is not None:
+            dist.all_reduce(local(parameter.grad), group=tensor_group)
+    norm = grad_norm(parameters, stages)
+    if limit and limit < norm < math.inf:
+        scale_grads(parameters, limit / (norm + 1e-6))
+    return norm
 
 
 def scale_grads(parameters: list[torch.nn.Parameter], factor: torch.Tensor | float) -> None:

@@ -1,4 +1,4 @@
-"""Distribution of a model over a mesh of data, context and tensor parallel ranks.
+"""Distribution of a model over a mesh of data, pipeline, context and tensor parallel ranks.
 
 `check_layout` checks it against the model before anything is loaded. Ranks with the same data-parallel index get the
 same batch. Context parallelism splits the packed tokens into equal pieces; around attention, ranks exchange pieces for
@@ -7,33 +7,30 @@ group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used
 `packed_attention`.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.utils.decoders import has_vision, tensor_plan
+from arealite.utils.model_config import check_stages
 from arealite.utils.routing import num_experts
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _EXPERT_STYLES = ("packed_colwise", "moe_tp_experts")
 
 
-def fold_pipeline(strategy: ParallelStrategy) -> ParallelStrategy:
-    """Return `d64` for `d32p2`: FSDP shards layers over all ranks, so stages become data ranks."""
-    return replace(strategy, data=strategy.data * strategy.pipeline, pipeline=1)
-
-
-def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int) -> None:
+def check_layout(
+    strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int, stages_per_rank: int = 1
+) -> None:
     """Raise `AllocationError` if the layout does not fit the ranks or the model."""
     if strategy.expert > 1:
         raise AllocationError(
-            f"the fsdp backend has data (d), tensor (t) and context (c) parallelism, but {strategy} has "
+            f"the fsdp backend has data (d), pipeline (p), tensor (t) and context (c) parallelism, but {strategy} has "
             f"e{strategy.expert}: set e1"
         )
     if strategy.world_size != world_size:
@@ -46,6 +43,8 @@ def check_layout(strategy: ParallelStrategy, config: PreTrainedConfig, world_siz
             "give those ranks to d or t"
         )
     tensor, text = strategy.tensor, config.get_text_config()
+    if strategy.pipeline > 1:
+        check_stages(config.model_type, text.num_hidden_layers, strategy.pipeline * stages_per_rank)
     if tensor == 1:
         return
     heads, kv_heads = _num_heads(config)
@@ -79,17 +78,19 @@ def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
 
 
 class Layout:
-    """The mesh `(dp, cp, tp)` of one engine. Parameters are sharded over dp and cp together (`fsdp`)."""
+    """The mesh `(dp, pp, cp, tp)` of one engine. Parameters are sharded over dp and cp together (`fsdp`)."""
 
     def __init__(self, strategy: ParallelStrategy, device: str):
         self.strategy = strategy
-        sizes = (strategy.data, strategy.context, strategy.tensor)
-        self.mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        sizes = (strategy.data, strategy.pipeline, strategy.context, strategy.tensor)
+        self.mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "pp", "cp", "tp"))
         self.fsdp: DeviceMesh = self.mesh["dp", "cp"]._flatten("fsdp")
         self.dp_group = self.mesh.get_group("dp")
         self.cp_group = self.mesh.get_group("cp") if strategy.context > 1 else None
         self.tp_group = self.mesh.get_group("tp")
         self.dp_rank = self.mesh.get_local_rank("dp")
+        self.pp_group = self.mesh.get_group("pp")
+        self.pp_rank = self.mesh.get_local_rank("pp")
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -104,6 +105,14 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return value
     # On one rank the shard is the whole tensor, and a gather would copy it.
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+
+
+def slice_of(part: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return the slice of `full` that this rank holds of the tensor `part`, which may be sharded."""
+    if not isinstance(part, DTensor):
+        return full
+    shape, offset = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+    return full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 class _Exchange(torch.autograd.Function):

@@ -89,13 +89,7 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
     # Parameters without a step so far (all rewards were equal) have no optimizer state in the checkpoint.
     stepped = {key.split("/")[1] for key in metadata if key.startswith("optim/")}
     state = {k: v for k, v in state.items() if k in metadata or not _may_lack(k, stepped)}
-    for name, tensor in state.items():
-        saved = metadata.get(name)
-        if saved is None or tuple(saved.size) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{path} does not fit this engine: {name} is {'missing' if saved is None else tuple(saved.size)}, "
-                f"expected {tuple(tensor.shape)}. It belongs to another model, or was saved without the optimizer"
-            )
+    _check_shapes(path, state, metadata)
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, RuntimeError, ValueError, EOFError) as error:
@@ -106,6 +100,22 @@ def load_dcp(engine: EngineState, path: str, with_optim: bool) -> None:
             if name not in stepped:
                 engine.optimizer.state.pop(parameter, None)
         _restore_training_state(engine, state)
+
+
+def _check_shapes(path: str, state: State, metadata: dict) -> None:
+    """Raise on all ranks if a tensor of any rank is missing in the checkpoint or has another shape."""
+    bad = ""
+    for name, tensor in state.items():
+        saved = metadata.get(name)
+        if saved is None or tuple(saved.size) != tuple(tensor.shape):
+            found = "missing" if saved is None else tuple(saved.size)
+            bad = bad or f"{name} is {found}, expected {tuple(tensor.shape)}"
+    # Pipeline stages have different tensors.
+    if any(distributed.all_gather_rows(torch.tensor([bool(bad)]))[0].tolist()):
+        raise CheckpointError(
+            f"{path} does not fit this engine: {bad or 'tensors of another pipeline stage differ'}. It belongs to "
+            "another model, or was saved without the optimizer"
+        )
 
 
 def _size_bytes(state: State) -> int:

@@ -112,15 +112,17 @@ def cpu_sizes(config: TrainEngineConfig) -> MemoryPlan:
     )
 
 
-def reserved_bytes(config: TrainEngineConfig, own_trained: float, gathered: float) -> float:
+def reserved_bytes(config: TrainEngineConfig, own_trained: float, gathered: float, stage_trained: float = 0.0) -> float:
     """Return what gradients, optimizer states and gathered weights will need besides the weights.
 
-    `own_trained` parameters of this rank have gradients; `gathered` are there in the compute type during a pass.
+    `own_trained` parameters of this rank have gradients; `gathered` are there in the compute type during a pass. A
+    pipeline stage sums the gradients of all its `stage_trained` parameters in 32 bits before it divides them.
     """
     copy = ITEM_BYTES[config.dtype] * gathered
     if config.optimizer is None or config.cpu_offload:
         return copy
     item = ITEM_BYTES[config.param_dtype]
+    copy += 4 * stage_trained
     return copy + (item + _STATE_BYTES.get(config.optimizer.type, 2 * item)) * own_trained
 
 
@@ -138,13 +140,13 @@ def training_needs(
     `step_tokens` are the most tokens of one optimizer step; None: more than one micro-batch.
     """
     layout = parallel or ParallelStrategy()
-    tensor, shards = layout.tensor, layout.data * layout.pipeline * layout.context
-    whole = size.parameters / tensor
+    tensor, shards, stages = layout.tensor, layout.data * layout.context, layout.pipeline
+    whole = stage_parameters(size, stages) / tensor
     own = whole / shards
     trained = own if config.optimizer is not None else 0.0
     if config.lora_rank:
-        own += size.adapter_parameters(config.lora_rank) / tensor / shards
-        trained = size.adapter_parameters(config.lora_rank) / tensor / shards
+        trained = size.adapter_parameters(config.lora_rank) / stages / tensor / shards
+        own += trained
     item, small = ITEM_BYTES[config.param_dtype], ITEM_BYTES[config.dtype]
     is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
     state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
@@ -156,13 +158,11 @@ def training_needs(
     # A compiled engine tries the largest micro-batch before the first step.
     if step_tokens is not None and not (config.compile and on_gpu):
         tokens = min(tokens, step_tokens / layout.context)
-    passing: dict[str, float] = {}
-    if not is_plain:
-        gathered = whole if shards == 1 else (size.ends + 2 * (size.parameters - size.ends) / size.layers) / tensor
-        passing["gathered weights"] = small * gathered
+    passing = {} if is_plain else _exchange_needs(size, config, layout, tokens, step_tokens)
     if trained:
         head = 0.0 if scalar_head else size.embedding / tensor
-        passing |= _backward_needs(size, config, plan, tokens, several, trained, head, item if is_plain else 4, tensor)
+        summed = trained * shards if stages > 1 else trained
+        passing |= _backward_needs(size, config, plan, tokens, several, summed, head, item if is_plain else 4, tensor)
     else:
         passing["activations"] = activation_bytes(size, config, False, tensor) * tokens
         passing["logits"] = 0.0 if scalar_head else 8.0 * plan.logprob_chunk_size * size.vocab / tensor
@@ -174,6 +174,27 @@ def training_needs(
         passing["gradients"] = 0.0
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes)
+
+
+def stage_parameters(size: ModelSize, stages: int) -> float:
+    """Return the parameters of the largest pipeline stage: its layers, and embedding or head."""
+    return size.parameters if stages == 1 else (size.parameters - size.ends) / stages + size.embedding
+
+
+def _exchange_needs(
+    size: ModelSize, config: TrainEngineConfig, layout: ParallelStrategy, tokens: float, step_tokens: int | None
+) -> dict[str, float]:
+    """Return gathered weights, and the states that a pipeline stage receives in a step."""
+    item = ITEM_BYTES[config.dtype]
+    if layout.pipeline == 1 and layout.data * layout.context > 1:
+        gathered = size.ends + 2 * (size.parameters - size.ends) / size.layers
+        return {"gathered weights": item * gathered / layout.tensor}
+    needs = {"gathered weights": item * stage_parameters(size, layout.pipeline) / layout.tensor}
+    if layout.pipeline > 1:
+        total = step_tokens / layout.context if step_tokens is not None else 4 * layout.pipeline * tokens
+        # Hidden states, and their gradients.
+        needs["states between stages"] = (2 if config.optimizer is not None else 1) * item * size.hidden * total
+    return needs
 
 
 def _backward_needs(

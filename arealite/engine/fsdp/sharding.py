@@ -1,0 +1,133 @@
+"""Shards a model with FSDP2, fills it, and keeps its weights gathered over several passes.
+
+Used by `FSDPEngine` and by pipeline stages. Only rank 0 has the full weights; it sends them tensor by tensor.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import PreTrainedModel
+
+from arealite.api.cli_args import TrainEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.engine.fsdp.model import PackedModel
+from arealite.engine.fsdp.parallel import local, slice_of
+from arealite.utils import distributed
+from arealite.utils.decoders import language_model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks, which are sharded, checkpointed and compiled one by one."""
+    names = set(model._no_split_modules or ())
+    layers = [m for m in language_model(model).modules() if type(m).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(model).__name__} does not declare its layers (_no_split_modules): use another model")
+    return layers
+
+
+def shard(module: PackedModel, mesh: DeviceMesh, config: TrainEngineConfig, stays_gathered: bool = False) -> None:
+    """Shard the meta `module` layer by layer and allocate its parameters, which `fill` then fills.
+
+    With `stays_gathered` weights are kept after a forward pass until the caller shards them again.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    module.is_one_shard = mesh.size() == 1
+    if module.is_one_shard or stays_gathered:
+        options["reshard_after_forward"] = False
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for layer in decoder_layers(module.model):
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    register_fsdp_forward_method(module, "check_logprobs")
+    module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
+
+
+class keep_gathered:
+    """Keeps weights that are not divided over ranks in the compute type during several passes.
+
+    FSDP would convert weights and gradients in each pass. `last_pass` is called before the last backward pass. After
+    the block the model has its parameters again, which optimizer and checkpoints use. Weights that are divided over
+    ranks are freed after each pass as usual.
+    """
+
+    def __init__(self, module: PackedModel):
+        parts = (part for part in module.modules() if isinstance(part, FSDPModule))
+        self.parts = list(parts) if module.is_one_shard else []
+
+    def __enter__(self) -> "keep_gathered":
+        self._set_last(False)
+        return self
+
+    def last_pass(self) -> None:
+        self._set_last(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._set_last(True)
+        for part in self.parts:
+            part.reshard()
+
+    def _set_last(self, is_last: bool) -> None:
+        for part in self.parts:
+            part.set_requires_gradient_sync(is_last, recurse=False)
+            part.set_reshard_after_backward(is_last, recurse=False)
+
+
+def check_logprobs(module: PackedModel, device: str) -> None:
+    """Raise `ConfigError` if packed log-probs differ from those of the model's own forward pass."""
+    # Layers are compiled for training batches, not for this one.
+    with torch.compiler.set_stance("force_eager"), keep_gathered(module):
+        module.check_logprobs(device)
+    if isinstance(module, FSDPModule):
+        # Otherwise an optimizer made now would hold the gathered tensors.
+        module.reshard()
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def fill(model: nn.Module, full: PreTrainedModel | None, device: str, like: Mapping[str, torch.Tensor]) -> None:
+    """Copy weights and buffers of rank 0's `full` into this rank's part of the model.
+
+    Buffers that no checkpoint holds (rotary frequencies) are copied too: they are undefined after the meta device.
+    `like` has the names, shapes and types of the whole model.
+    """
+    copy_from_first(model, all_tensors(full) if full is not None else {}, device, like)
+    # Offloaded weights are on the host, but buffers are used on the device.
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+@torch.no_grad()
+def copy_from_first(
+    model: nn.Module, source: Mapping[str, torch.Tensor], device: str, like: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy full tensors, which only rank 0 has, into parameters and buffers that may be sharded.
+
+    All ranks call it with the names, shapes and types `like`; a rank needs to have only some of the tensors.
+    """
+    own = all_tensors(model)
+    for name, tensor in like.items():
+        if distributed.rank() == 0:
+            value = source[name].detach().to(device, tensor.dtype).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if distributed.world_size() > 1:
+            dist.broadcast(value, src=0)
+        if name in own:
+            local(own[name]).copy_(slice_of(own[name], value))
