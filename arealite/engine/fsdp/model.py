@@ -134,11 +134,7 @@ class PackedModel(nn.Module):
 
         The layers begin with the embedded tokens, or with the states `received` from an earlier pipeline stage.
         """
-        if self.max_length is not None and max(lengths) > self.max_length:
-            raise ConfigError(
-                f"a sequence has {max(lengths)} tokens; beyond {self.max_length} this model's rotary angles depend on "
-                "the other sequences of a batch: make prompts and answers shorter"
-            )
+        self._check_length(max(lengths))
         ids, positions, cu_seqlens = mb.get("model_ids", mb["input_ids"]), mb["position_ids"], mb["cu_seqlens"]
         segments, routed = None, mb.get(ROUTED_EXPERTS) if self.replays else None
         if prefixes is not None:
@@ -179,6 +175,13 @@ class PackedModel(nn.Module):
             # Other ranks may have images now, and FSDP needs a gradient from every rank.
             hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
         return hidden, first
+
+    def _check_length(self, length: int) -> None:
+        if self.max_length is not None and length > self.max_length:
+            raise ConfigError(
+                f"a sequence has {length} tokens; beyond {self.max_length} this model's rotary angles depend on "
+                "the other sequences of a batch: make prompts and answers shorter"
+            )
 
     def _rows(self, tokens: torch.Tensor, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor | slice]:
         """Return the rows of computed `tokens` in this rank's piece, and which of the tokens are in it."""
