@@ -152,7 +152,9 @@ class LauncherConfig(Section):
     max_servers: int | None = _help(
         "Ray only: add servers up to this many while requests wait; idle ones end.", None, Range(0, 100_000)
     )
-    slurm: dict[str, Any] = _help("Flags of sbatch; container_* go to srun, `wrap` is put before the command.", dict)
+    slurm: dict[str, Any] = _help(
+        "Flags of sbatch; container_* go to srun, `wrap` is put before the command.", dict, secret=True
+    )
 
 
 @dataclass
@@ -179,7 +181,7 @@ class BaseExperimentConfig(Section):
     workflow: str | None = _help(
         "RL: package.module:Class of your own workflow; null: one answer to each prompt (RLVRWorkflow).", None
     )
-    workflow_args: dict[str, Any] = _help("Arguments of its constructor, by name.", dict)
+    workflow_args: dict[str, Any] = _help("Arguments of its constructor, by name.", dict, secret=True)
     trainer_class: str | None = _help("Set by trainer.type=package.module:Class of arealite.cli.main.", None)
     cluster: ClusterConfig = _help("Machines.", ClusterConfig)
     launcher: LauncherConfig = _help("Processes.", LauncherConfig)
@@ -303,8 +305,8 @@ class GRPOConfig(BaseExperimentConfig):
     teacher: FrozenEngineConfig | None = _help("The policy to distil from; null without distillation.", None)
     dynamic_sampling: bool = _help("Reject groups whose rewards are all equal (DAPO).", False)
     server: ServerConfig = _help("The embedded server.", ServerConfig)
-    sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict)
-    vllm: dict[str, Any] = _help("Flags passed to vLLM as they are.", dict)
+    sglang: dict[str, Any] = _help("Flags passed to SGLang as they are.", dict, secret=True)
+    vllm: dict[str, Any] = _help("Flags passed to vLLM as they are.", dict, secret=True)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

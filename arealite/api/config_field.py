@@ -41,14 +41,17 @@ _SURROGATES = ("Cs",)
 _CONTROLS = ("Cc", "Cs", "Zl", "Zp")
 
 
-def help_field(text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False) -> Any:
+def help_field(
+    text: str, default: Any = MISSING, limits: Range | None = None, any_text: bool = False, secret: bool = False
+) -> Any:
     """Make a dataclass field with a line of help and a range.
 
     A callable default is a factory (a class or lambda).
 
-    `any_text` allows control characters, for text that never reaches a command line or file name.
+    `any_text` allows control characters, for text that never reaches a command line or file name. A `secret` is hidden
+    wherever a configuration is shown or kept for others to read; of a section, what its names call a secret.
     """
-    metadata = {"help": text, "limits": limits, "any_text": any_text}
+    metadata = {"help": text, "limits": limits, "any_text": any_text, "secret": secret}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -40,7 +40,7 @@ class DataSourceConfig(Section):
     few_shot: int = _help("Show the first n rows with their answers before every prompt.", 0, Range(0, 1000))
     max_length: int | None = _help("Leave out rows with more tokens.", None, AT_LEAST_1)
     streaming: bool = _help("Read rows when they are needed, for data larger than memory.", False)
-    options: dict[str, Any] = _help("Of generated rows: size, seed, and the task's own parameters.", dict)
+    options: dict[str, Any] = _help("Of generated rows: size, seed, and the task's own parameters.", dict, secret=True)
 
     # Which split is read if `split` is not set.
     is_validation: ClassVar[bool] = False

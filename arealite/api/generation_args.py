@@ -116,7 +116,7 @@ class ServerConfig(Section):
     tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, Range(1, 1024))
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")
     port: int = _help("Port to listen on; 0 takes a free one.", 0, PORT)
-    api_key: str | None = _help("Bearer token that requests must carry.", None)
+    api_key: str | None = _help("Bearer token that requests must carry.", None, secret=True)
     max_running_requests: int = _help("Sequences decoded at once.", 256, AT_LEAST_1)
     max_total_tokens: int | None = _help("KV cache size in tokens; null: what fits.", None, AT_LEAST_1)
     context_length: int | None = _help(

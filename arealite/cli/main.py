@@ -42,7 +42,7 @@ from arealite.api.config_field import help_field
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.api.trainer_api import load_trainer
 from arealite.utils.activity import activity
-from arealite.utils.config import load_config, public_yaml, run_main
+from arealite.utils.config import load_config, private_yaml, run_main
 from arealite.utils.config_help import USAGE, CommandHelp
 from arealite.utils.rundir import RunDir, write_file
 
@@ -106,7 +106,7 @@ class TrainerTree:
     type: str | None = help_field(
         "grpo, sft, rw, dpo, null to evaluate only, or package.module:Class of your own trainer.", "grpo"
     )
-    args: dict[str, Any] = help_field("Keys that the configuration of your own trainer adds.", dict)
+    args: dict[str, Any] = help_field("Keys that the configuration of your own trainer adds.", dict, secret=True)
     grpo: GRPOTree = help_field("Reinforcement learning: the whole GRPO/PPO family.", GRPOTree)
     sft: SFTTree = help_field("Supervised fine-tuning.", SFTTree)
     rw: RWTree = help_field("Reward model.", RWTree)
@@ -190,13 +190,13 @@ def _config_file(flat: BaseExperimentConfig, folder: Path) -> Iterator[Path]:
     if isinstance(flat, GRPOConfig) and flat.server.api_key:
         # The file refers to this variable: other users may read the file.
         os.environ[API_KEY_ENV] = flat.server.api_key
-    text = public_yaml(flat)
+    text = private_yaml(flat)
     path = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     # A running job of the same configuration reads the same file.
     is_new = not path.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, text, private=False)
+        write_file(path, text, private=True)
     except OSError as error:
         raise RunDir(folder).unwritable(error) from error
     try:

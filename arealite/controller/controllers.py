@@ -20,6 +20,7 @@ from arealite.api.workflow_api import RolloutWorkflow
 from arealite.controller.lazy import Layer, LazyBatch, LazyList, LazyTensor
 from arealite.controller.messages import Placeholder, Request
 from arealite.controller.runtime import Call, Runtime
+from arealite.core.ledger.rollouts import is_recorded
 from arealite.utils.data import select_rows
 from arealite.weights.sync import transport_class
 
@@ -79,13 +80,16 @@ class Controller:
         batch = next((a for a in (*args, *kwargs.values()) if _is_batch(a)), None)
         lazy = self._put(batch) if isinstance(batch, dict) else batch
         is_prediction = result in (Result.BATCH, Result.COLUMN)
-        leaves_columns = is_prediction or (result is Result.ADDED_COLUMNS and batch is not None)
+        is_update = result is Result.STATS and isinstance(batch, LazyBatch)
+        leaves_columns = is_prediction or is_update or (result is Result.ADDED_COLUMNS and batch is not None)
         request = Request(method)
         request.args = [self._argument(a) for a in args]
         request.kwargs = {k: self._argument(a) for k, a in kwargs.items()}
         layers = [] if lazy is None else lazy.observed() if is_prediction else lazy.layers
         call = self._call_ranks(request, layers, leaves_columns)
-        if batch is not None and leaves_columns:
+        if isinstance(batch, LazyBatch) and is_update:
+            batch.recorded.append(Layer(call, added=True))
+        elif batch is not None and leaves_columns:
             _add_layer(batch, Layer(call, added=True), is_prediction)
         if result is Result.BATCH:
             return LazyBatch([Layer(call)])
@@ -183,7 +187,19 @@ class RolloutController(Controller):
         result = super()._call(method, *args, **kwargs)
         if isinstance(result, LazyBatch):
             result.layers[0].columns()
+            self.__dict__["_batch"] = result if method == "prepare_batch" else None
         return result
+
+    def _record_batch(self) -> None:
+        """Send what trainers have added to the last batch back to its episodes, for the ledger."""
+        batch = self.__dict__.pop("_batch", None)
+        if batch is None or not self.__dict__.setdefault("_keeps_rollouts", self._get("config").dump_rollouts):
+            return
+        layers = [
+            Layer(layer.call, {stored: name for name, stored in layer.columns().items() if is_recorded(name)})
+            for layer in (*batch.layers, *batch.recorded)
+        ]
+        super()._call("record_batch", LazyBatch([layer for layer in layers if layer.names]))
 
     def begin_update(self, meta: WeightUpdateMeta) -> None:
         """Do nothing: the engine's process gets the weights only when all of them are published."""
@@ -193,6 +209,7 @@ class RolloutController(Controller):
         return []
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._record_batch()
         if transport_class(meta).is_in_process:
             published = self.runtime.outboxes[meta.path]
             self._track("fill_outbox", [self.ranks[0].fill_outbox.remote(meta.path, published)])

@@ -95,6 +95,8 @@ class LazyBatch(MutableMapping[str, Any]):
     def __init__(self, layers: list[Layer]):
         self.layers = layers
         self._predicted: list[Layer] = []
+        # Columns that updates added. No engine waits for them: only the ledger keeps them.
+        self.recorded: list[Layer] = []
 
     def add(self, layer: Layer, predicted: bool = False) -> None:
         """Put a layer over the others. `predicted`: it holds the output of a model."""

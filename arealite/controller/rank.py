@@ -121,7 +121,9 @@ class RankActor:
                     "method with @adds_columns (arealite.api.engine_api)"
                 )
             return Report(began, time.time(), _check_plain(request.method, value))
-        columns = {"": value} if isinstance(value, torch.Tensor) else dict(value or {})
+        # Statistics of an update go to the script; only the columns that it added stay here.
+        stats = _check_plain(request.method, value) if isinstance(value, list) else None
+        columns = {"": value} if isinstance(value, torch.Tensor) else {} if stats is not None else dict(value or {})
         columns |= added
         shapes = tuple(share["attention_mask"].shape for share in shares)
         if len(shares) > 1:
@@ -132,7 +134,7 @@ class RankActor:
         else:
             parts = split_groups(columns, request.num_parts)
             shapes = tuple(part["attention_mask"].shape for part in parts)
-        return Report(began, time.time(), None, tuple(columns), shapes), *map(store, parts)
+        return Report(began, time.time(), stats, tuple(columns), shapes), *map(store, parts)
 
     def _execute(self, request: Request, batch: Batch) -> Any:
         known = {None: batch, **self.objects}

@@ -27,14 +27,19 @@ from arealite.api.config_field import check_section
 from arealite.api.errors import ConfigError
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.placement import Placement, cluster_slots, make_placement
+from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
-from arealite.utils.process import tail
+from arealite.utils.names import FileNames
+from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, tail
 from arealite.utils.rundir import RunDir, run_path, write_file
+from arealite.utils.startup import LAUNCHED_ENV, process_began
 from arealite.utils.text import clean_stream, text_decoder
 
 # How long processes of a killed run may take to end, besides their grace period.
 _ENDING_S = 5.0
 _KEY = "server.api_key="
+# By this name a launcher elsewhere asks nodes to save a checkpoint and end; its value is the number of the signal.
+STOP_NAME = "stop"
 # Characters of a log's last line in a message.
 _MAX_LINE = 160
 
@@ -43,6 +48,13 @@ def resume_command() -> str:
     """Return the command of this process with `recover.mode=auto`, without the API key."""
     kept = [a for a in sys.orig_argv if not a.startswith((_KEY, "recover.mode="))]
     return f"{shlex.join(kept)} recover.mode=auto"
+
+
+def name_checkpoint(job: Job, code: int) -> None:
+    """After a signal, print the newest recover checkpoint and the command that continues it."""
+    saved = sorted(job.run_dir.recover.glob("step*"))
+    if code in INTERRUPTED and saved:
+        print(f"the newest recover checkpoint is {saved[-1]}\nresume with: {job.resume}", flush=True)
 
 
 class LogFollower:
@@ -73,9 +85,13 @@ class LogFollower:
 
 
 class StopEvent(threading.Event):
-    """Set by SIGINT and SIGTERM in a `with` block: libraries such as Ray may lose an exception."""
+    """Set by SIGINT and SIGTERM in a `with` block: libraries such as Ray may lose an exception.
+
+    The first signal asks for a checkpoint and an end, the second for an end at once.
+    """
 
     number = 0
+    count = 0
 
     def __enter__(self) -> StopEvent:
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -88,6 +104,7 @@ class StopEvent(threading.Event):
 
     def _on_signal(self, number: int, _: object) -> None:
         self.number = self.number or number
+        self.count += 1
         self.set()
 
 
@@ -102,6 +119,8 @@ class Job:
     on_gpu: bool
     attempt: int = 0
     cwd: str = field(default_factory=os.getcwd)
+    # The command of the launcher that continues this job.
+    resume: str = field(default_factory=resume_command)
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
@@ -156,6 +175,28 @@ class Job:
         target = [self.script] if self.script.endswith(".py") else ["-m", self.script]
         return [sys.executable, *target, *self.argv]
 
+    def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
+        """Return the variables of all ranks, which find each other at `master`."""
+        placement = self.placement()
+        host, port = master.rsplit(":", 1)
+        env = {
+            "WORLD_SIZE": str(len(placement.ranks)),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "AREALITE_SERVER_ADDRS": ",".join(servers),
+            "AREALITE_NAMES": str(self.names_folder),
+            ATTEMPT_ENV: str(self.attempt),
+            LAUNCHED_ENV: str(process_began()),
+            "OMP_NUM_THREADS": str(placement.threads),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.config.server.api_key:
+            env[API_KEY_ENV] = self.config.server.api_key
+        if placement.engines:
+            env |= {CONTROLLER_ENV: str(self.path), "CUDA_VISIBLE_DEVICES": ""}
+        return env
+
     def describe(self) -> str:
         """List what would be started, and where."""
         placement = self.placement()
@@ -207,6 +248,12 @@ class Job:
     def lock(self) -> AbstractContextManager[int]:
         """Lock the run directory. Waits for processes of a killed run that are still ending."""
         return self.run_dir.lock(self.config.launcher.stop_timeout_s + _ENDING_S)
+
+    def ask_to_stop(self, number: int) -> None:
+        """Ask the nodes of all attempts to save a checkpoint and end, after a signal with this number."""
+        print("stopping: a checkpoint is saved after this step (a second signal ends at once, without one)", flush=True)
+        for folder in self.run_dir.names.glob(f"{self.id}-*"):
+            FileNames(folder).publish(STOP_NAME, str(number))
 
     @classmethod
     def load(cls, path: str | Path) -> Job:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.checks import check_job
-from arealite.launcher.job import Job
+from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.memory import describe_memory
 from arealite.launcher.node import run_node
@@ -57,6 +57,7 @@ def run_attempts(job: Job, run: Callable[[Job], int]) -> int:
             code = run(attempt)
         finally:
             shutil.rmtree(attempt.names_folder, ignore_errors=True)
+        name_checkpoint(job, code)
         if code in (0, REFUSED, COLLAPSED, *INTERRUPTED) or number == retries:
             return code
         print(f"starting again from the recover checkpoint (restart {number + 1} of {retries})", flush=True)

@@ -19,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.backends import API_KEY_ENV, BACKENDS, Spread
+from arealite.api.backends import BACKENDS, Spread
 from arealite.api.errors import AReaLiteError, ConfigError, ServerError
-from arealite.launcher.job import Job, resume_command
+from arealite.launcher.job import STOP_NAME, Job, name_checkpoint
 from arealite.launcher.placement import ServerPlacement, visible_gpus
 from arealite.launcher.servers import halve_gpu_memory, health_problem, prepare_server, server_port, wait_for_running
 from arealite.launcher.supervisor import INTERRUPTED, Child, ChildSpec, Interrupted, Supervisor
@@ -33,8 +33,7 @@ from arealite.utils.activity import activity
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
-from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, STORE_ENV
-from arealite.utils.startup import LAUNCHED_ENV, process_began
+from arealite.utils.process import STORE_ENV
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -82,8 +81,6 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
 class NodePart:
     """State of one node: its starting and running servers, and its ranks."""
 
-    ranks_save_on_interrupt = True
-
     def __init__(self, job: Job, node: int, names: FileNames, supervisor: Supervisor):
         self.job, self.node, self.names, self.supervisor = job, node, names, supervisor
         self.config, self.placement, self.logs = job.config, job.placement(), job.run_dir.logs
@@ -99,11 +96,13 @@ class NodePart:
         # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
-        # Set by the first Ctrl+C.
+        # Set by the first signal, here or at the launcher of the job. Ranks save a checkpoint then.
         self.interrupted: Interrupted | None = None
         # Whether the first servers have all been started, and whether all of them have been healthy.
         self.has_started_servers = False
         self.is_up = False
+        # Then the ranks of other nodes need the servers here for their last step.
+        self.only_serves = node >= 0 and bool(self.placement.ranks) and not self.placement.ranks_on(node)
         self.began = time.monotonic()
         self.elastic = elastic_names(job.run_dir)
         self.mps: Child | None = None
@@ -166,11 +165,8 @@ class NodePart:
         for child in self._wait(_STARTING_WAKE_S if self.starting else wait_s):
             if child in self.ranks:
                 self.ranks.remove(child)
-                if self.interrupted and child.code:
-                    if list(self.job.run_dir.recover.glob("step*")):
-                        print(f"resume with: {resume_command()}", flush=True)
-                    raise self.interrupted
-                if child.code:
+                # After a signal others may still write their part of the checkpoint.
+                if child.code and not self.interrupted:
                     code = child.code if child.code > 0 else 128 - child.code
                     # The launcher got no signal, so codes of an interrupt are an ordinary failure.
                     raise NodeFailure(child.describe_end(), 1 if code in INTERRUPTED else code)
@@ -180,19 +176,36 @@ class NodePart:
                 print(f"warning: {child.describe_end()}; the run goes on without its dashboard", flush=True)
             else:
                 self.handle_server_end(child)
+        if self.interrupted and not self.only_serves and self.have_ranks_ended():
+            raise self.interrupted
         self.check_other_nodes()
 
     def _wait(self, wait_s: float) -> list[Child]:
-        """Wait for children that end; the first Ctrl+C goes to the ranks, which save a checkpoint."""
+        """Wait for children that end; after the first signal only ranks are asked to."""
         try:
             return self.supervisor.wait(wait_s)
         except Interrupted as interrupt:
-            is_first = interrupt.number == signal.SIGINT and self.interrupted is None
-            if not (is_first and self.ranks and self.ranks_save_on_interrupt):
-                raise
-            self.interrupted = interrupt
-            self.supervisor.pass_on(self.ranks)
+            self.interrupt_ranks(interrupt)
+            self.supervisor.forgive_signal()
             return []
+
+    def interrupt_ranks(self, interrupt: Interrupted) -> None:
+        """Have the ranks save a checkpoint and end; raises if there are none yet, or if they were asked before."""
+        if self.interrupted or not (self.ranks or self.only_serves) or interrupt.number == signal.SIGHUP:
+            raise interrupt
+        self.interrupted = interrupt
+        self.names.publish(STOP_NAME, str(int(interrupt.number)))
+        # Slurm's own SIGTERM may have reached them, too: to them a second one is the same request.
+        number = signal.SIGTERM if "SLURM_JOB_ID" in os.environ else signal.SIGINT
+        for pid in self.rank_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def rank_pids(self) -> list[int]:
+        return [child.process.pid for child in self.ranks]
+
+    def have_ranks_ended(self) -> bool:
+        return not self.ranks
 
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""
@@ -201,7 +214,12 @@ class NodePart:
             node = name.removeprefix("ended/")
             if _NUMBER.fullmatch(node):
                 self.ended[int(node)] = int(code) if _NUMBER.fullmatch(code) else 1
+        if self.interrupted is None and (number := self.names.get(STOP_NAME)) and _NUMBER.fullmatch(number):
+            self.interrupt_ranks(Interrupted(int(number)))
         for node, code in self.ended.items():
+            if self.interrupted and code in INTERRUPTED:
+                # Ranks of this node, too, end by themselves: they may still write their part of the checkpoint.
+                continue
             if code and self.is_required(node):
                 raise NodeFailure(f"node {node} failed; see its log", code)
 
@@ -354,27 +372,10 @@ class NodePart:
         return addresses or list(published.values()), self.wait_for(["master"])["master"]
 
     def rank_env(self, servers: list[str], master: str, local_world_size: int) -> dict[str, str]:
-        host, port = master.rsplit(":", 1)
-        env = {
-            "WORLD_SIZE": str(len(self.placement.ranks)),
-            "LOCAL_WORLD_SIZE": str(local_world_size),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            "AREALITE_SERVER_ADDRS": ",".join(servers),
-            "AREALITE_NAMES": str(self.job.names_folder),
-            ATTEMPT_ENV: str(self.job.attempt),
-            LAUNCHED_ENV: str(process_began()),
-            "OMP_NUM_THREADS": str(self.placement.threads),
-            "PYTHONUNBUFFERED": "1",
-            **self.mps_env,
-        }
+        env = self.job.rank_env(servers, master, local_world_size) | self.mps_env
         if self.mps_env:
             # Below the servers on the same GPU: their kernels are short, and the trainer waits for their samples.
             env["CUDA_MPS_CLIENT_PRIORITY"] = "1"
-        if self.config.server.api_key:
-            env[API_KEY_ENV] = self.config.server.api_key
-        if self.placement.engines:
-            env |= {CONTROLLER_ENV: str(self.job.path), "CUDA_VISIBLE_DEVICES": ""}
         ranks = self.placement.ranks_on(self.node)
         devices = [rank.device for rank in ranks if rank.device is not None]
         if self.gpus and devices:
@@ -389,7 +390,10 @@ def main(argv: list[str]) -> int:
     job = Job.load(argv[0])
     # A requeued Slurm job runs the same command again: that is a later attempt.
     attempt = job.attempt + int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return run_node(replace(job, attempt=attempt), int(node))
+    code = run_node(replace(job, attempt=attempt), int(node))
+    if int(node) == 0:
+        name_checkpoint(job, code)
+    return code
 
 
 if __name__ == "__main__":

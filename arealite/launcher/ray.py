@@ -21,7 +21,7 @@ from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
 from arealite.launcher.placement import Placement
 from arealite.launcher.ray_pool import NodeActor, ServerPool, log_path
-from arealite.launcher.supervisor import Interrupted
+from arealite.launcher.supervisor import INTERRUPTED, Interrupted
 from arealite.utils.activity import activity
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
@@ -98,7 +98,7 @@ class _Attempt:
     def __init__(self, ray: Any, job: Job):
         self.ray, self.job, self.placement = ray, job, job.placement()
         self.num_replaced = 0
-        self.stop = StopEvent()
+        self.stop, self.is_stopping = StopEvent(), False
         self.running: dict[Any, int] = {}
         self.actors: dict[int, Any] = {}
         self.pool: ServerPool | None = None
@@ -168,7 +168,7 @@ class _Attempt:
             activity.tick()
             ended, _ = self.ray.wait(list(self.running), timeout=_WATCH_INTERVAL_S)
             output.copy()
-            self.raise_if_interrupted()
+            self.stop_if_asked()
             assert self.pool is not None
             self.pool.update()
             for ref in ended:
@@ -179,12 +179,23 @@ class _Attempt:
                     if not self.replace(node, error):
                         return 1
                     continue
+                if self.stop.is_set() and code in INTERRUPTED:
+                    # Other nodes may still write their part of the checkpoint.
+                    continue
                 if code:
                     log = log_path(self.job, node)
                     message = f"error: node {node} ended with code {code}; the last lines of {log}:\n{tail(log)}"
                     print(message, file=sys.stderr, flush=True)
                     return code
-        return 0
+        return 128 + self.stop.number if self.is_stopping else 0
+
+    def stop_if_asked(self) -> None:
+        """After the first signal have the ranks save a checkpoint and end; raises after the second."""
+        if self.stop.count > 1:
+            raise Interrupted(self.stop.number)
+        if self.stop.is_set() and not self.is_stopping:
+            self.is_stopping = True
+            self.job.ask_to_stop(self.stop.number)
 
     def replace(self, node: int, error: Exception) -> bool:
         """Start the servers of a lost node again where Ray finds room; False if the attempt must end."""

@@ -2,10 +2,11 @@
 
     python -m arealite.launcher.slurm SCRIPT.py --config FILE.yaml cluster.n_nodes=4 key=value… [--dry-run]
 
-Writes a batch script (slurm.sh in the run directory), submits it, and shows rank 0's output until the job ends; Ctrl+C
-cancels the job. One task per node runs `arealite.launcher.node`. A requeued or preempted job runs the same script again
-and, with `recover.mode=auto`, resumes; a failed one is submitted again up to `recover.retries` times. Flags of sbatch
-pass through `launcher.slurm` (`launcher.slurm.partition=gpu`). `--dry-run` prints the batch script.
+Writes a batch script (slurm.sh in the run directory), submits it, and shows rank 0's output until the job ends. Ctrl+C
+saves a checkpoint and ends the job, a second one cancels it at once. One task per node runs `arealite.launcher.node`. A
+requeued or preempted job runs the same script again and, with `recover.mode=auto`, resumes; a failed one is submitted
+again up to `recover.retries` times. Flags of sbatch pass through `launcher.slurm` (`launcher.slurm.partition=gpu`).
+`--dry-run` prints the batch script.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from arealite.launcher.checks import check_job
 from arealite.launcher.job import Job, LogFollower, StopEvent
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, run_attempts, show_plan
+from arealite.launcher.supervisor import INTERRUPTED
 from arealite.utils.activity import activity
 from arealite.utils.config import run_main
 from arealite.utils.process import tail
@@ -120,15 +122,21 @@ def _quote(flag: str) -> str:
 def _wait_for_end(job: Job, job_id: str) -> int:
     """Show rank 0's output until the job has ended or a signal cancels it. Returns the exit code."""
     output = LogFollower(job.run_dir.logs / "rank0.log")
-    silent_since, state = None, "PENDING"
+    silent_since, state, is_stopping = None, "PENDING", False
     log = job.run_dir.logs / f"slurm-{job_id}.log"
     waiting = activity.doing(lambda: output.describe_start(f"Slurm job {job_id} is {state}", log))
     with StopEvent() as stop, waiting:
         while True:
             activity.tick()
             stop.wait(_POLL_INTERVAL_S)
+            if is_stopping:
+                # The event is set: wait by the clock.
+                time.sleep(_POLL_INTERVAL_S)
             output.copy()
-            if stop.is_set():
+            if stop.count == 1 and state == "RUNNING" and not is_stopping:
+                is_stopping = True
+                job.ask_to_stop(stop.number)
+            elif stop.is_set() and not (is_stopping and stop.count == 1):
                 print(f"cancelling Slurm job {job_id}", file=sys.stderr, flush=True)
                 _client("scancel", "--full", job_id)
                 return 128 + stop.number
@@ -140,6 +148,9 @@ def _wait_for_end(job: Job, job_id: str) -> int:
             silent_since = None
             if state in _ENDED:
                 output.copy()
+                if is_stopping and state == "FAILED" and code in INTERRUPTED:
+                    print(f"Slurm job {job_id} has ended", flush=True)
+                    return 128 + stop.number
                 return _report(job, job_id, state, code)
 
 

@@ -201,7 +201,7 @@ class Supervisor:
                     stdout=subprocess.PIPE if spec.echo else log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=lambda: die_with_parent(parent),
+                    preexec_fn=lambda: _prepare_child(parent),
                     pass_fds=terminal,
                 )
         except OSError as error:
@@ -230,12 +230,9 @@ class Supervisor:
             if ended or (left_s is not None and left_s == 0.0):
                 return ended
 
-    def pass_on(self, children: list[Child]) -> None:
-        """Send the signal of an `Interrupted` to children, which end by themselves; the next ends all."""
+    def forgive_signal(self) -> None:
+        """Go on after an `Interrupted`, while children end by themselves; the next signal ends all."""
         self._num_passed_on = len(self._signals)
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.send_signal(self._signals[0])
 
     def stop(self, children: list[Child] | None = None) -> None:
         """End children (by default all) with their descendants. A second signal meanwhile kills them at once."""
@@ -345,6 +342,14 @@ class Supervisor:
         assert self._watchdog is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._watchdog.pid, number)
+
+
+def _prepare_child(parent: int) -> None:
+    """End with the parent, and get signals that it blocks or ignores, as a worker of Ray does."""
+    die_with_parent(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _open_private(path: str, flags: int) -> int:

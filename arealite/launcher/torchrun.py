@@ -22,7 +22,7 @@ import psutil
 
 from arealite.api.errors import ConfigError
 from arealite.launcher.checks import check_job
-from arealite.launcher.job import Job
+from arealite.launcher.job import Job, name_checkpoint
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.local import command_line, show_plan
 from arealite.launcher.node import NodeFailure, NodePart, run_node
@@ -53,13 +53,17 @@ def launch(script: str | Path, argv: list[str], dry_run: bool = False) -> int:
     if nodes == 1:
         job.save()
         try:
-            return run_node(job, 0, TorchrunPart)
+            code = run_node(job, 0, TorchrunPart)
+            name_checkpoint(job, code)
+            return code
         finally:
             shutil.rmtree(job.names_folder, ignore_errors=True)
     names = FileNames(job.run_dir.names, MEETING_TTL_S)
     try:
         job, node = _meet(job, names)
-        return run_node(job, node, partial(TorchrunPart, meeting=names))
+        code = run_node(job, node, partial(TorchrunPart, meeting=names))
+        name_checkpoint(job, code)
+        return code
     finally:
         names.close()
 
@@ -109,9 +113,6 @@ def _meet(job: Job, names: FileNames) -> tuple[Job, int]:
 class TorchrunPart(NodePart):
     """A node whose ranks belong to one torchrun. `meeting` holds the leases of several machines."""
 
-    # torchrun ends its ranks on SIGINT.
-    ranks_save_on_interrupt = False
-
     def __init__(self, *args: Any, meeting: FileNames | None = None):
         super().__init__(*args)
         self.meeting = meeting
@@ -120,6 +121,17 @@ class TorchrunPart(NodePart):
         nodes = len({rank.node for rank in self.placement.ranks})
         self.min_nodes = min(self.config.cluster.min_nodes or nodes, nodes)
         self.is_elastic = self.min_nodes < nodes
+        # The ranks that were interrupted. torchrun itself gets no signal: it would end them.
+        self.workers: list[psutil.Process] = []
+
+    def rank_pids(self) -> list[int]:
+        self.workers = [worker for child in self.ranks for worker in psutil.Process(child.process.pid).children()]
+        return [worker.pid for worker in self.workers]
+
+    def have_ranks_ended(self) -> bool:
+        """Whether the interrupted ranks have ended; torchrun would start them again."""
+        alive = (w for w in self.workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE)
+        return not self.ranks or not any(alive)
 
     def is_required(self, node: int) -> bool:
         """Only the first `min_nodes` machines are required in an elastic job."""

@@ -1,7 +1,8 @@
 """Ctrl+C during training: the first saves a checkpoint after the step, the second ends at once.
 
 Used by `Run`. Before the first step there is nothing to save, and Ctrl+C ends the run at once. A launcher passes the
-signal on to its ranks and prints the command that resumes; without a launcher it is printed here.
+signal on to its ranks and prints the command that resumes; without a launcher it is printed here. Slurm sends SIGTERM
+to all processes of a job that is cancelled or preempted, some time before it kills them: that saves a checkpoint, too.
 """
 
 import contextlib
@@ -21,25 +22,26 @@ from arealite.utils.process import ATTEMPT_ENV, RESUME_ENV
 
 
 class Interrupt:
-    """Remembers SIGINT until the end of a step. `install` and `remove` it in the main thread."""
+    """Remembers a signal until the end of a step. `install` and `remove` it in the main thread."""
 
     def __init__(self) -> None:
         self.is_requested = False
         # Whether there is a step to save.
         self.has_step = False
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
 
     def install(self, has_step: bool) -> None:
-        """Handle SIGINT from now on; in other threads than the main one nothing changes."""
+        """Handle signals from now on; in other threads than the main one nothing changes."""
         self.has_step = has_step
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._on_signal)
+            numbers = [signal.SIGINT, *([signal.SIGTERM] if "SLURM_JOB_ID" in os.environ else [])]
+            self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def remove(self) -> None:
-        """Handle SIGINT as before `install`."""
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        """Handle signals as before `install`."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def stop_if_due(self, recover: Recover, info: StepInfo, is_last: bool) -> None:
         """After Ctrl+C save a recover checkpoint and end the run; rank 0 decides for all ranks."""
@@ -64,6 +66,8 @@ class Interrupt:
         raise KeyboardInterrupt
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.is_requested and number == signal.SIGTERM:
+            return
         if self.is_requested or not self.has_step:
             _show("stopped without a new checkpoint")
             raise KeyboardInterrupt

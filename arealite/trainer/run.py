@@ -20,6 +20,7 @@ from arealite.api.engine_api import TrainEngine
 from arealite.api.errors import CheckpointError, CollapseError, ConfigError
 from arealite.api.io_struct import FinetuneSpec, Stats, StepInfo
 from arealite.controller.factory import current_driver
+from arealite.core.ledger.store import Ledger
 from arealite.dataset import StatefulDataLoader
 from arealite.engine.remote.collecting import CollectingEngine
 from arealite.engine.replay.replaying import ReplayEnd, current_replay
@@ -41,6 +42,7 @@ from arealite.utils.console import COLUMNS, SUPERVISED_COLUMNS, ProgressTable, s
 from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
+from arealite.utils.trace import tracing
 from arealite.weights.sync import make_weight_meta, sync_weights
 
 logger = logging.getLogger("arealite.run")
@@ -100,7 +102,11 @@ class Run:
         is_async = isinstance(config, GRPOConfig)
         max_staleness = config.rollout.max_head_offpolicyness if is_async else 0
         self.guard = Guard(config.on_collapse, self.recover, max_staleness)
-        if rollout is not None and hasattr(rollout, "record_event"):
+        # A run without rollouts has a ledger of its own, for events.
+        self._ledger = Ledger(self.dir.db_path) if rollout is None and rank() == 0 else None
+        if self._ledger is not None:
+            self.guard.on_event = self._ledger.event
+        elif rollout is not None and hasattr(rollout, "record_event"):
             self.guard.on_event = rollout.record_event
         self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
         self.stats = StatsLogger(config, self.dir)
@@ -136,6 +142,8 @@ class Run:
         self.trace.close()
         self.stats.close()
         self.record.close()
+        if self._ledger is not None:
+            self._ledger.close()
         if self.rollout is not None:
             self.rollout.destroy()
         for engine in self.engines.values():
@@ -295,6 +303,8 @@ class Run:
             return {}
         for span in driver.runtime.take_spans():
             self.trace.span(*span)
+        if self.rollout is not None:
+            tracing.add(self.rollout.take_trace())
         return driver.runtime.take_stats()
 
     def _warn_without_signal(self, values: dict[str, float]) -> None:
@@ -344,6 +354,7 @@ class Run:
             return error
         if rank() == 0:
             show_message(f"trained model: {path}")
+            self.guard.on_event("checkpoint", f"trained model: {path}", info.global_step + 1, "info")
         return None
 
     def _recover(self) -> int:
@@ -355,6 +366,10 @@ class Run:
         if self.rollout is not None and (first or broadcast_json(self.rollout.has_other_weights())):
             weights = make_weight_meta(cast(GRPOConfig, self.config), self.dir, self.rollout)
             sync_weights(self.policy, self.rollout, weights.with_version(first))
+        if self._ledger is not None and last is None:
+            self._ledger.clear(("stream", "submitted", "direct"))
+        elif self._ledger is not None:
+            self._ledger.rewind(first, has_ended=lambda _: True)
         self.best.resume(is_new_run=last is None)
         # Without a checkpoint this is a new run: drop the statistics of an earlier one of the same name.
         self.stats.resume(first or -1)

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.backends import KEY_REFERENCE
+from arealite.api.cli_args import GRPOConfig
 from arealite.api.errors import AReaLiteError, CheckpointError, CollapseError, ConfigError, DatasetError
 from arealite.utils.config_help import USAGE, CommandHelp, help_text, keys_of, nearest_text, type_name
 from arealite.utils.network import GROUP_TIMED_OUT
@@ -48,6 +49,7 @@ _PERMANENT = (ConfigError, DatasetError, CheckpointError)
 # Each is merged on its own, so that an error can name it.
 MAX_OVERRIDES = 500
 # Keys whose texts are not shown; `tokenizer_path` is none of them.
+_HIDDEN = "(hidden)"
 _SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)
 _OPTIONS = ("--config", "--help", "--dry-run")
 # Flag of a mapping that replaces the one before, instead of being merged with it.
@@ -132,12 +134,43 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def public_yaml(config: Any) -> str:
-    """Return a configuration as YAML in which an API key is a reference to the environment."""
+def private_yaml(config: Any) -> str:
+    """Return a configuration as YAML for its owner; the API key is a reference to the environment."""
     node = config if isinstance(config, DictConfig) else OmegaConf.structured(config)
     if OmegaConf.select(node, "server.api_key") is not None:
         node = OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}})
     return OmegaConf.to_yaml(node)
+
+
+def public_yaml(config: Any) -> str:
+    """Return a configuration as YAML without the values of fields that are marked as secret."""
+    values = OmegaConf.to_container(OmegaConf.create(private_yaml(config)))
+    cls = OmegaConf.get_type(config)
+    return OmegaConf.to_yaml(
+        OmegaConf.create(_hide_marked(values, cls if dataclasses.is_dataclass(cls) else GRPOConfig))
+    )
+
+
+def _hide_marked(values: Any, cls: Any) -> Any:
+    """Return a section without its secrets. Of a key that `cls` does not have, the name decides."""
+    if not isinstance(values, dict):
+        return values
+    kinds, fields = typing.get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
+    shown: dict[str, Any] = {}
+    for name, value in values.items():
+        child = named = None
+        if name in kinds:
+            child, named = dataclass_of(kinds[name]), named_sections(kinds[name])
+        if named is not None and isinstance(value, dict):
+            shown[name] = {own: _hide_marked(section, named) for own, section in value.items()}
+        elif child is not None:
+            shown[name] = _hide_marked(value, child)
+        elif name not in fields or (fields[name].metadata.get("secret") and isinstance(value, dict)):
+            shown[name] = hide_secrets({name: value})[name]
+        else:
+            is_open = not fields[name].metadata.get("secret") or not isinstance(value, str) or value.startswith("${")
+            shown[name] = value if is_open else _HIDDEN
+    return shown
 
 
 def hide_secrets(values: Any, key: str = "") -> Any:
@@ -151,7 +184,8 @@ def hide_secrets(values: Any, key: str = "") -> Any:
         return [hide_secrets(value, key) for value in values]
     if not isinstance(values, str) or not _SECRET.search(key):
         return values
-    return KEY_REFERENCE if key == "api_key" else "(hidden)"
+    # References to the environment hide nothing.
+    return values if values.startswith("${") else KEY_REFERENCE if key == "api_key" else _HIDDEN
 
 
 def run_main(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> typing.NoReturn:

@@ -75,6 +75,15 @@ def main(argv):
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)
 
+    if behaviour == "save":     # as `Interrupt` does after the first step
+        def save(number, frame):
+            if rank == "0":
+                pathlib.Path("runs/e/t/recover/step000003").mkdir(parents=True)     # fails if it is there
+            sys.exit(130)
+        signal.signal(signal.SIGTERM if "SLURM_JOB_ID" in os.environ else signal.SIGINT, save)
+        pathlib.Path(f"up{rank}").touch()
+        time.sleep(600)
+
     if behaviour == "until":
         pathlib.Path(f"up{rank}").touch()
         while not pathlib.Path("finish").exists():

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -285,6 +286,29 @@ def test_signals_end_everything(work, arguments, number):
     out, _ = process.communicate(timeout=60)
     # Ranks get SIGINT first, and may have ended by themselves.
     assert process.returncode == 128 + number and re.search(rf"ended by {number.name}: ending [2-4] processes", out)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("local", signal.SIGTERM),
+        pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_signal_lets_ranks_save_and_names_the_command_that_resumes(work, arguments, launcher, number):
+    argv = arguments("tokenizer_path=save", "recover.mode=auto", "recover.retries=1", mode="sglang.d1+d2")
+    command = [sys.executable, "-m", f"arealite.launcher.{launcher}", "script.py", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(work / "up0", work / "up1")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, out
+    assert f"the newest recover checkpoint is {work / RUN / 'recover' / 'step000003'}" in out
+    resume = next(line for line in out.splitlines() if line.startswith("resume with: "))
+    expected = [*(a for a in command if a != "recover.mode=auto"), "recover.mode=auto"]
+    assert shlex.split(resume.removeprefix("resume with: ")) == expected
+    assert "attempt 1" not in out, "ranks are not started again"
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_processes_of_a_killed_one(work, arguments):

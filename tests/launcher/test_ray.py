@@ -104,6 +104,21 @@ def test_ending_the_launcher_leaves_nothing(work, arguments, ray_cluster, number
 
 
 @ray_marker
+def test_a_signal_lets_ranks_save_and_names_the_command_that_resumes(work, arguments, ray_cluster):
+    argv = on_cpu(
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=save", mode="sglang.d2+d2"
+    )
+    process = start(ray_cluster, argv)
+    wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert (work / "runs/e/t/recover/step000003").exists(), out
+    assert "-m arealite.launcher.ray script.py" in out and out.rstrip().endswith("recover.mode=auto")
+    wait_until_gone(work, 60)
+
+
+@ray_marker
 def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_cluster):
     argv = on_cpu(
         arguments,

@@ -3,6 +3,7 @@
 The numbers equal those of ordinary ranks, no tensor passes through the driver, calls overlap, dead actors are reported.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,11 +23,14 @@ from arealite.api.cli_args import ClusterConfig, OptimizerConfig, PreferenceConf
 from arealite.api.errors import AllocationError, ConfigError, TrainingError
 from arealite.api.io_struct import FinetuneSpec, Stat
 from arealite.controller.factory import Driver
+from arealite.core.ledger.reading import open_ledger
+from arealite.core.ledger.token_record import TokenRecord
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.launcher import local, ray
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
+from arealite.utils.trace.trace_file import read_trace
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 MODELS = ("actor", "critic", "ref")
@@ -109,6 +113,20 @@ def test_dry_run_shows_placement(tmp_path, models, capsys):
         local.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True)
 
 
+def trained_records(folder: Path) -> list[TokenRecord]:
+    """The tokens of trained rollouts in the ledger of the run under `folder`."""
+    (path,) = folder.rglob("run.sqlite")
+    query = "SELECT record FROM rollout_data JOIN rollouts USING (id) WHERE source = 'stream'"
+    with contextlib.closing(open_ledger(path)) as database:
+        return [TokenRecord.from_bytes(blob) for (blob,) in database.execute(query) if blob]
+
+
+def trace_lanes(folder: Path) -> set[str]:
+    """The groups of lanes in the trace of the run under `folder`."""
+    (path,) = folder.rglob("trace.json")
+    return {lane.group for lane in read_trace(path)}
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, models, ray_cluster):
@@ -137,6 +155,9 @@ def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, mo
     for first, second in (("actor.compute_logp", "ref.forward"), ("actor.ppo_update", "critic.ppo_update")):
         pairs = [(a, b) for a in spans(other, first) for b in spans(other, second)]
         assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs), f"{first} and {second} never overlapped"
+    records, lanes = zip(*((trained_records(folder), trace_lanes(folder)) for folder in (one, other)), strict=True)
+    assert records[1] and all(r.train_logp is not None and r.advantages is not None for r in records[1])
+    assert lanes[0] <= lanes[1], "episodes, servers and weight updates have their lanes in both traces"
     assert rank_pids(other) == []
 
 

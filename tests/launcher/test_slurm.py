@@ -187,7 +187,25 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
         slurm_cluster.client("scancel", "--user=root")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if how == "ctrl-c" else 143), out
-    assert ("cancelling Slurm job" if how == "ctrl-c" else "CANCELLED") in out
+    assert ("stopping: a checkpoint is saved" if how == "ctrl-c" else "CANCELLED") in out
+    wait_until_gone(work, 30)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
+def test_a_cancelled_job_saves_a_checkpoint_and_names_the_command_that_resumes(work, arguments, slurm_cluster, how):
+    argv = on_cpu(
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=save", mode="sglang.d2+d2"
+    )
+    process = start(slurm_cluster, argv)
+    wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    else:
+        slurm_cluster.client("scancel", "--user=root")
+    out, _ = process.communicate(timeout=60)
+    assert (work / "runs/e/t/recover/step000003").exists(), out
+    assert "resume with: " in out and "-m arealite.launcher.slurm script.py" in out and "recover.mode=auto" in out
     wait_until_gone(work, 30)
 
 

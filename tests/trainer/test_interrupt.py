@@ -18,10 +18,11 @@ from arealite.utils.rundir import RunDir
 TIMEOUT_S = 240.0
 
 
-def start(folder, model, data, steps: int) -> subprocess.Popen:
+def start(folder, model, data, steps: int, mode: str) -> subprocess.Popen:
     settings = {"actor.path": model, "actor.dtype": "float32", "gconfig.max_new_tokens": 4, "gconfig.n_samples": 2}
     settings |= {"server.max_total_tokens": 8192, "actor.ppo_n_minibatches": 1}
     command = [sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={folder / 'runs'}", "trainer.type=grpo"]
+    command += [f"mode={mode}"]
     command += [f"train_dataset.path={data}", "train_dataset.batch_size=2", f"total_train_steps={steps}"]
     command += ["total_train_epochs=1000", *(f"trainer.grpo.{key}={value}" for key, value in settings.items())]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -71,6 +72,19 @@ def test_a_second_ctrl_c_says_that_nothing_is_saved(interrupt, capsys):
     assert "stopped without a new checkpoint" in capsys.readouterr().out
 
 
+def test_sigterm_of_slurm_asks_for_a_checkpoint_and_never_for_an_end_at_once(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    handler, before = Interrupt(), signal.getsignal(signal.SIGTERM)
+    handler.install(has_step=True)
+    try:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert handler.is_requested and capsys.readouterr().out.count("a checkpoint is saved") == 1
+    finally:
+        handler.remove()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_run_of_python_says_which_call_resumes(interrupt, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(RESUME_ENV, "SFTTrainer(…).train(resume_from_checkpoint=True)")
     signal.raise_signal(signal.SIGINT)
@@ -81,9 +95,10 @@ def test_a_run_of_python_says_which_call_resumes(interrupt, tmp_path, capsys, mo
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_saves_a_checkpoint_and_prints_a_command_that_resumes(tmp_path, model_path, gsm8k_path):
+@pytest.mark.parametrize("mode", ["local", "torchrun"])
+def test_ctrl_c_saves_a_checkpoint_and_prints_a_command_that_resumes(tmp_path, model_path, gsm8k_path, mode):
     run_dir = RunDir(tmp_path / "runs" / "arealite" / "grpo")
-    process = start(tmp_path, model_path, gsm8k_path, steps=100_000)
+    process = start(tmp_path, model_path, gsm8k_path, steps=100_000, mode=mode)
     try:
         wait_for_steps(process, run_dir, 2)
         process.send_signal(signal.SIGINT)

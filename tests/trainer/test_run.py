@@ -1,5 +1,6 @@
 """`Run`: what a training loop writes and shows at the end of each step."""
 
+import contextlib
 import json
 import resource
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from arealite.api.cli_args import GRPOConfig, InferenceEngineConfig, PPOActorConfig
 from arealite.api.errors import CheckpointError, ConfigError, WaitTimeout
 from arealite.api.io_struct import FinetuneSpec, WeightUpdateMeta
+from arealite.core.ledger.reading import open_ledger
 from arealite.core.workflow_executor import WorkflowExecutor
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.trainer.run import NO_SIGNAL_STEPS, Run
@@ -45,6 +47,22 @@ def update(actor, rewards=None):
         batch["rewards"][:] = rewards
     actor.compute_advantages(batch)
     return actor.ppo_update(batch)
+
+
+def read_events(run):
+    with contextlib.closing(open_ledger(run.dir.db_path)) as database:
+        return [tuple(row) for row in database.execute("SELECT kind, step, level FROM events ORDER BY time")]
+
+
+def test_a_run_without_rollouts_has_a_ledger_with_its_events(actor, config):
+    """As supervised training has; a new run of the same name starts with an empty one."""
+    spec = FinetuneSpec(1, 2, 1)
+    for _ in range(2):
+        with Run(config, spec, actor) as run:
+            for step in run.steps():
+                run.guard.on_event("alarm", "of a test", step, "alarm")
+                run.commit(step, {"loss": 1.0})
+        assert read_events(run) == [("alarm", 0, "alarm"), ("alarm", 1, "alarm"), ("checkpoint", 2, "info")]
 
 
 def test_statistics_are_on_disk_before_the_checkpoint_of_a_step(actor, config):

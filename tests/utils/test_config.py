@@ -4,10 +4,12 @@ import sys
 from dataclasses import dataclass, fields
 
 import pytest
+from omegaconf import OmegaConf
 
 from arealite.api.cli_args import GRPOConfig, SFTConfig
+from arealite.api.config_field import help_field
 from arealite.api.errors import ConfigError, WaitTimeout
-from arealite.utils.config import load_config, load_plain, run_main, to_yaml
+from arealite.utils.config import load_config, load_plain, private_yaml, public_yaml, run_main, to_yaml
 from arealite.utils.config_help import help_text
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=d", "actor.path=m", "gconfig.n_samples=4"]
@@ -348,3 +350,36 @@ def test_an_override_replaces_a_whole_mapping_and_changes_single_entries(tmp_pat
         second = tmp_path / "second.yaml"
         second.write_text("train_dataset: {options: {size: 3}}\n")
         assert load([*base, "--config", str(second)]).train_dataset.options["min_words"] == 1
+
+
+@dataclass
+class JudgedConfig(GRPOConfig):
+    """Of a user, with a secret of their own."""
+
+    judge: str = help_field("Credential of the judge.", "", secret=True)
+    judge_model: str = help_field("Its model.", "")
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_config_yaml_has_no_value_that_is_marked_as_secret(is_typed):
+    secrets = {
+        "server": {"api_key": "s3cret-0", "host": "h"},
+        "sglang": {"api_key": "s3cret-1", "hf_token": "s3cret-2", "tp": 2},
+        "workflow_args": {"judge": {"password": "s3cret-3", "name": "kept"}, "from_env": "${oc.env:MY_TOKEN}"},
+        "launcher": {"slurm": {"my_secret": "s3cret-4", "partition": "gpu"}},
+        "train_dataset": {"path": "d", "options": {"api_token": "s3cret-5"}, "columns": {"prompt": "key"}},
+        "valid_datasets": {"one": {"path": "d", "options": {"api_token": "s3cret-6"}}},
+        "judge_model": "kept-model",
+        **({"judge": "s3cret-7"} if is_typed else {"own": {"password": "s3cret-7"}}),
+    }
+    base = {"experiment_name": "e", "trial_name": "t", "actor": {"path": "m"}, "gconfig": {"n_samples": 2}}
+    values = OmegaConf.create({**base, **secrets})
+    config = OmegaConf.merge(OmegaConf.structured(JudgedConfig), values) if is_typed else values
+    text = public_yaml(config)
+    assert "s3cret" not in text
+    shown = OmegaConf.to_container(OmegaConf.create(text))
+    assert shown["server"]["api_key"] == "${oc.env:AREALITE_API_KEY}" and shown["server"]["host"] == "h"
+    assert shown["sglang"]["tp"] == 2 and shown["workflow_args"]["judge"]["name"] == "kept"
+    assert shown["workflow_args"]["from_env"] == "${oc.env:MY_TOKEN}"
+    assert shown["train_dataset"]["columns"] == {"prompt": "key"} and shown["judge_model"] == "kept-model"
+    assert private_yaml(config).count("s3cret") == 7, "ranks get all but the API key, which they have from a file"

@@ -27,6 +27,11 @@ _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask", "versions", "logpr
 _ROW_COLUMNS = ("rewards", "truncated", "group_ids", IMAGE_INDEX, "num_images")
 
 
+def is_recorded(column: str) -> bool:
+    """Whether rows are made of this column of a batch."""
+    return column in (*_TOKEN_COLUMNS, *_ROW_COLUMNS) or column.startswith(STATS_PREFIX)
+
+
 class RolloutRow(NamedTuple):
     """One row of `rollouts` and its long columns. `record` is None if tokens are not kept."""
 
@@ -85,8 +90,7 @@ class RolloutRecorder:
         if self._given is None:
             return None
         (batch, step), self._given = self._given, None
-        columns = {k: v for k, v in batch.items() if k in (*_TOKEN_COLUMNS, *_ROW_COLUMNS)}
-        columns |= {k: v for k, v in batch.items() if k.startswith(STATS_PREFIX)}
+        columns = {name: column for name, column in batch.items() if is_recorded(name)}
         tokenizer = self._tokenizer
 
         def rows() -> Iterator[RolloutRow]:

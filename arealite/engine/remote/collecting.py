@@ -32,6 +32,7 @@ from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
 from arealite.utils.request_log import log_request, logging_refusal
+from arealite.utils.trace import tracing
 from arealite.weights.layout import TensorLayout
 
 # Other ranks wait longer than rank 0, whose error says more.
@@ -84,6 +85,16 @@ class CollectingEngine(InferenceEngine):
         """Add the results of a step to the record (rank 0)."""
         if self._executor is not None and self._executor.accounts.recorder is not None:
             self._executor.accounts.recorder.commit(step, results)
+
+    @returns_nothing
+    def record_batch(self, batch: Batch) -> None:
+        """Record the last batch as it is here, with the columns that trainers in other processes have added."""
+        self.executor.accounts.rollouts.replace(batch)
+
+    def take_trace(self) -> list[tracing.Span]:
+        """Return the spans of this process, for a trace that another one writes; they are collected from now on."""
+        tracing.start()
+        return tracing.take()
 
     def destroy(self) -> None:
         if self._executor is not None:

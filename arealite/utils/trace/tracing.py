@@ -45,8 +45,10 @@ _episode_lane: ContextVar[str | None] = ContextVar("episode_lane", default=None)
 
 
 def start() -> None:
-    """Collect spans from now on."""
+    """Collect spans from now on; nothing changes if they are collected."""
     global _is_on
+    if _is_on:
+        return
     _is_on = True
     _free_lanes[:] = range(MAX_EPISODES - 1, -1, -1)
 
