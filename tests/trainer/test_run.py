@@ -58,6 +58,7 @@ def test_a_run_without_rollouts_has_a_ledger_with_its_events(actor, config):
     """As supervised training has; a new run of the same name starts with an empty one."""
     spec = FinetuneSpec(1, 2, 1)
     for _ in range(2):
+        actor.initialize(spec)
         with Run(config, spec, actor) as run:
             for step in run.steps():
                 run.guard.on_event("alarm", "of a test", step, "alarm")
