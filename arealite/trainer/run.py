@@ -102,12 +102,7 @@ class Run:
         is_async = isinstance(config, GRPOConfig)
         max_staleness = config.rollout.max_head_offpolicyness if is_async else 0
         self.guard = Guard(config.on_collapse, self.recover, max_staleness)
-        # A run without rollouts has a ledger of its own, for events.
-        self._ledger = Ledger(self.dir.db_path) if rollout is None and rank() == 0 else None
-        if self._ledger is not None:
-            self.guard.on_event = self._ledger.event
-        elif rollout is not None and hasattr(rollout, "record_event"):
-            self.guard.on_event = rollout.record_event
+        self._ledger = self._record_events()
         self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
         self.stats = StatsLogger(config, self.dir)
         self.trace = Trace(self.dir.trace_path if rank() == 0 else None)
@@ -118,6 +113,13 @@ class Run:
         self._is_saved = False
         self._steps_without_signal, self._next_warning = 0, NO_SIGNAL_STEPS
         self._interrupt = Interrupt()
+
+    def _record_events(self) -> Ledger | None:
+        """Have events recorded by the rollout, or in a ledger of this run's own, which is returned."""
+        ledger = Ledger(self.dir.db_path) if self.rollout is None and rank() == 0 else None
+        record = getattr(self.rollout, "record_event", None) if ledger is None else ledger.event
+        self.guard.on_event = record or self.guard.on_event
+        return ledger
 
     def __enter__(self) -> Run:
         return self
