@@ -19,9 +19,9 @@ from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.arguments import ArgumentParser
 from arealite.core.ledger.reading import open_ledger
 from arealite.trainer.eval_report import evaluation_table, set_names
-from arealite.trainer.stats_logger import read_stats
+from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, read_stats
 from arealite.utils.config import run_main
-from arealite.utils.console import COLUMNS, SUPERVISED_COLUMNS, clock, step_table
+from arealite.utils.console import COLUMNS, clock, step_table
 from arealite.utils.rundir import RunDir
 from arealite.utils.text import clean
 from arealite.utils.trace.trace_file import Lane, read_trace

@@ -35,10 +35,10 @@ from arealite.trainer.recover import Recover
 from arealite.trainer.saver import Saver
 from arealite.trainer.server_counters import ServerCounters
 from arealite.trainer.startup import take_startup_stats
-from arealite.trainer.stats_logger import StatsLogger, read_stats
+from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, StatsLogger, read_stats
 from arealite.trainer.trace import Trace
 from arealite.utils.activity import activity
-from arealite.utils.console import COLUMNS, SUPERVISED_COLUMNS, ProgressTable, show_message
+from arealite.utils.console import COLUMNS, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir

@@ -14,8 +14,19 @@ from typing import Any
 from arealite.api.cli_args import BaseExperimentConfig
 from arealite.api.errors import AReaLiteError, ConfigError
 from arealite.trainer.loggers import ServiceLogger, make_service_loggers
+from arealite.utils.console import Column
 from arealite.utils.process import rank
 from arealite.utils.rundir import RunDir, write_file
+
+# What is shown of steps of a run without rollouts.
+SUPERVISED_COLUMNS = (
+    Column("loss", "loss", "{:.4f}"),
+    Column("accuracy", "accuracy", "{:.0%}", is_optional=True),
+    Column("gradient", "grad_norm"),
+    Column("learning rate", "lr", "{:.1e}"),
+    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+    Column("s/step", "time/step", "{:.1f}", is_optional=True),
+)
 
 
 class StatsLogger:

@@ -12,19 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 # Until the first step, and after it.
 STARTING_S, RUNNING_S = 10.0, 60.0
 # How late a line may be, after the interval was changed.
 _LONGEST_WAIT_S = 5.0
-
-
-class Named(NamedTuple):
-    """What is done, or a function that says it, and since when; an empty text says nothing."""
-
-    text: str | Callable[[], str]
-    began: float
 
 
 class Activity:
@@ -34,15 +26,18 @@ class Activity:
         self.interval_s = interval_s
         self._show = show or (lambda text: print(text, flush=True))
         # No lock: a signal handler that prints may interrupt any of this.
-        self._stack: list[Named] = []
+        self._stack: list[tuple[str | Callable[[], str], float]] = []
         self._shown_at = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def doing(self, text: str | Callable[[], str]) -> Iterator[None]:
-        """Name what is done in this block. A function is called from another thread, whenever a line is due."""
-        named = Named(text, time.monotonic())
+        """Name what is done in this block; an empty text says nothing.
+
+        A function is called from another thread, whenever a line is due.
+        """
+        named = text, time.monotonic()
         self._stack.append(named)
         try:
             yield
@@ -51,10 +46,10 @@ class Activity:
 
     def now(self) -> str:
         """Return what is done and for how many seconds; empty if nothing is named."""
-        for named in reversed(list(self._stack)):
-            text = named.text if isinstance(named.text, str) else named.text()
-            if text:
-                return f"{text} ({time.monotonic() - named.began:.0f} s)"
+        for text, began in reversed(list(self._stack)):
+            shown = text if isinstance(text, str) else text()
+            if shown:
+                return f"{shown} ({time.monotonic() - began:.0f} s)"
         return ""
 
     def note_output(self) -> None:

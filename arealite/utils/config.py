@@ -155,21 +155,19 @@ def _hide_marked(values: Any, cls: Any) -> Any:
     """Return a section without its secrets. Of a key that `cls` does not have, the name decides."""
     if not isinstance(values, dict):
         return values
-    kinds, fields = typing.get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
-    shown: dict[str, Any] = {}
+    kinds = typing.get_type_hints(cls)
+    marked = {field.name for field in dataclasses.fields(cls) if field.metadata.get("secret")}
+    shown = dict(values)
     for name, value in values.items():
-        child = named = None
-        if name in kinds:
-            child, named = dataclass_of(kinds[name]), named_sections(kinds[name])
+        child, named = (dataclass_of(kinds[name]), named_sections(kinds[name])) if name in kinds else (None, None)
         if named is not None and isinstance(value, dict):
             shown[name] = {own: _hide_marked(section, named) for own, section in value.items()}
         elif child is not None:
             shown[name] = _hide_marked(value, child)
-        elif name not in fields or (fields[name].metadata.get("secret") and isinstance(value, dict)):
+        elif name not in kinds or (name in marked and isinstance(value, dict)):
             shown[name] = hide_secrets({name: value})[name]
-        else:
-            is_open = not fields[name].metadata.get("secret") or not isinstance(value, str) or value.startswith("${")
-            shown[name] = value if is_open else _HIDDEN
+        elif name in marked and isinstance(value, str) and not value.startswith("${"):
+            shown[name] = _HIDDEN
     return shown
 
 

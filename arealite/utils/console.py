@@ -1,4 +1,4 @@
-"""Console output of a run: a live table with what is done now, messages, and a summary at the end.
+"""Console output of a run: a live table with what is done now, and messages.
 
 On a terminal `ProgressTable` draws the latest steps, the curve of the first statistic, where the time of the last step
 went, and what is waited for; all other output of the process goes to its log, apart from `show_message`. In a notebook
@@ -75,16 +75,6 @@ COLUMNS = (
     Column("trainer idle", "idle/trainer", "{:.0%}"),
     Column("server idle", "idle/server", "{:.0%}"),
     Column("groups with signal", "groups_with_signal", "{:.0f}", is_optional=True, total_key="groups"),
-)
-
-# Of runs without rollouts.
-SUPERVISED_COLUMNS = (
-    Column("loss", "loss", "{:.4f}"),
-    Column("accuracy", "accuracy", "{:.0%}", is_optional=True),
-    Column("gradient", "grad_norm"),
-    Column("learning rate", "lr", "{:.1e}"),
-    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
-    Column("s/step", "time/step", "{:.1f}", is_optional=True),
 )
 
 
@@ -289,15 +279,6 @@ def show_message(text: str) -> None:
     activity.note_output()
     for screen in _shown:
         screen.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def print_summary(rows: Mapping[str, str], title: str = "summary") -> None:
-    """Print a small table with two columns."""
-    table = Table(title=title, show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value, style=None)
-    # Paths and commands are copied from here: never cut them.
-    Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def clock(seconds: float) -> str:

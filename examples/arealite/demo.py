@@ -22,7 +22,6 @@ from arealite.launcher.local import launch
 from arealite.trainer.curve import save_curve
 from arealite.trainer.stats_logger import read_stats
 from arealite.utils.config import load_config, run_main
-from arealite.utils.console import print_summary
 from arealite.utils.rundir import RunDir, make_new_folder
 
 HERE = Path(__file__).parent
@@ -88,13 +87,9 @@ def report(folders: RunDir) -> int:
     seconds = sum(step["time/step"] for step in steps)
     staleness = max(step["staleness/max"] for step in steps)
     curve = save_curve(folders.curve_path, rewards)
-    print_summary(
-        {
-            "reward": f"{first:.2f} -> {last:.2f} in {len(steps)} steps, {seconds:.0f} s",
-            "reward curve": str(curve or "not drawn: matplotlib is missing"),
-            "details": f"{Path(sys.executable)} -m arealite.cli.report {folders.path}",
-        }
-    )
+    print(f"reward:       {first:.2f} -> {last:.2f} in {len(steps)} steps, {seconds:.0f} s")
+    print(f"reward curve: {curve or 'not drawn: matplotlib is missing'}")
+    print(f"details:      {Path(sys.executable)} -m arealite.cli.report {folders.path}")
     print(
         f"DEMO reward_start={first:.3f} reward_end={last:.3f} steps={len(steps)} "
         f"train_seconds={seconds:.1f} max_staleness={staleness:.0f}"
