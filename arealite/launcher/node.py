@@ -190,7 +190,7 @@ class NodePart:
             return []
 
     def interrupt_ranks(self, interrupt: Interrupted) -> None:
-        """Have the ranks save a checkpoint and end; raises if there are none yet, or if they were asked before."""
+        """Have the ranks save a checkpoint and end; raises without ranks, and if they were asked before."""
         if self.interrupted or not (self.ranks or self.only_serves) or interrupt.number == signal.SIGHUP:
             raise interrupt
         self.interrupted = interrupt

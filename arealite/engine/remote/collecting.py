@@ -88,11 +88,11 @@ class CollectingEngine(InferenceEngine):
 
     @returns_nothing
     def record_batch(self, batch: Batch) -> None:
-        """Record the last batch as it is here, with the columns that trainers in other processes have added."""
+        """Record the last batch as it is here, with what trainers in other processes have added."""
         self.executor.accounts.rollouts.replace(batch)
 
     def take_trace(self) -> list[tracing.Span]:
-        """Return the spans of this process, for a trace that another one writes; they are collected from now on."""
+        """Return the spans of this process, for a trace that another one writes; collects from now on."""
         tracing.start()
         return tracing.take()
 
