@@ -199,11 +199,13 @@ def run_in_place(command: Sequence[str]) -> NoReturn:
 def start_fork_server() -> None:
     """Let the fork server of `multiprocessing` be a fork of this process, with all modules that are imported here.
 
-    Call it between tests. Within a test, `multiprocessing` starts an interpreter if the fork server has been killed:
-    other threads may hold locks.
+    Call it between tests. If a test has killed the fork server, `multiprocessing` starts an interpreter in its place,
+    which stays where threads are left: they might hold locks, which a fork would never release.
     """
     global _fork_server_pid
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if _fork_server_pid is not None and threading.active_count() > 1:
+        return
     if server._forkserver_pid not in (None, _fork_server_pid):
         server._stop()
 
