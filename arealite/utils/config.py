@@ -285,10 +285,11 @@ def _read_override(override: str, kind: Any) -> DictConfig:
     null = ("~", "null") if kind is str else ("", "~", "null")
     typed = without_null(kind) is str and text not in null and text[:1] not in ("'", '"')
     values = OmegaConf.create({})
-    OmegaConf.update(values, key, text if typed else read_yaml(text, kind))
-    node = OmegaConf.select(values, key)
-    if isinstance(node, DictConfig) and get_origin(without_null(kind)) is dict:
-        node._set_flag(_REPLACES, True)
+    value = text if typed else read_yaml(text, kind)
+    OmegaConf.update(values, key, value)
+    # Selecting a text would resolve it, and it may refer to keys of other sources.
+    if isinstance(value, dict) and get_origin(without_null(kind)) is dict:
+        OmegaConf.select(values, key)._set_flag(_REPLACES, True)
     return values
 
 

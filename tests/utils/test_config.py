@@ -383,3 +383,8 @@ def test_config_yaml_has_no_value_that_is_marked_as_secret(is_typed):
     assert shown["workflow_args"]["from_env"] == "${oc.env:MY_TOKEN}"
     assert shown["train_dataset"]["columns"] == {"prompt": "key"} and shown["judge_model"] == "kept-model"
     assert private_yaml(config).count("s3cret") == 7, "ranks get all but the API key, which they have from a file"
+
+
+def test_an_override_refers_to_keys_of_other_sources():
+    argv = ["actor.path=x", "experiment_name=e", "trial_name=t", "gconfig.n_samples=2", "train_dataset.path=y"]
+    assert load_config([*argv, "tokenizer_path=${actor.path}"], GRPOConfig).tokenizer_path == "x"
