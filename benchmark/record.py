@@ -17,8 +17,7 @@ import torch
 from common import describe_machine, print_table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from arealite.api.cli_args import GenerationHyperparameters
-from arealite.api.io_struct import ModelRequest, ModelResponse
+from arealite.api.io_struct import ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories, join_trajectories
 from arealite.core.record.recorder import Recorder
@@ -39,10 +38,9 @@ def make_episode(number: int, group: int, prompt: int, answer: int) -> Episode:
         tokens = torch.randint(0, 30_000, (length,)).tolist()
         responses.append(ModelResponse(ids, tokens, logprobs, [number % 3] * length, "stop"))
     rows = [Trajectory().observe(ids).add(response).reward(1.0) for response in responses]
-    request = ModelRequest(ids, GenerationHyperparameters(n_samples=group), seed=number)
     episode = Episode(EpisodeId("stream", number), {"prompt": "made up"}, None)
     episode.result = check_trajectories(Trajectory.join(rows))
-    episode.log = [LoggedRequest(request, responses, True)]
+    episode.log = [LoggedRequest(ids, number, responses, True)]
     return episode
 
 

@@ -16,7 +16,8 @@ from arealite.api.io_struct import ModelRequest, ModelResponse
 class LoggedRequest(NamedTuple):
     """A request and its answers, or why it was refused; `is_group`: it asked for all samples of a group."""
 
-    request: ModelRequest
+    prompt: list[int]
+    seed: int | None
     responses: list[ModelResponse]
     is_group: bool
     error: str = ""
@@ -37,10 +38,20 @@ def use_log(log: RequestLog | None) -> None:
 
 
 def log_request(request: ModelRequest, responses: list[ModelResponse], is_group: bool, error: str = "") -> None:
-    """Add a request that was answered or refused to the log, if there is one."""
+    """Add a request that was answered or refused to the log, if there is one.
+
+    Workflows may go on to change the lists, so these are copied. Images, metadata and experts are left out: the record
+    does not need them here, and a log is sent between processes.
+    """
     log = _log.get()
     if log is not None:
-        log.append(LoggedRequest(request, responses, is_group, error))
+        prompt = list(request.input_ids)
+        log.append(LoggedRequest(prompt, request.seed, [_copy(prompt, r) for r in responses], is_group, error))
+
+
+def _copy(prompt: list[int], response: ModelResponse) -> ModelResponse:
+    lists = (list(part) for part in (response.output_tokens, response.output_logprobs, response.output_versions))
+    return ModelResponse(prompt, *lists, response.stop_reason, response.num_interruptions)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from arealite.api.io_struct import Batch, ModelResponse
+from arealite.api.io_struct import ROUTED_EXPERTS, Batch, ModelResponse
 from arealite.core.episode import Episode
 from arealite.utils.request_log import LoggedRequest
 
@@ -101,13 +101,13 @@ class _Row:
 
 def _encode_request(logged: LoggedRequest, rows: Sequence[_Row]) -> dict[str, Any]:
     samples = [_encode_sample(response, rows) for response in logged.responses]
-    encoded: dict[str, Any] = {"seed": logged.request.seed, "samples": samples}
+    encoded: dict[str, Any] = {"seed": logged.seed, "samples": samples}
     if logged.is_group:
         encoded["is_group"] = True
     if logged.error:
         encoded["error"] = logged.error
     if not any("at" in sample for sample in samples):
-        encoded["prompt"] = logged.request.input_ids
+        encoded["prompt"] = logged.prompt
     return encoded
 
 
@@ -136,14 +136,18 @@ def _decode_request(episode: str, encoded: dict[str, Any], batch: Batch | None) 
         prompt = batch["input_ids"][found[0], : found[1]].tolist()
     responses = []
     for sample in encoded["samples"]:
+        routed = None
         if "at" in sample:
             assert batch is not None
             row, start, count = sample["at"]
             part = slice(start, start + count)
             tokens, logprobs, versions = (batch[key][row, part].tolist() for key in _ANSWER)
+            if ROUTED_EXPERTS in batch:
+                # The last token has none.
+                routed = batch[ROUTED_EXPERTS][row, : start + count - 1].numpy()
         else:
             tokens, logprobs, versions = sample["tokens"], sample["logprobs"], sample["versions"]
         interruptions = sample.get("interruptions", 0)
-        responses.append(ModelResponse(prompt, tokens, logprobs, versions, sample["stop"], interruptions))
+        responses.append(ModelResponse(prompt, tokens, logprobs, versions, sample["stop"], interruptions, routed))
     is_group, error = encoded.get("is_group", False), encoded.get("error", "")
     return RecordedRequest(episode, prompt, encoded["seed"], is_group, responses, error)

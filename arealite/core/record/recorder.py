@@ -133,8 +133,8 @@ class Recorder:
                 try:
                     self._sizes[step] = write_step(self.folder, step, self._encode(done))
                     self._make_room()
-                # A value that is no JSON, such as a statistic of a loop's own, must not end the run either.
-                except (OSError, TypeError, ValueError) as error:
+                # A loop may put anything into its statistics and batches. Without this thread the queue would fill.
+                except Exception as error:
                     self._turn_off(error)
 
     def _encode(self, done: _Step) -> StepRecord:
@@ -166,7 +166,11 @@ class Recorder:
     def _turn_off(self, error: Exception) -> None:
         self._is_off = True
         reason = getattr(error, "strerror", None) or str(error)
-        show_message(f"warning: the run is no longer recorded for `arealite replay` ({self.folder}: {reason})")
+        logger.info("the record ends here", exc_info=error)
+        show_message(
+            f"warning: the run is no longer recorded for `arealite replay` ({self.folder}: {reason}). "
+            "Training goes on; a run that is resumed records again"
+        )
 
 
 def column_sums(batch: Batch) -> Sums:

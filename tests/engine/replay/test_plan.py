@@ -1,12 +1,17 @@
 """Which steps of a record can be replayed, and what is wrong with one that cannot."""
 
+import contextvars
 import json
+import pickle
+import threading
 
+import numpy as np
 import pytest
 import torch
 
 from arealite.api.errors import RecordError, RequestError
-from arealite.api.io_struct import ModelRequest
+from arealite.api.io_struct import ROUTED_EXPERTS, ModelRequest, ModelResponse
+from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
 from arealite.core.record.environment import differences
 from arealite.core.record.episodes import decode_requests, decode_row, encode_episode, encode_row
@@ -14,7 +19,7 @@ from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
 from arealite.engine.replay.plan import choose_steps, weights_before
 from arealite.engine.replay.playback import Playback, ReplayMismatch
-from arealite.utils.request_log import LoggedRequest
+from arealite.utils.request_log import LoggedRequest, log_request, use_log
 from tests.engine.engine_testing import random_batch
 
 
@@ -116,6 +121,17 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, capfd):
     assert "no longer recorded" in capfd.readouterr().out
 
 
+def test_a_batch_that_cannot_be_written_ends_the_record_and_not_its_thread(tmp_path, capfd):
+    recorder = Recorder(tmp_path / "record", max_bytes=1000)
+    recorder.begin(0, {})
+    recorder.add_batch([], {"attention_mask": torch.ones(1, 2)})
+    recorder.set_share({"note": "no tensor"})  # pyright: ignore[reportArgumentType]
+    recorder.commit(0, {})
+    recorder.commit(1, {})
+    recorder.close()
+    assert "no longer recorded" in capfd.readouterr().out and recorded_steps(tmp_path / "record") == []
+
+
 def test_differences_of_environments_are_named():
     old = {
         "hardware": {"threads": 1, "ranks": 1},
@@ -140,8 +156,47 @@ def test_differences_of_environments_are_named():
     ]
 
 
+def logged(*exchanges):
+    """Return the log of requests, each with its answer."""
+
+    def fill(log):
+        use_log(log)
+        for request, response in exchanges:
+            log_request(request, [response], is_group=False)
+        return log
+
+    return contextvars.copy_context().run(fill, [])
+
+
+def test_a_log_keeps_what_was_asked_whatever_a_workflow_does_with_it_later():
+    ids, tokens = [1, 2], [3, 4]
+    request = ModelRequest(ids, seed=7, images=[b"large"], metadata={"session": threading.Lock()})
+    (known,) = logged((request, ModelResponse(ids, tokens, [-1.0, -2.0], [0, 0], "stop")))
+    tokens.pop()
+    ids += tokens
+    # Workers send their logs.
+    assert pickle.loads(pickle.dumps(known)) == known
+    assert (known.prompt, known.responses[0].input_tokens, known.responses[0].output_tokens) == ([1, 2], [1, 2], [3, 4])
+
+
+def test_recorded_experts_are_played_back():
+    experts = np.arange(16, dtype=np.uint8).reshape(8, 2)
+
+    def play(responses):
+        trajectory = Trajectory().observe([1, 2]).add(responses[0])
+        return Trajectory.join([trajectory.observe([5, 6]).add(responses[1]).reward(1.0)])
+
+    first = ModelResponse([1, 2], [3, 4], [-1.0, -2.0], [0, 0], "stop", routed_experts=experts[:3])
+    second = ModelResponse([1, 2, 3, 4, 5, 6], [7, 8], [-3.0, -4.0], [1, 1], "stop", routed_experts=experts[:7])
+    batch = play([first, second])
+    log = logged(*((ModelRequest(each.input_tokens), each) for each in (first, second)))
+    episode = Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, result=check_trajectories(batch), log=log)
+    again = play([known.responses[0] for known in decode_requests(encode_episode(episode, 1, batch), batch)])
+    assert torch.equal(again[ROUTED_EXPERTS], batch[ROUTED_EXPERTS])
+
+
 def test_a_refused_request_is_refused_again_and_unknown_ones_name_the_nearest():
-    log = [LoggedRequest(ModelRequest([1, 2, 3], seed=7), [], False, "too long")]
+    log = [LoggedRequest([1, 2, 3], 7, [], False, "too long")]
     episode = Episode(EpisodeId("stream", 4), {"prompt": "p"}, None, log=log)
     recorded = decode_requests(json.loads(json.dumps(encode_episode(episode, 1, None))), None)
     playback = Playback()
