@@ -278,6 +278,11 @@ def write_file(path: Path, content: str | bytes, private: bool) -> None:
     """Replace a file as a whole. Only its owner can read a private file."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    aside.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        aside.replace(path)
+    except OSError:
+        # On a full disk a part of the file would take the last space.
+        aside.unlink(missing_ok=True)
+        raise

@@ -1,6 +1,7 @@
 import fcntl
 import itertools
 import os
+import resource
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from arealite.api.cli_args import SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.utils.config import load_config
-from arealite.utils.rundir import RunDir, make_new_folder
+from arealite.utils.rundir import RunDir, make_new_folder, write_file
 
 
 def config(root, name="e"):
@@ -162,3 +163,16 @@ def test_what_is_no_lock_is_not_in_use(tmp_path):
         assert not RunDir(tmp_path).is_in_use()
         lock.rmdir() if lock.is_dir() else lock.unlink()
     assert not RunDir(tmp_path).is_in_use()
+
+
+def test_a_file_that_does_not_fit_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, "before", private=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            write_file(path, bytes((1 << 24) + 1), private=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
