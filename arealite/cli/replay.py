@@ -34,22 +34,14 @@ def main(argv: list[str]) -> int:
     modes.add_argument("--rollout-only", action="store_true", help="run workflows and rewards, without any model")
     options = parser.parse_intermixed_args(argv)
     mode = "trainer-only" if options.trainer_only else "rollout-only" if options.rollout_only else "whole"
-    first = None if options.first is None else options.first - 1
-    last = _last(options.first, options.last, options.steps)
+    if options.last is not None and options.steps is not None:
+        raise ConfigError("--to and --steps both say where the replay ends: give one of them")
+    if any(given is not None and given < 1 for given in (options.first, options.last, options.steps)):
+        raise ConfigError("--from, --to and --steps count from 1")
+    first, last = (None if given is None else given - 1 for given in (options.first, options.last))
     # It imports torch, which help does not need.
     start = importlib.import_module("arealite.trainer.replay")
-    return start.replay_run(options.run_dir, mode, first, last, options.overrides)
-
-
-def _last(first: int | None, last: int | None, steps: int | None) -> int | None:
-    """Return the last step, counted from 0; None: that of the record."""
-    if last is not None and steps is not None:
-        raise ConfigError("--to and --steps both say where the replay ends: give one of them")
-    if (steps is not None and steps < 1) or (first is not None and first < 1) or (last is not None and last < 1):
-        raise ConfigError("--from, --to and --steps count from 1")
-    if steps is not None:
-        return (first or 1) + steps - 2
-    return None if last is None else last - 1
+    return start.replay_run(options.run_dir, mode, first, last, options.steps, options.overrides)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,12 @@ class RecordedRun:
     cwd: str
 
 
-def replay_run(path: str, mode: Mode, first: int | None, last: int | None, overrides: list[str]) -> int:
-    """Replay steps `first` to `last`, counted from 0, of a run; returns 1 if something differs."""
+def replay_run(
+    path: str, mode: Mode, first: int | None, last: int | None, num_steps: int | None, overrides: list[str]
+) -> int:
+    """Replay steps `first` to `last`, counted from 0, or `num_steps`, of a run; returns 1 if something differs."""
     run = read_run(RunDir(path))
-    plan = make_plan(run, mode, first, last)
+    plan = make_plan(run, mode, first, last, num_steps)
     print(describe_plan(run, plan), flush=True)
     return _launch(run, plan, overrides)
 
@@ -63,13 +65,13 @@ def read_run(run_dir: RunDir) -> RecordedRun:
     return RecordedRun(run_dir, config, job.get("script") or "", cwd)
 
 
-def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None) -> ReplayPlan:
+def make_plan(run: RecordedRun, mode: Mode, first: int | None, last: int | None, num_steps: int | None) -> ReplayPlan:
     """Decide what is replayed; raises `RecordError` if the record does not have it."""
     folder = run.dir.record
     good = [path for path in list_complete(run.dir.recover) if not find_damage(path)]
     checkpoints = [(int(path.name.removeprefix("step")), path) for path in good]
     trains = mode != "rollout-only"
-    start, end, checkpoint = choose_steps(folder, checkpoints, first, last, trains)
+    start, end, checkpoint = choose_steps(folder, checkpoints, first, last, trains, num_steps)
     if mode != "trainer-only" and "rollout" not in run.config:
         if mode == "rollout-only":
             raise ConfigError(f"the run in {run.dir.path} has no rollouts: it is supervised training")

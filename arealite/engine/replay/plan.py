@@ -46,22 +46,29 @@ class ReplayPlan:
 
 
 def choose_steps(
-    folder: Path, checkpoints: Iterable[tuple[int, Path]], first: int | None, last: int | None, needs_weights: bool
+    folder: Path,
+    checkpoints: Iterable[tuple[int, Path]],
+    first: int | None,
+    last: int | None,
+    needs_weights: bool,
+    num_steps: int | None = None,
 ) -> tuple[int, int, Path | None]:
     """Return the first and last step to replay, and the recover checkpoint to start from.
 
     `checkpoints` are the good ones, each with the step after it. Training starts from the newest one at or before
-    `first`, or from the model before step 0; all steps from there on must be recorded.
+    `first`, or from the model before step 0; all steps from there on must be recorded. `num_steps` replaces `last`.
     """
     steps = recorded_steps(folder)
     if not steps:
         raise RecordError(f"there is no record in {folder}: only runs with `record` above 0 can be replayed")
-    last = steps[-1] if last is None else last
     known = set(steps)
     starts: dict[int, Path | None] = {0: None} | {step: path for step, path in checkpoints}
     usable = sorted(step for step in starts if step in known)
     if first is None:
         first = (usable[0] if usable else steps[0]) if needs_weights else steps[0]
+    if num_steps is not None:
+        last = first + num_steps - 1
+    last = steps[-1] if last is None else last
     for step in (first, last):
         if step not in known:
             raise RecordError(f"step {step + 1} is not in the record {folder}: {describe_steps(folder)}")

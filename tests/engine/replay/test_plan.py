@@ -37,6 +37,11 @@ def test_steps_and_their_checkpoint_are_chosen(tmp_path):
     assert choose_steps(folder, checkpoints, 8, 8, True) == (7, 8, tmp_path / "b")
     assert choose_steps(folder, checkpoints, 5, None, True) == (3, 9, tmp_path / "a")
     assert choose_steps(folder, checkpoints, 5, 6, False) == (5, 6, None)
+    assert choose_steps(folder, checkpoints, 8, None, True, 1) == (7, 8, tmp_path / "b")
+    # The oldest steps have made room: a number of steps counts from the first one that can be replayed.
+    folder = record(tmp_path / "rest", range(5, 10))
+    assert choose_steps(folder, checkpoints, None, None, True, 2) == (7, 8, tmp_path / "b")
+    assert choose_steps(folder, checkpoints, None, None, False, 2) == (5, 6, None)
 
 
 def test_what_cannot_be_replayed_says_what_can(tmp_path):
