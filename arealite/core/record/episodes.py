@@ -14,7 +14,8 @@ from arealite.api.io_struct import ROUTED_EXPERTS, Batch, ModelResponse
 from arealite.core.episode import Episode
 from arealite.utils.request_log import LoggedRequest
 
-_BYTES = "__bytes__"
+# Marks of what JSON does not have.
+_BYTES, _TUPLE = "__bytes__", "__tuple__"
 # Columns of a batch that hold an answer.
 _ANSWER = ("input_ids", "logprobs", "versions")
 
@@ -58,15 +59,18 @@ def encode_row(row: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _encode(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list):
         return [_encode(item) for item in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_encode(item) for item in value]}
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(f"its row holds a {type(value).__name__}, which cannot be recorded")
+    what = "dict whose keys are no text" if isinstance(value, dict) else type(value).__name__
+    raise TypeError(f"its row holds a {what}, which cannot be recorded")
 
 
 def decode_row(value: Any) -> Any:
@@ -74,6 +78,8 @@ def decode_row(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return base64.b64decode(value[_BYTES])
+        if value.keys() == {_TUPLE}:
+            return tuple(decode_row(item) for item in value[_TUPLE])
         return {key: decode_row(item) for key, item in value.items()}
     return [decode_row(item) for item in value] if isinstance(value, list) else value
 

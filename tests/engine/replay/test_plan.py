@@ -88,10 +88,17 @@ def test_a_batch_is_stored_exactly(tmp_path):
 
 
 def test_rows_are_stored_or_the_reason_is(tmp_path):
-    row = {"messages": [{"role": "user", "content": "hé"}], "image": b"\x00\xff", "n": 1, "none": None}
+    row = {
+        "messages": [{"role": "user", "content": "hé"}],
+        "image": b"\x00\xff",
+        "n": 1,
+        "none": None,
+        "pair": (1, "a"),
+    }
     encoded, problem = encode_row(row)
     assert decode_row(json.loads(json.dumps(encoded))) == row and problem == ""
     assert encode_row({"x": object()}) == (None, "its row holds a object, which cannot be recorded")
+    assert encode_row({"x": {1: "a"}})[1] == "its row holds a dict whose keys are no text, which cannot be recorded"
 
 
 def make_episode(number, length):
