@@ -87,10 +87,14 @@ def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _own_modules() -> Iterator[tuple[str, int]]:
     """Yield the loaded modules that are not installed packages, with a checksum of each file."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in kinds})
+    folders = [Path(sysconfig.get_path(name)) for name in kinds]
+    installed = tuple({str(path) for folder in folders for path in (folder, folder.resolve())})
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not str(Path(file).resolve()).startswith(installed):
+        # To resolve thousands of paths takes long.
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
+            continue
+        if not str(Path(file).resolve()).startswith(installed):
             try:
                 # Processes that others start have it under the second name.
                 own = "script" if name in ("__main__", "__mp_main__") else name
