@@ -114,13 +114,13 @@ class EpisodeAccounts:
 
     def finish(self) -> None:
         """Write the last rollouts, close the ledger and the record."""
-        if self.recorder is not None:
-            self.recorder.close()
         if self.ledger is not None:
             with contextlib.suppress(AReaLiteError):
                 # `close` reports what is wrong with the ledger.
                 self.record_trained()
             self.ledger.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def _episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:

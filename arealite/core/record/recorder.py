@@ -10,6 +10,7 @@ import json
 import logging
 import queue
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Mapping
@@ -29,7 +30,9 @@ from arealite.utils.seeds import derive_seed
 
 logger = logging.getLogger("arealite.record")
 # Steps that may wait to be written, and how long a step waits for room.
-_MAX_WAITING, _PUT_TIMEOUT_S, _CLOSE_TIMEOUT_S = 8, 60.0, 120.0
+_MAX_WAITING, _PUT_TIMEOUT_S = 8, 60.0
+# How long the end of a run waits for the disk; if it is not written to any more, for the thread alone.
+_CLOSE_TIMEOUT_S, _OFF_TIMEOUT_S = 120.0, 1.0
 # Of each tensor: CRC-32 of its bytes and mean, by name.
 Sums = dict[str, tuple[int, float]]
 
@@ -120,9 +123,12 @@ class Recorder:
     def close(self) -> None:
         """Write what is waiting, and end the thread; idempotent."""
         if self._thread.is_alive():
+            deadline = time.monotonic() + (_OFF_TIMEOUT_S if self._is_off else _CLOSE_TIMEOUT_S)
             with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
-            self._thread.join(_CLOSE_TIMEOUT_S)
+                self._waiting.put(None, timeout=deadline - time.monotonic())
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive() and not self._is_off:
+                self._turn_off(OSError(0, f"the last steps were not written within {_CLOSE_TIMEOUT_S:g} s"))
 
     # --------------------------------------------------------------------------------- writer's thread
 

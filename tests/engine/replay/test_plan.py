@@ -13,6 +13,7 @@ from arealite.api.errors import RecordError, RequestError
 from arealite.api.io_struct import ROUTED_EXPERTS, ModelRequest, ModelResponse
 from arealite.api.trajectory import Trajectory
 from arealite.core.episode import Episode, EpisodeId, check_trajectories
+from arealite.core.record import recorder as recorder_module
 from arealite.core.record.environment import differences
 from arealite.core.record.episodes import decode_requests, decode_row, encode_episode, encode_row
 from arealite.core.record.recorder import Recorder
@@ -142,6 +143,20 @@ def test_a_batch_that_cannot_be_written_ends_the_record_and_not_its_thread(tmp_p
     recorder.commit(1, {})
     recorder.close()
     assert "no longer recorded" in capfd.readouterr().out and recorded_steps(tmp_path / "record") == []
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(recorder_module, "_CLOSE_TIMEOUT_S", 0.01)
+    goes_on = threading.Event()
+    monkeypatch.setattr(recorder_module, "write_step", lambda *_: goes_on.wait(60))
+    recorder = Recorder(tmp_path / "record", max_bytes=1000)
+    recorder.begin(0, {})
+    recorder.commit(0, {})
+    recorder.close()
+    assert "the last steps were not written" in capfd.readouterr().out
+    goes_on.set()
+    recorder.close()
+    assert not recorder._thread.is_alive()
 
 
 def test_differences_of_environments_are_named():
