@@ -57,8 +57,7 @@ def with_sample_columns(batches: list[Batch]) -> list[Batch]:
             return sample_ids(batch)
         if key == ROUTED_EXPERTS:
             known = next(other[key] for other in batches if key in other)
-            none = NO_EXPERT[str(known.dtype).removeprefix("torch.")]
-            return known.new_full((*batch["attention_mask"].shape, known.shape[2]), none)
+            return known.new_full((*batch["attention_mask"].shape, known.shape[2]), padding(key, known))
         return batch["rewards"].float()[:, None] * batch["attention_mask"]
 
     return [batch | {key: fill(batch, key) for key in columns if key not in batch} for batch in batches]
@@ -71,10 +70,17 @@ def is_per_token(batch: Batch, key: str) -> bool:
     return shaped and key not in VISION_KEYS
 
 
-def concat_padded(batches: list[Batch]) -> Batch:
-    """Concatenate padded batches, padding each on the right to the longest.
+def padding(key: str, column: torch.Tensor) -> int:
+    """Return the value of a column on tokens that are padding: 0, or what means that there is none."""
+    if key == ROUTED_EXPERTS:
+        return NO_EXPERT[str(column.dtype).removeprefix("torch.")]
+    return -1 if key == "versions" else 0
 
-    Padding is 0, and -1 for `versions`. All must have the same keys: a missing key would shift the rows of that key.
+
+def concat_padded(batches: list[Batch]) -> Batch:
+    """Concatenate padded batches, padding each on the right to the longest (`padding`).
+
+    All must have the same keys: a missing key would shift the rows of that key.
     Only those of images may be missing, in batches without any, and statistics of workflows, which are NaN then.
     """
     if not batches:
@@ -88,9 +94,9 @@ def concat_padded(batches: list[Batch]) -> Batch:
             raise ValueError(f"batches have different keys: {sorted(keys[0] ^ other)} are not in all of them")
     joined = {}
     for key in (key for key in batches[0] if key in keys[0]):
-        parts, fill = [b[key] for b in batches], -1 if key == "versions" else 0
+        parts = [b[key] for b in batches]
         is_padded = is_per_token(batches[0], key) or (key in VISION_KEYS and parts[0].dim() > 1)
-        joined[key] = _concat_padded(parts, fill) if is_padded else torch.cat(parts)
+        joined[key] = _concat_padded(parts, padding(key, parts[0])) if is_padded else torch.cat(parts)
     return joined | _concat_images(batches, with_images)
 
 

@@ -19,7 +19,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.engine import Engine
 from arealite.inference.sequence import Request, SamplingParams
 from arealite.inference.weights import WeightSource
-from arealite.utils.data import with_sample_columns
+from arealite.utils.data import concat_padded, with_sample_columns
 from arealite.utils.routing import expert_blocks
 from tests.engine.engine_testing import SPEC, engine_config, random_batch
 
@@ -170,6 +170,8 @@ def test_rows_without_a_record_join_those_with_one():
     full = {"attention_mask": torch.ones(1, 2), ROUTED_EXPERTS: torch.zeros(1, 2, 4, dtype=torch.uint8)}
     _, filled = with_sample_columns([full, {"attention_mask": torch.ones(2, 3)}])
     assert filled[ROUTED_EXPERTS].shape == (2, 3, 4) and (filled[ROUTED_EXPERTS] == 255).all()
+    joined = concat_padded([full, filled])[ROUTED_EXPERTS]
+    assert (joined[0, :2] == 0).all() and (joined[0, 2:] == 255).all()
 
 
 def test_the_balancing_loss_has_the_gradient_of_its_formula(model_dirs):

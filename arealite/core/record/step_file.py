@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from arealite.api.errors import RecordError
 from arealite.api.io_struct import Batch
-from arealite.utils.data import is_per_token, seq_lengths
+from arealite.utils.data import is_per_token, padding, seq_lengths
 from arealite.utils.rundir import write_file
 
 _FORMAT = 1
@@ -87,7 +87,7 @@ def _pack(batch: Batch, name: str, column: torch.Tensor) -> tuple[torch.Tensor, 
     """Return a column without padding, in a small dtype, and how to get it back."""
     column = column.detach().cpu()
     layout: dict[str, Any] = {"dtype": str(column.dtype).removeprefix("torch.")}
-    fill = -1 if name == "versions" else 0
+    fill = padding(name, column)
     mask = batch[_MASK].bool()
     if is_per_token(batch, name) and bool((column[~mask] == fill).all()):
         layout["fill"] = fill

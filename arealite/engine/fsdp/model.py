@@ -37,6 +37,7 @@ from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp.vision import insert_images, vision_parameters
 from arealite.utils.activity import activity
+from arealite.utils.data import padding
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
     check_interface,
@@ -151,7 +152,9 @@ class PackedModel(nn.Module):
                 cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
                 lengths = [*lengths, missing]
                 segments = None if segments is None else segments.filled(missing)
-                routed = None if routed is None else nn.functional.pad(routed, (0, 0, 0, missing))
+                if routed is not None:
+                    none = padding(ROUTED_EXPERTS, routed)
+                    routed = nn.functional.pad(routed, (0, 0, 0, missing), value=none)
             first = rank * (len(ids) // size)
             ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
             routed = None if routed is None else routed.chunk(size)[rank]

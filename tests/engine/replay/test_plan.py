@@ -79,6 +79,7 @@ def test_a_batch_is_stored_exactly(tmp_path):
     batch = random_batch([5, 9, 1, 7]) | {"stats/x": torch.tensor([1.0, torch.nan, 3.0, 4.0])}
     batch["odd_padding"] = torch.full(batch["input_ids"].shape, 7)
     batch["huge"] = torch.tensor([1 << 40, 0, 0, -1])
+    batch[ROUTED_EXPERTS] = torch.where(batch["attention_mask"][..., None].bool(), 3, 255).to(torch.uint8)
     batch["pixel_values"] = torch.randn(2, 3, 4, dtype=torch.bfloat16)
     write_step(tmp_path, 0, StepRecord({"a": 1}, [batch, batch]))
     info, (first, second) = read_step(tmp_path, 0)
