@@ -50,8 +50,14 @@ def log_request(request: ModelRequest, responses: list[ModelResponse], is_group:
 
 
 def _copy(prompt: list[int], response: ModelResponse) -> ModelResponse:
-    lists = (list(part) for part in (response.output_tokens, response.output_logprobs, response.output_versions))
-    return ModelResponse(prompt, *lists, response.stop_reason, response.num_interruptions)
+    return ModelResponse(
+        prompt,
+        list(response.output_tokens),
+        list(response.output_logprobs),
+        list(response.output_versions),
+        response.stop_reason,
+        response.num_interruptions,
+    )
 
 
 @contextlib.contextmanager
