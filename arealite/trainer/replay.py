@@ -40,7 +40,7 @@ class RecordedRun:
 def replay_run(
     path: str, mode: Mode, first: int | None, last: int | None, num_steps: int | None, overrides: list[str]
 ) -> int:
-    """Replay steps `first` to `last`, counted from 0, or `num_steps`, of a run; returns 1 if something differs."""
+    """Replay `first` to `last`, counted from 0, or `num_steps`; returns 1 if something differs."""
     run = read_run(RunDir(path))
     plan = make_plan(run, mode, first, last, num_steps)
     print(describe_plan(run, plan), flush=True)
