@@ -9,7 +9,7 @@ from typing import Any
 from arealite.api.io_struct import Batch
 
 # Statistics that measure time.
-_TIMED = re.compile(r"(_per_s|_s|tflops|mfu)$|(^|/)time/")
+_TIMED = re.compile(r"(_per_s|_s|tflops|mfu|bubble_share)$|(^|/)time/")
 # Columns in the order in which an episode makes them; others follow.
 _ORDER = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "truncated", "rewards")
 _OF_EPISODES = r"episode|prompt|rewards"

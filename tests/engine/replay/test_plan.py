@@ -18,6 +18,7 @@ from arealite.core.record.environment import differences
 from arealite.core.record.episodes import decode_requests, decode_row, encode_episode, encode_row
 from arealite.core.record.recorder import Recorder
 from arealite.core.record.step_file import StepRecord, read_step, recorded_steps, step_path, write_step
+from arealite.engine.replay.compare import Difference, compare_stats
 from arealite.engine.replay.plan import choose_steps, weights_before
 from arealite.engine.replay.playback import Playback, ReplayMismatch
 from arealite.utils.request_log import LoggedRequest, log_request, use_log
@@ -158,6 +159,13 @@ def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypa
     goes_on.set()
     recorder.close()
     assert not recorder._thread.is_alive()
+
+
+def test_statistics_that_measure_time_may_differ():
+    timed = ("time/update", "train_tokens_per_s", "wait_s", "train_tflops", "mfu", "pipeline_bubble_share")
+    old, new = ({"loss": 1.0, "truncated_share": 0.5, **dict.fromkeys(timed, time)} for time in (0.1, 0.2))
+    assert compare_stats(0, [old], [new]) is None
+    assert compare_stats(0, [old], [new | {"truncated_share": 0.6}]) == Difference(0, "truncated_share", "0.5", "0.6")
 
 
 def test_differences_of_environments_are_named():
