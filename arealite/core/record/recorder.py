@@ -45,6 +45,8 @@ class _Step:
     given: dict[str, Any] = field(default_factory=dict)
     # For each batch: its episodes, the batch, and what this rank trains.
     batches: list[tuple[list[Episode], Batch, Batch]] = field(default_factory=list)
+    # How often each column of a batch had been changed in place when the loop got it.
+    changes: list[dict[str, int]] = field(default_factory=list)
     # Episodes that were not trained, with what became of them.
     others: list[tuple[Episode, str, str]] = field(default_factory=list)
     # Starts (+) and ends (-) of episodes.
@@ -100,6 +102,7 @@ class Recorder:
             # The loop may add columns, replace them, and change small ones (rewards) in place.
             kept = {name: column.clone() if column.ndim == 1 else column for name, column in batch.items()}
             self._step.batches.append((episodes, kept, batch))
+            self._step.changes.append(_count_changes(kept))
 
     def set_share(self, share: Batch) -> None:
         """Set what this rank trains of the last batch."""
@@ -144,6 +147,9 @@ class Recorder:
                     self._turn_off(error)
 
     def _encode(self, done: _Step) -> StepRecord:
+        for (_, batch, _), before in zip(done.batches, done.changes, strict=True):
+            if changed := [name for name, count in _count_changes(batch).items() if count != before[name]]:
+                raise ValueError(f"the loop changes {changed} of its batch in place: assign a new tensor instead")
         batches = []
         for episodes, batch, _ in done.batches:
             encoded, row = [], 0
@@ -177,6 +183,11 @@ class Recorder:
             f"warning: the run is no longer recorded for `arealite replay` ({self.folder}: {reason}). "
             "Training goes on; a run that is resumed records again"
         )
+
+
+def _count_changes(batch: Batch) -> dict[str, int]:
+    """Return torch's counter of changes in place of each column; tensors of inference mode have none."""
+    return {name: 0 if column.is_inference() else column._version for name, column in batch.items()}
 
 
 def column_sums(batch: Batch) -> Sums:

@@ -147,6 +147,23 @@ def test_a_batch_that_cannot_be_written_ends_the_record_and_not_its_thread(tmp_p
     assert "no longer recorded" in capfd.readouterr().out and recorded_steps(tmp_path / "record") == []
 
 
+def test_a_batch_that_its_loop_has_overwritten_is_not_recorded(tmp_path, capfd):
+    recorder = Recorder(tmp_path / "record", max_bytes=1 << 20)
+    recorder.begin(0, {})
+    for step in range(2):
+        episode, batch = make_episode(step, 5)
+        recorder.add_batch([episode], batch)
+        # Rewards are copied.
+        batch["rewards"] += 1.0
+        batch["advantages"] = torch.zeros(2, 5)
+        if step == 1:
+            batch["loss_mask"][0, 2] = 0
+        recorder.commit(step, {})
+    recorder.close()
+    assert "the loop changes ['loss_mask'] of its batch in place" in capfd.readouterr().out
+    assert recorded_steps(tmp_path / "record") == [0]
+
+
 def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(recorder_module, "_CLOSE_TIMEOUT_S", 0.01)
     goes_on = threading.Event()
