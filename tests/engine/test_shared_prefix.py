@@ -23,6 +23,7 @@ from arealite.utils.data import select_rows
 from tests.engine.engine_testing import SPEC, engine_config, make_model
 
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+ONE = micro_batches.MicroBatchCount()
 
 
 @pytest.fixture
@@ -277,7 +278,7 @@ def _decision(rank, path, num_rows):
     if rank == 0:
         ids[1, :35] = ids[0, :35]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
-    return micro_batches._split_rows(batch, 4096, engine.dp_group, 0.0)[1]
+    return micro_batches._split_rows(batch, 4096, engine.dp_group, 0.0, ONE)[1]
 
 
 def test_rows_of_a_pair_stay_together():
@@ -286,7 +287,7 @@ def test_rows_of_a_pair_stay_together():
     batch = {
         "input_ids": ids, "attention_mask": torch.ones_like(ids), "pair_ids": torch.tensor([1, 2, 3, 1, 2, 3]),
     }  # fmt: skip
-    parts, shares = micro_batches._split_rows(batch, 200, None, 0.0)
+    parts, shares = micro_batches._split_rows(batch, 200, None, 0.0, ONE)
     assert shares and sorted(parts) == [[0, 3], [1, 4], [2, 5]]
 
 
@@ -296,9 +297,9 @@ def test_keys_that_are_copied_count_towards_the_budget():
     # The row that another one continues copies no keys.
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][3, 80:] = 0
-    assert len(micro_batches._split_rows(batch, 140, None, 0.0)[0]) == 1
-    assert len(micro_batches._split_rows(batch, 155, None, 0.1)[0]) == 2
-    assert len(micro_batches._split_rows(batch, 156, None, 0.1)[0]) == 1
+    assert len(micro_batches._split_rows(batch, 140, None, 0.0, ONE)[0]) == 1
+    assert len(micro_batches._split_rows(batch, 155, None, 0.1, ONE)[0]) == 2
+    assert len(micro_batches._split_rows(batch, 156, None, 0.1, ONE)[0]) == 1
     # Eight times fewer key heads than query heads.
     assert 0.01 < micro_batches._key_cost(Qwen2Config(num_key_value_heads=4, intermediate_size=11008)) < 0.03
 
