@@ -33,7 +33,7 @@ from arealite.utils.activity import activity
 from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
-from arealite.utils.process import STORE_ENV
+from arealite.utils.process import STORE_ENV, is_stopped
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -205,7 +205,7 @@ class NodePart:
         return [child.process.pid for child in self.ranks]
 
     def have_ranks_ended(self) -> bool:
-        return not self.ranks
+        return not self.ranks or any(map(is_stopped, self.rank_pids()))
 
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""

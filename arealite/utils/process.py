@@ -139,6 +139,14 @@ def is_computing(pid: int | None) -> bool:
     return text[text.rindex(")") + 2] == "R" or any(is_computing(int(child)) for child in children)
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped (SIGSTOP, a debugger): it does nothing until it is continued."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def tail(path: Path, lines: int = 25, since: int = 0) -> str:
     """Return the last lines of a log for an error message, as clean text; nothing before byte `since`."""
     try:

@@ -23,7 +23,7 @@ PROMPT = (
     "Write the expression in <answer> tags."
 )
 # Numbers, a target and a solution. A small model copies the form, and can begin with what it gets right by chance.
-SHOWN = (((2, 7, 3), 6, "7 + 2 - 3"), ((5, 2, 8), 18, "5 * 2 + 8"), ((9, 4, 1), 6, "9 - 4 + 1"))
+SHOWN = (((2, 7, 3), 6, "7 + 2 - 3"), ((5, 2, 8), 18, "5 * 2 + 8"))
 
 
 def ask(numbers: Sequence[int], target: int) -> dict[str, str]:

@@ -29,7 +29,9 @@ def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path):
             if line.startswith("dashboard: "):
                 break
         address = lines[-1].split()[1]
-        with urllib.request.urlopen(f"{address}api/runs", timeout=30) as response:
+        page, _, token = address.partition("?token=")
+        request = urllib.request.Request(f"{page}api/runs", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=30) as response:
             (run,) = json.load(response)["runs"]
         assert run["live"] and run["trial"] == "grpo"
         output, _ = process.communicate(timeout=200)

@@ -43,5 +43,5 @@ def test_a_notebook_trains_with_functions_of_its_cells(tmp_path, monkeypatch):
     updates = [m["content"]["data"] for m in messages if m["msg_type"] == "update_display_data"]
     text = "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream")
     assert len(updates) == 3 and "3/3" in updates[-1]["text/plain"] and "<pre" in updates[-1]["text/html"]
-    assert "CELL DONE" in text and "waiting for the inference servers" in text
+    assert "CELL DONE" in text and "waiting for 1 inference server" in text
     assert_nothing_left(Path(tmp_path))
