@@ -91,7 +91,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Workspace:
-    """A folder in which the blocks of one page run, one after the other; without `is_small` with their own settings."""
+    """A folder in which the blocks of one page run, one after the other.
+
+    Without `is_small` commands have their own settings and are started as usual, not forked.
+    """
 
     def __init__(self, folder: Path, is_small: bool = True) -> None:
         self.folder, self.is_small = folder, is_small
@@ -183,6 +186,9 @@ class Workspace:
         folder.mkdir(parents=True)
         settings = {"T": SMALL_TRAIN, "S": SMALL_SCRIPT, "F": SMALL_SFT}
         small = {name: " ".join(words) if self.is_small else "" for name, words in settings.items()}
+        warm = f"""case "$1 ${{2:-}}" in
+    -m\\ arealite.*|-c\\ *|*.py\\ *) exec {sys.executable} -E -S {warm_python.__file__} --run "$@" ;;
+esac"""
         shim = f"""#!/usr/bin/env bash
 # The words of a command, then small settings. PAGE_CHECK: only check it.
 dry=${{PAGE_CHECK:+--dry-run}}
@@ -191,9 +197,7 @@ case "$*" in
     -m\\ arealite.launcher.*_sft.py*) set -- "$@" {small["F"]} $dry ;;
     -m\\ arealite.launcher.*|-m\\ arealite.cli.entry\\ launch*) set -- "$@" {small["S"]} $dry ;;
 esac
-case "$1 ${{2:-}}" in
-    -m\\ arealite.*|-c\\ *|*.py\\ *) exec {sys.executable} -E -S {warm_python.__file__} --run "$@" ;;
-esac
+{warm if self.is_small else ""}
 exec {sys.executable} "$@"
 """
         scripts = {
