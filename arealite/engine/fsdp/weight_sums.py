@@ -35,9 +35,12 @@ def take(model: nn.Module) -> dict[str, tuple[int, float]]:
 
 
 def _to_host(samples: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy samples from the device, all at once if they have one dtype: a busy GPU answers late."""
+    """Copy samples to the host, all at once if they have one dtype: a busy GPU answers late.
+
+    They are copied on the host, too: a tensor that is read as an array can no longer be resized, which FSDP does.
+    """
     if not samples or not samples[0].is_cuda or len({sample.dtype for sample in samples}) > 1:
-        return [sample.cpu() for sample in samples]
+        return [sample.to("cpu", copy=True) for sample in samples]
     return list(torch.cat(samples).cpu().split([len(sample) for sample in samples]))
 
 
