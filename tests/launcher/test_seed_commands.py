@@ -90,7 +90,6 @@ def test_the_config_alone_on_ray(tmp_path, ray_cluster):
     command = f"arealite.cli.main mode=ray {mode} trainer.type=grpo"
     done = run(command, *scaled(tmp_path, "trainer.grpo."), RAY_ADDRESS=ray_cluster.address)
     assert done.returncode == 0 and steps(tmp_path) == 2, done.stdout + done.stderr
-    assert "training d1p2t1 runs as d2p1t1" in done.stdout
 
 
 @pytest.mark.slurm
