@@ -173,11 +173,10 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, slurm_cluste
     wait_until_gone(work, 30)
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
-def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
+def cancel(work, arguments, slurm_cluster, does, how) -> tuple[int, str]:
+    """Run ranks that do as told, cancel the job once both are up, and return exit code and output of the launcher."""
     argv = on_cpu(
-        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=wait", mode="sglang.d2+d2"
+        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", f"tokenizer_path={does}", mode="sglang.d2+d2"
     )
     process = start(slurm_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
@@ -186,7 +185,14 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
     else:
         slurm_cluster.client("scancel", "--user=root")
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == (130 if how == "ctrl-c" else 143), out
+    return process.returncode, out
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
+def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
+    code, out = cancel(work, arguments, slurm_cluster, "wait", how)
+    assert code == (130 if how == "ctrl-c" else 143), out
     assert ("stopping: a checkpoint is saved" if how == "ctrl-c" else "CANCELLED") in out
     wait_until_gone(work, 30)
 
@@ -194,16 +200,7 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
 @pytest.mark.slurm
 @pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
 def test_a_cancelled_job_saves_a_checkpoint_and_names_the_command_that_resumes(work, arguments, slurm_cluster, how):
-    argv = on_cpu(
-        arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=save", mode="sglang.d2+d2"
-    )
-    process = start(slurm_cluster, argv)
-    wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
-    if how == "ctrl-c":
-        process.send_signal(signal.SIGINT)
-    else:
-        slurm_cluster.client("scancel", "--user=root")
-    out, _ = process.communicate(timeout=60)
+    _, out = cancel(work, arguments, slurm_cluster, "save", how)
     assert (work / "runs/e/t/recover/step000003").exists(), out
     assert "resume with: " in out and "-m arealite.launcher.slurm script.py" in out and "recover.mode=auto" in out
     wait_until_gone(work, 30)
