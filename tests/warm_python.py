@@ -213,6 +213,10 @@ def start_fork_server() -> None:
         pid = os.fork()
         if pid == 0:
             _close_all_but(passfds)
+            # The streams of pytest may be pipes that nobody reads while a test waits for this process.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in range(3):
+                os.dup2(nothing, number)
             _open_streams()
             with contextlib.suppress(SystemExit):
                 exec(args[-1], {})
