@@ -91,7 +91,8 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
 def _merge(node: Any, values: DictConfig) -> Any:
     """Return `node` with `values`; a mapping that an override gives whole replaces the one before."""
     _clear_replaced(node, values)
-    return OmegaConf.merge(node, values)
+    # Neither is used again, so that nothing needs to be copied.
+    return OmegaConf.unsafe_merge(node, values)
 
 
 def _clear_replaced(node: DictConfig, values: DictConfig) -> None:
