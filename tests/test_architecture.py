@@ -66,20 +66,21 @@ def recorded_calls(wanted: set[Step]) -> Iterator[list[Step]]:
     calls: list[Step] = []
     names = {name for _, name in wanted}
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame: FrameType, _event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_qualname in names:
+        if code.co_qualname in names:
             step = next((s for s in wanted if s[1] == code.co_qualname and code.co_filename.endswith(s[0])), None)
             if step is not None and step not in calls:
                 calls.append(step)
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    # Called when a function is entered; it returns no tracer for the lines of the function.
+    threading.settrace(note)
+    sys.settrace(note)
     try:
         yield calls
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
 
 
 def length_reward(prompt, completion, prompt_ids, completion_ids, **row) -> float:

@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from arealite.api.errors import AReaLiteError
 from arealite.cli import serve
+from tests import warm_python
 
 
 def test_startup_errors_name_the_setting(model_path, tmp_path):
@@ -61,8 +60,7 @@ def test_startup_errors_name_the_setting(model_path, tmp_path):
 
 
 def test_startup_error_is_one_line_and_exit_code_2():
-    command = [sys.executable, "-m", "arealite.cli.serve", "device=cpu", "model_path=/nowhere"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = warm_python.run(["-m", "arealite.cli.serve", "device=cpu", "model_path=/nowhere"], timeout=60)
     errors = process.stderr
     assert process.returncode == 2
     assert errors.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in errors
