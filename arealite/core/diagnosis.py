@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import sys
-import time
 import traceback
 from types import FrameType
 from typing import Any
@@ -13,6 +12,7 @@ from arealite.api.errors import TrainingError
 from arealite.core.episode import Episode, EpisodeId
 from arealite.core.event_loop import keep_running
 from arealite.core.staleness_manager import Counts, StalenessManager
+from arealite.utils import clock
 from arealite.utils.console import show_message
 from arealite.utils.text import clean, format_error
 
@@ -111,7 +111,7 @@ def describe_block(thread_id: int | None) -> str | None:
 
 
 def _name(episode: Episode) -> str:
-    return f"episode {episode.id}, started {time.monotonic() - episode.started_at:.0f} s ago,"
+    return f"episode {episode.id}, started {clock.monotonic() - episode.started_at:.0f} s ago,"
 
 
 def _place(frame: FrameType) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from arealite.core.episode import Episode, copy_containers
 from arealite.core.event_loop import keep_running, new_event_loop
 from arealite.core.waits import NamedWait
 from arealite.core.worker_pool import WorkerPool
+from arealite.utils import clock
 from arealite.utils.request_log import use_log
 from arealite.utils.seeds import derive_seed
 from arealite.utils.trace import tracing
@@ -137,7 +137,7 @@ class EpisodeRunner:
             self._end(episode, None)
 
     def _cancellation_error(self, episode: Episode) -> Exception:
-        if time.monotonic() < episode.started_at + self.timeout_s:
+        if clock.monotonic() < episode.started_at + self.timeout_s:
             return RuntimeError("the workflow awaited something that was cancelled")
         return TimeoutError(f"no result within rollout.episode_timeout_s={self.timeout_s:g}")
 
@@ -153,13 +153,13 @@ class EpisodeRunner:
         self._ended.append((episode, error))
 
     def _trace(self, episode: Episode, lane: str, error: BaseException | None) -> None:
-        seconds, result = time.monotonic() - episode.started_at, episode.result
+        seconds, result = clock.monotonic() - episode.started_at, episode.result
         args: dict[str, Any] = {"version": episode.start_version}
         if error is not None:
             args["error"] = type(error).__name__
         elif result is not None:
             args |= {"tokens": result.num_tokens, "samples": result.num_samples, "reward": result.mean_reward}
-        tracing.end_episode(lane, f"episode {episode.id}", time.time() - seconds, seconds, **args)
+        tracing.end_episode(lane, f"episode {episode.id}", clock.time() - seconds, seconds, **args)
 
     def _report(self) -> None:
         ended, self._ended = self._ended, []
@@ -167,12 +167,12 @@ class EpisodeRunner:
 
     def _arm_deadline(self, oldest: Episode) -> None:
         """Set the one timer to the deadline of the oldest episode; all episodes have the same timeout."""
-        delay_s = max(0.0, oldest.started_at + self.timeout_s - time.monotonic())
+        delay_s = max(0.0, oldest.started_at + self.timeout_s - clock.monotonic())
         self._timer = self.loop.call_later(delay_s, self._check_deadlines)
 
     def _check_deadlines(self) -> None:
         self._timer = None
-        now = time.monotonic()
+        now = clock.monotonic()
         for episode in list(self.running):
             if now < episode.started_at + self.timeout_s:
                 self._arm_deadline(episode)

@@ -8,11 +8,11 @@ rejected + failed + stale, and accepted = buffered + trained.
 """
 
 import math
-import time
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from arealite.utils import clock
 from arealite.utils.trace import tracing
 
 UNLIMITED = 1 << 30
@@ -184,14 +184,14 @@ class StalenessManager:
     def admit(self, count: int = 1) -> None:
         if count and self._full is not None:
             since, reason = self._full
-            tracing.record_wait("trainer", "admission", reason, time.monotonic() - since)
+            tracing.record_wait("trainer", "admission", reason, clock.monotonic() - since)
             self._full = None
         self.counts.admitted += count
         self.counts.running += count
         concurrent, by_version = self._capacities()
         if min(concurrent, by_version) <= 0 and self._full is None:
             limit = "staleness" if by_version <= concurrent else "concurrency"
-            self._full = time.monotonic(), f"wait: {limit} limit"
+            self._full = clock.monotonic(), f"wait: {limit} limit"
 
     def accept(self) -> None:
         self.counts.running -= 1

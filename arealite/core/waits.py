@@ -4,10 +4,10 @@ Code that blocks creates a `NamedWait` and waits no longer than `left_s`. When i
 what, since when, and the likely cause. Used by the executor, the clients of inference servers and the controller.
 """
 
-import time
 from typing import NamedTuple
 
 from arealite.api.errors import WaitTimeout
+from arealite.utils import clock
 
 
 class Demand(NamedTuple):
@@ -25,11 +25,11 @@ class NamedWait:
         self.what = what
         self.timeout_s = timeout_s
         self.option = option
-        self.began = time.monotonic()
+        self.began = clock.monotonic()
 
     @property
     def waited_s(self) -> float:
-        return time.monotonic() - self.began
+        return clock.monotonic() - self.began
 
     @property
     def left_s(self) -> float | None:

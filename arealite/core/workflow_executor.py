@@ -10,7 +10,6 @@ the first cause; every wait has a deadline. With η = 0 batches equal those of a
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from arealite.core.ledger.store import Ledger
 from arealite.core.resume import ResumeState
 from arealite.core.staleness_manager import Lead, StalenessManager
 from arealite.core.waits import Demand, NamedWait
+from arealite.utils import clock
 from arealite.utils.text import format_error
 
 logger = logging.getLogger("arealite.executor")
@@ -70,7 +70,7 @@ class WorkflowExecutor:
         self._is_paused = False
         self._failures = FailureStreak(config.max_failed_episodes)
         self._fatal: BaseException | None = None
-        self._last_batch_at = time.monotonic()
+        self._last_batch_at = clock.monotonic()
 
     # ------------------------------------------------------------------------------- trainer's thread
 
@@ -256,7 +256,7 @@ class WorkflowExecutor:
             if num_stale:
                 self.runner.request_admission()
         batch = self.accounts.close_batch(episodes, self.staleness.version, wait.waited_s)
-        self._last_batch_at = time.monotonic()
+        self._last_batch_at = clock.monotonic()
         self._to_free.append(episodes)
         del episodes
         if not self.runner.is_stopping:
@@ -319,7 +319,7 @@ class WorkflowExecutor:
             self._start(episode)
 
     def _start(self, episode: Episode) -> None:
-        episode.start_version, episode.started_at = self.staleness.version, time.monotonic()
+        episode.start_version, episode.started_at = self.staleness.version, clock.monotonic()
         if episode.call is None:
             self.accounts.record(episode, "running")
         self.runner.spawn(episode)

@@ -6,7 +6,6 @@ is closed exactly once.
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from arealite.core.ledger.audit import Audit
 from arealite.core.ledger.rollouts import RolloutRecorder
 from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
 from arealite.core.record.recorder import Recorder
+from arealite.utils import clock
 from arealite.utils.data import stats_means
 from arealite.utils.text import clean
 from arealite.utils.trace import tracing
@@ -125,7 +125,7 @@ class EpisodeAccounts:
 
 def _episode_row(episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> EpisodeRow:
     """An episode as a row of the table `episodes`."""
-    result, now = episode.result, time.time()
+    result, now = episode.result, clock.time()
     return EpisodeRow(
         episode.id.number,
         state,
@@ -136,7 +136,7 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
         result.num_samples if result else None,
         result.num_tokens if result else None,
         result.mean_reward if result else None,
-        now - (time.monotonic() - episode.started_at),
+        now - (clock.monotonic() - episode.started_at),
         now,
         episode.id.source,
     )

@@ -1,6 +1,5 @@
 """`Progress`: one sample that is being generated, over any number of interruptions."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelRequest, ModelResponse, StopReason, extend_record
+from arealite.utils import clock
 
 _SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos", "stop", "stop_token_ids")
 _SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -41,7 +41,7 @@ class Progress:
     stop_reason: StopReason = "abort"
     num_interruptions: int = 0
     routed_experts: np.ndarray | None = None
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=clock.monotonic)
 
     @property
     def num_left(self) -> int:

@@ -4,11 +4,11 @@ Runs on the executor's event loop while the engine lives, if the run has a ledge
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from arealite.core.ledger.store import Ledger, ServerSample
+from arealite.utils import clock
 from arealite.utils.trace import tracing
 
 INTERVAL_S = 2.0
@@ -22,7 +22,7 @@ def server_sample(address: str, version: int, is_open: bool, info: Mapping[str, 
     """Return a sample from what a server says about itself (`/server_info` of the embedded server)."""
     total = info.get("total_blocks")
     return ServerSample(
-        time.time(),
+        clock.time(),
         address,
         version,
         is_open,

@@ -1,0 +1,189 @@
+"""What a simulated run does: batches, lengths of prompts and answers, turns, rewards.
+
+`SimulatedWorkflow` plays an episode as `workflow.rlvr` and `workflow.multi_turn` do, without content: it asks for
+answers of drawn lengths, waits for tools and rewards, and returns trajectories with one column for each version.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from arealite.api.engine_api import InferenceEngine
+from arealite.api.errors import ConfigError
+from arealite.api.generation_args import GenerationHyperparameters
+from arealite.api.io_struct import Batch, ModelRequest
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.plan.simulated_engine import ANSWERS, Answers
+
+# Tokens of each column of a trajectory, in the batch.
+TOKENS = "segment_tokens"
+_FORMS = "constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA,MAX or exponential:MEAN,MAX"
+_NUM_ARGUMENTS = {"constant": 1, "uniform": 2, "lognormal": 3, "exponential": 2}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Random numbers of one kind, or drawn from observed `values`."""
+
+    kind: str
+    arguments: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str, what: str) -> "Distribution":
+        """Parse `constant:512`, `lognormal:1000,1.0,8192` and so on; a bare number is constant."""
+        kind, _, rest = text.partition(":") if ":" in text else ("constant", "", text)
+        numbers = re.fullmatch(r"[0-9.eE+,-]+", rest)
+        try:
+            arguments = tuple(float(number) for number in rest.split(",")) if numbers else ()
+        except ValueError:
+            arguments = ()
+        if _NUM_ARGUMENTS.get(kind) != len(arguments) or any(n < 0 or n != n or n > 1e9 for n in arguments):
+            raise ConfigError(f"{what} is {text!r}; write {_FORMS}, for example lognormal:800,1.0,8192")
+        return cls(kind, arguments)
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Distribution":
+        """Return the distribution of observed values."""
+        return cls("observed", tuple(values))
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Return `count` numbers."""
+        a = self.arguments
+        if self.kind == "constant":
+            return np.full(count, a[0])
+        if self.kind == "uniform":
+            return rng.uniform(a[0], a[1], count)
+        if self.kind == "lognormal":
+            return np.minimum(rng.lognormal(np.log(max(a[0], 1e-9)), a[1], count), a[2])
+        if self.kind == "exponential":
+            return np.minimum(rng.exponential(a[0], count), a[1])
+        return rng.choice(np.asarray(a), count)
+
+    def mean(self) -> float:
+        """Return the mean, from a sample where limits make a formula long."""
+        return float(self.draw(np.random.default_rng(0), 4096).mean())
+
+    @property
+    def largest(self) -> float:
+        return self.arguments[0] if self.kind == "constant" else max(self.arguments[1:] or self.arguments)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training task: `prompts` groups of `samples` answers make a batch."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: Distribution
+    answer_tokens: Distribution
+    # Seconds of the reward of an episode, and of the tool after each turn but the last.
+    reward_s: Distribution = Distribution("constant", (0.0,))
+    turns: int = 1
+    tool_s: Distribution = Distribution("constant", (0.0,))
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Mean tokens of a trained sequence."""
+        return self.prompt_tokens.mean() + self.answer_tokens.mean() * self.turns
+
+    @property
+    def longest_sequence(self) -> float:
+        return self.prompt_tokens.largest + self.answer_tokens.largest * self.turns
+
+
+class Rows:
+    """An endless dataloader of drawn lengths; the same seed draws the same rows."""
+
+    def __init__(self, workload: Workload, seed: int):
+        self.workload = workload
+        self._rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        w, rng = self.workload, self._rng
+        while True:
+            prompts = np.maximum(1.0, np.rint(w.prompt_tokens.draw(rng, w.prompts)))
+            shape = w.prompts, w.turns, w.samples
+            answers = np.maximum(1.0, np.rint(w.answer_tokens.draw(rng, w.prompts * w.turns * w.samples)))
+            rewards, tools = w.reward_s.draw(rng, w.prompts), w.tool_s.draw(rng, w.prompts * w.turns)
+            columns = prompts.tolist(), answers.reshape(shape).tolist(), rewards.tolist()
+            waits = tools.reshape(w.prompts, w.turns).tolist()
+            # A seed in the row: the runner then derives none.
+            yield [
+                {"seed": 0, "prompt": p, "answers": a, "reward_s": r, "tools": t}
+                for p, a, r, t in zip(*columns, waits, strict=True)
+            ]
+
+
+class SimulatedWorkflow(RolloutWorkflow):
+    """Plays rows of `Rows`."""
+
+    def __init__(self) -> None:
+        self._gconfigs: dict[int, GenerationHyperparameters] = {}
+        self._num_requests = 0
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        turns: list[list[float]] = data["answers"]
+        if len(turns) == 1:
+            answers = await self._generate(engine, turns[0], data["prompt"], data["prompt"], None)
+            made = answers.made
+        else:
+            plays = [self._play(engine, data, i) for i in range(len(turns[0]))]
+            made = list(await asyncio.gather(*plays))
+        if data["reward_s"]:
+            await asyncio.sleep(data["reward_s"])
+        return make_batch(data["prompt"], made)
+
+    async def _play(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[tuple[int, float]]:
+        """Play the turns of one sample, with a tool between two of them."""
+        made: list[tuple[int, float]] = []
+        context = new = data["prompt"]
+        session = f"session-{self._num_requests}"
+        for turn, lengths in enumerate(data["answers"]):
+            if turn and data["tools"][turn]:
+                await asyncio.sleep(data["tools"][turn])
+            answers = await self._generate(engine, [lengths[sample]], context, new, session)
+            made += answers.made[0]
+            context += lengths[sample]
+            # The server has the earlier turns in its cache.
+            new = 1.0
+        return made
+
+    async def _generate(
+        self, engine: InferenceEngine, lengths: list[float], context: float, new: float, session: str | None
+    ) -> Answers:
+        count = len(lengths)
+        gconfig = self._gconfigs.setdefault(count, GenerationHyperparameters(n_samples=count, max_new_tokens=1 << 30))
+        answers = Answers(lengths, context, new)
+        self._num_requests += 1
+        metadata = {ANSWERS: answers} | ({"session": session} if session else {})
+        await engine.agenerate_group(ModelRequest([0], gconfig, rid=f"r{self._num_requests}", metadata=metadata))
+        return answers
+
+
+def make_batch(prompt: float, made: list[list[tuple[int, float]]]) -> Batch:
+    """Return trajectories with one column for the prompt and one for each version of an answer's tokens."""
+    width = 1 + max(len(parts) for parts in made)
+    versions = np.full((len(made), width), -1, dtype=np.int64)
+    tokens = np.zeros((len(made), width), dtype=np.float32)
+    tokens[:, 0] = prompt
+    for row, parts in enumerate(made):
+        for column, (version, count) in enumerate(parts, 1):
+            versions[row, column], tokens[row, column] = version, count
+    generated = torch.from_numpy((versions >= 0).astype(np.int64))
+    mask = generated.clone()
+    mask[:, 0] = 1
+    columns = torch.from_numpy(versions)
+    return {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "loss_mask": generated,
+        "logprobs": torch.zeros(mask.shape),
+        "versions": columns,
+        "rewards": torch.zeros(len(made)),
+        TOKENS: torch.from_numpy(tokens),
+    }
