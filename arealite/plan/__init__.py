@@ -1,1 +1,1 @@
-"""Predicts speed, staleness and memory of a run: the real executor and router on virtual time, with modelled engines."""
+"""Predicts speed, staleness and memory of a run: the real executor and router on virtual time."""

@@ -10,8 +10,9 @@ from heapq import heapify, heapreplace
 
 @dataclass(frozen=True)
 class ServerCost:
-    """One inference server. A decode step of b sequences with c tokens of context in all takes
+    """One inference server.
 
+    A decode step of b sequences with c tokens of context in all takes
     `step_s + max(weights_s, b * compute_s) + b * sequence_s + c * context_s`.
     """
 

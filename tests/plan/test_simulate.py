@@ -1,6 +1,7 @@
 """Simulated runs equal what can be computed by hand, and behave as real runs do."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -113,9 +114,9 @@ def test_more_of_everything_is_never_slower():
 
     server = ServerCost(step_s=0.01, sequence_s=0.001)
     by_eta = [step_s(eta, server=server) for eta in (0, 1, 2, 4)]
-    assert all(later <= before * 1.001 for before, later in zip(by_eta, by_eta[1:], strict=False))
+    assert all(later <= before * 1.001 for before, later in pairwise(by_eta))
     by_servers = [step_s(1, server=server, num_servers=n) for n in (1, 2, 4, 8)]
-    assert all(later <= before * 1.001 for before, later in zip(by_servers, by_servers[1:], strict=False))
+    assert all(later <= before * 1.001 for before, later in pairwise(by_servers))
     assert step_s(1, server=server) < step_s(1, server=replace(server, sequence_s=0.002))
 
 
@@ -163,7 +164,7 @@ def test_impossible_setups_are_refused():
 
 @pytest.mark.parametrize("text", ["lognormal:3", "normal:1,2", "constant:-1", "uniform:a,b", "", "constant:nan"])
 def test_malformed_distributions_are_refused(text):
-    with pytest.raises(ConfigError, match="--lengths is .* write constant:N"):
+    with pytest.raises(ConfigError, match=r"--lengths is .* write constant:N"):
         Distribution.parse(text, "--lengths")
 
 
