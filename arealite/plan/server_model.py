@@ -1,4 +1,4 @@
-"""`DecodingServer`: one inference server on virtual time, with continuous batching and a KV cache of limited size.
+"""`DecodingServer`: one inference server on virtual time: continuous batching, a limited KV cache.
 
 All running sequences get one token per step, so one number, the steps made so far, says how far each of them is. An
 event is needed only when a sequence ends, requests come, or the cache is full; between two events the growth of the

@@ -264,7 +264,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def ideal_step_s(setup: Setup) -> float:
-    """Return the step time if generation and training overlapped perfectly, for a first choice of layouts."""
+    """Return the step time if generation and training overlapped perfectly: a first, cheap estimate."""
     w = setup.workload
     answers = w.prompts * w.samples
     running = min(setup.server.max_running, math.ceil(answers * (setup.eta + 1) / setup.num_servers))

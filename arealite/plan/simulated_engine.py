@@ -1,4 +1,4 @@
-"""The inference engine of a simulation: the real `RemoteEngine`, fleet, router and executor, with modelled servers.
+"""The inference engine of a simulation: the real engine, fleet and router, with modelled servers.
 
 `SimulatedClient` is a client as those of SGLang and vLLM are, but its servers are `DecodingServer`s on the same virtual
 event loop. A generated token has no content: an answer consists of one placeholder for each version of the weights that

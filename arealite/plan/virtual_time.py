@@ -1,4 +1,4 @@
-"""`VirtualLoop`: an asyncio event loop whose clock jumps to the next timer, and a condition variable for its owner.
+"""`VirtualLoop`: an asyncio event loop whose clock jumps to the next timer.
 
 The trainer of a simulation is plain code on one thread. When it waits, for a condition, a coroutine or some time, the
 loop runs until that has happened, without real time passing. The result depends on nothing but the program: no threads,
