@@ -148,6 +148,9 @@ class LauncherConfig(Section):
     )
     trainer_port: int = _help("Rendezvous port of the trainer ranks; 0 takes a free one.", 0, PORT)
     stop_timeout_s: float = _help("Grace period between SIGTERM and SIGKILL.", 10.0, SECONDS)
+    save_timeout_s: float = _help(
+        "How long ranks may take to save a checkpoint after the first Ctrl+C or SIGTERM.", 600.0, SECONDS
+    )
     server_restarts: int = _help("How often dead servers are restarted before the run fails.", 2, NOT_NEGATIVE)
     max_servers: int | None = _help(
         "Ray only: add servers up to this many while requests wait; idle ones end.", None, Range(0, 100_000)

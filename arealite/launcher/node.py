@@ -11,6 +11,7 @@ Also a command: `python -m arealite.launcher.node JOB.json [NODE]`; NODE is SLUR
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -96,11 +97,11 @@ class NodePart:
         # Exit codes of nodes that have ended. Kept here because names expire.
         self.ended: dict[int, int] = {}
         self.num_restarts = 0
-        # Set by the first signal, here or at the launcher of the job. Ranks save a checkpoint then.
+        # Set by the first signal, here or at the launcher of the job. Ranks save a checkpoint then, until the deadline.
         self.interrupted: Interrupted | None = None
+        self.save_deadline = math.inf
         # Whether the first servers have all been started, and whether all of them have been healthy.
-        self.has_started_servers = False
-        self.is_up = False
+        self.has_started_servers = self.is_up = False
         # Then the ranks of other nodes need the servers here for their last step.
         self.only_serves = node >= 0 and bool(self.placement.ranks) and not self.placement.ranks_on(node)
         self.began = time.monotonic()
@@ -194,6 +195,7 @@ class NodePart:
         if self.interrupted or not (self.ranks or self.only_serves) or interrupt.number == signal.SIGHUP:
             raise interrupt
         self.interrupted = interrupt
+        self.save_deadline = time.monotonic() + self.config.launcher.save_timeout_s
         self.names.publish(STOP_NAME, str(int(interrupt.number)))
         # Slurm's own SIGTERM may have reached them, too: to them a second one is the same request.
         number = signal.SIGTERM if "SLURM_JOB_ID" in os.environ else signal.SIGINT
@@ -205,7 +207,11 @@ class NodePart:
         return [child.process.pid for child in self.ranks]
 
     def have_ranks_ended(self) -> bool:
-        return not self.ranks or any(map(is_stopped, self.rank_pids()))
+        """Whether ranks have ended, or are not waited for: one is stopped, or their time to save is over."""
+        is_late = time.monotonic() > self.save_deadline
+        if self.ranks and is_late:
+            print("warning: ranks still run after launcher.save_timeout_s: they are ended", file=sys.stderr, flush=True)
+        return not self.ranks or is_late or any(map(is_stopped, self.rank_pids()))
 
     def check_other_nodes(self) -> None:
         """Record which nodes have ended; raises if a required one failed."""
@@ -229,8 +235,7 @@ class NodePart:
 
     def wait_for(self, wanted: list[str]) -> dict[str, str]:
         """Wait until other nodes have published these names, while this node is watched as usual."""
-        timeout_s, waiter = self.config.setup_timeout_s, f"node {self.node}"
-        return wait_for_names(self.names, wanted, timeout_s, waiter, self.step)
+        return wait_for_names(self.names, wanted, self.config.setup_timeout_s, f"node {self.node}", self.step)
 
     def start_mps(self) -> None:
         """Start NVIDIA's MPS daemon if installed: kernels of processes on one GPU then run concurrently."""
@@ -307,8 +312,7 @@ class NodePart:
             self.is_up = True
             if self.servers:
                 what = f"{len(self.servers)} {self.placement.mode.gen_backend} server(s) ready"
-                seconds = time.monotonic() - self.began
-                print(f"{what} in {seconds:.1f} s: {', '.join(self.addresses)}", flush=True)
+                print(f"{what} in {time.monotonic() - self.began:.1f} s: {', '.join(self.addresses)}", flush=True)
 
     def handle_server_end(self, child: Child) -> None:
         """Start a dead server again at a new address: at the old one clients expect its former weights.
@@ -327,8 +331,7 @@ class NodePart:
             self.names.withdraw(f"servers/{index}")
             self.elastic.withdraw(f"{ELASTIC_PREFIX}{address}")
         self.num_restarts += 1
-        allowed = self.config.launcher.server_restarts
-        if self.num_restarts > allowed:
+        if self.num_restarts > (allowed := self.config.launcher.server_restarts):
             raise ServerError(
                 f"servers died {self.num_restarts} times (launcher.server_restarts={allowed}): {child.describe_end()}"
             )
@@ -349,10 +352,9 @@ class NodePart:
                 meeting["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         for rank in mine:
             env = self.rank_env(servers, master, len(mine)) | meeting
-            name = f"rank{rank.rank}"
-            log_path = self.logs / f"{name}.log"
+            log_path = self.logs / f"rank{rank.rank}.log"
             env |= {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.local_rank), LOG_FILE_ENV: str(log_path)}
-            spec = ChildSpec(name, self.job.command(), log_path, env, cwd=Path(self.job.cwd))
+            spec = ChildSpec(log_path.stem, self.job.command(), log_path, env, cwd=Path(self.job.cwd))
             if rank.rank == 0:
                 spec = replace(spec, echo=True, terminal=sys.stdout.isatty())
             self.ranks.append(self.supervisor.start(spec))
@@ -362,8 +364,7 @@ class NodePart:
         has_rank_0 = self.placement.ranks_on(self.node)[0].rank == 0
         addresses = list(self.placement.external_servers)
         if has_rank_0:
-            key, timeout_s = self.config.server.api_key, self.config.setup_timeout_s
-            wait_for_running(self.placement.external_servers, key, timeout_s, self.step)
+            wait_for_running(addresses, self.config.server.api_key, self.config.setup_timeout_s, self.step)
             port = self.config.launcher.trainer_port or free_port(self.host)
             if not is_free(port, self.host):
                 raise ServerError(f"launcher.trainer_port={port} is taken: set another, or 0 for a free one")
@@ -376,8 +377,7 @@ class NodePart:
         if self.mps_env:
             # Below the servers on the same GPU: their kernels are short, and the trainer waits for their samples.
             env["CUDA_MPS_CLIENT_PRIORITY"] = "1"
-        ranks = self.placement.ranks_on(self.node)
-        devices = [rank.device for rank in ranks if rank.device is not None]
+        devices = [rank.device for rank in self.placement.ranks_on(self.node) if rank.device is not None]
         if self.gpus and devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[d] for d in devices)
         return env

@@ -84,6 +84,13 @@ def main(argv):
         pathlib.Path(f"up{rank}").touch()
         time.sleep(600)
 
+    if behaviour == "hang":     # a checkpoint that is never complete
+        signal.signal(signal.SIGINT, lambda number, frame: pathlib.Path("asked").touch())
+        pathlib.Path(f"up{rank}").touch()
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline:
+            time.sleep(1)
+
     if behaviour == "until":
         pathlib.Path(f"up{rank}").touch()
         while not pathlib.Path("finish").exists():

@@ -311,6 +311,15 @@ def test_the_first_signal_lets_ranks_save_and_names_the_command_that_resumes(wor
     assert "attempt 1" not in out, "ranks are not started again"
 
 
+def test_ranks_that_never_finish_saving_are_ended(work, arguments):
+    process = start(arguments("tokenizer_path=hang", "launcher.save_timeout_s=1", mode="d1"))
+    wait_for(work / "up0")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert "ranks still run after launcher.save_timeout_s" in out and (work / "asked").exists()
+
+
 def test_a_second_run_in_the_same_folder_is_refused_and_waits_for_processes_of_a_killed_one(work, arguments):
     first = start(arguments("tokenizer_path=wait", mode="d1"))
     wait_for(work / "up0")
