@@ -83,7 +83,7 @@ def test_both_scripts_run_through_the_launcher(task, tmp_path, kind):
     assert len(steps) == 3 and all(step["behav_kl/fresh"] < 1e-5 for step in steps if "behav_kl/fresh" in step)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_grpo_learns_to_count(task, tmp_path):
     task.make_model(tmp_path / "model")

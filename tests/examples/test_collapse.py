@@ -52,6 +52,7 @@ def test_a_collapsed_run_stops_with_its_exit_code_and_a_model(supervised, tmp_pa
     assert (tmp_path / "demo" / "reverse" / "checkpoints" / f"step{len(steps):06d}" / "model.safetensors").exists()
 
 
+@pytest.mark.soak
 def test_rollbacks_save_a_run_whose_learning_rate_is_too_high(supervised, tmp_path):
     arguments = ("on_collapse=rollback", "recover.mode=auto", "recover.freq_steps=5")
     code, output, steps = run(supervised, tmp_path, 70, *arguments)

@@ -382,7 +382,7 @@ def test_stats_can_be_read_while_requests_run(make_engine, frequent_switches):
     assert engine.stats()["waiting"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_does_not_grow_over_ten_thousand_requests(make_engine):
     engine = make_engine(make_model(), max_running_requests=64)
 

@@ -108,7 +108,7 @@ def server_pid(folder: Path) -> int:
     raise AssertionError("no server runs")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_grpo_through_torchrun_survives_a_killed_rank(start, tmp_path, models, gsm8k_path):
     argv = arguments(tmp_path, "embedded", models[0], gsm8k_path, "embedded.d1+d2", steps=30)
     argv += ["recover.mode=auto", "recover.retries=1", "recover.freq_steps=2"]

@@ -95,7 +95,7 @@ def test_a_run_of_python_says_which_call_resumes(interrupt, tmp_path, capsys, mo
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["local", "torchrun"])
+@pytest.mark.parametrize("mode", ["local", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_ctrl_c_saves_a_checkpoint_and_prints_a_command_that_resumes(tmp_path, model_path, gsm8k_path, mode):
     run_dir = RunDir(tmp_path / "runs" / "arealite" / "grpo")
     process = start(tmp_path, model_path, gsm8k_path, steps=100_000, mode=mode)

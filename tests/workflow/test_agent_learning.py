@@ -28,7 +28,7 @@ async def polite_agent(row, base_url, api_key):
         return said.count("a") / 12
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_two_turn_agent_learns(model_path, tokenizer, tmp_path):
     config = InferenceEngineConfig(max_head_offpolicyness=1)
