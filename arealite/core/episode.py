@@ -24,6 +24,7 @@ from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, sample_rewards, with_sample_columns
 from arealite.utils.request_log import RequestLog
+from arealite.utils.trace.episode_clock import Parts
 
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
@@ -82,6 +83,9 @@ class Episode:
     has_ended: bool = False
     # Its lane in the trace; None if it is not traced.
     lane: str | None = None
+    # When it ended (unix time), and what its time was spent on.
+    finished_at: float | None = None
+    parts: Parts | None = None
     # Its generation requests, if the run is recorded.
     log: RequestLog | None = None
 

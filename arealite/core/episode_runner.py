@@ -23,6 +23,7 @@ from arealite.utils import clock
 from arealite.utils.request_log import use_log
 from arealite.utils.seeds import derive_seed
 from arealite.utils.trace import tracing
+from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 
 logger = logging.getLogger("arealite.executor")
 T = TypeVar("T")
@@ -114,6 +115,8 @@ class EpisodeRunner:
         assert episode.workflow is not None
         episode.lane = tracing.begin_episode()
         tracing.enter_episode(episode.lane)
+        clock = EpisodeClock()
+        use_clock(clock)
         episode.log = [] if self.keeps_requests and episode.call is None else None
         use_log(episode.log)
         if "seed" not in data:
@@ -122,30 +125,32 @@ class EpisodeRunner:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
-                result = await self.pool.run_episode(episode.workflow, data, episode.lane, episode.log)
+                result = await self.pool.run_episode(episode.workflow, data, episode.lane, episode.log, clock)
             episode.set_result(result)
             if episode.result is not None:
                 self._check_versions(episode, episode.result.oldest_version)
         except asyncio.CancelledError:
             if not self.is_stopping:
-                self._end(episode, self._cancellation_error(episode))
+                self._end(episode, self._cancellation_error(episode), clock)
             raise
         # A workflow may raise anything; it fails that episode only.
         except BaseException as error:
-            self._end(episode, error)
+            self._end(episode, error, clock)
         else:
-            self._end(episode, None)
+            self._end(episode, None, clock)
 
     def _cancellation_error(self, episode: Episode) -> Exception:
         if clock.monotonic() < episode.started_at + self.timeout_s:
             return RuntimeError("the workflow awaited something that was cancelled")
         return TimeoutError(f"no result within rollout.episode_timeout_s={self.timeout_s:g}")
 
-    def _end(self, episode: Episode, error: BaseException | None) -> None:
+    def _end(self, episode: Episode, error: BaseException | None, clock: EpisodeClock | None = None) -> None:
         episode.task = None
         if self.is_stopping or episode.has_ended:
             return
         episode.has_ended = True
+        episode.finished_at = time.time()
+        episode.parts = clock.stop() if clock is not None else None
         if episode.lane is not None:
             self._trace(episode, episode.lane, error)
         if not self._ended:

@@ -38,6 +38,7 @@ from arealite.utils.pools.process_pool import (
 from arealite.utils.request_log import RequestLog, use_log
 from arealite.utils.startup import prepare_process
 from arealite.utils.trace import tracing
+from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 
 logger = logging.getLogger("arealite.executor")
 # Until a failed start is tried again, while other workers run on.
@@ -71,11 +72,16 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
         await asyncio.gather(*(self._launch(RolloutWorker(*self._engine_args)) for _ in range(self.count)))
 
     async def run_episode(
-        self, workflow: RolloutWorkflow, data: dict[str, Any], lane: str | None = None, log: RequestLog | None = None
+        self,
+        workflow: RolloutWorkflow,
+        data: dict[str, Any],
+        lane: str | None = None,
+        log: RequestLog | None = None,
+        clock: EpisodeClock | None = None,
     ) -> Batch | None:
         """Run `workflow.arun_episode` in the worker with the fewest episodes. `lane` is that of the trace.
 
-        Generation requests are added to `log`.
+        Generation requests are added to `log`, and `clock` gets the parts of the episode.
         """
         self._workflows[id(workflow)] = workflow
         for _ in range(MAX_ATTEMPTS):
@@ -95,8 +101,12 @@ class WorkerPool(ProcessPool["RolloutWorker"]):
                 raise
             finally:
                 del worker.waiting[number]
-            if kind in ("error", "result") and log is not None:
-                log += payload[-1]
+            if kind in ("error", "result"):
+                *_, requests, parts = payload
+                if log is not None:
+                    log += requests
+                if clock is not None:
+                    clock.replace(parts)
             if kind == "error":
                 raise WorkerError("{}\n{}".format(*payload))
             if kind == "result":
@@ -266,12 +276,14 @@ class _Worker:
     ) -> None:
         tracing.enter_episode(lane)
         log: RequestLog = []
+        clock = EpisodeClock()
         use_log(log if keeps_requests else None)
+        use_clock(clock)
         try:
             batch = await workflow.arun_episode(self.engine, data)
             if lane is not None and (spans := tracing.take()):
                 self.channel.send(("spans", number, spans))
-            self.channel.send(("result", number, (None if batch is None else to_bytes(batch), log)))
+            self.channel.send(("result", number, (None if batch is None else to_bytes(batch), log, clock.stop())))
         # A workflow may raise anything, also CancelledError; the owner records it.
         except BaseException as error:
-            self.channel.send(("error", number, (describe(error), traceback.format_exc(limit=-8), log)))
+            self.channel.send(("error", number, (describe(error), traceback.format_exc(limit=-8), log, clock.stop())))

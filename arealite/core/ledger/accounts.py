@@ -5,6 +5,7 @@ is closed exactly once.
 """
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
 from arealite.core.ledger.rollouts import RolloutRecorder
-from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
+from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger, TimesRow
 from arealite.core.record.recorder import Recorder
 from arealite.utils import clock
 from arealite.utils.data import stats_means
@@ -51,6 +52,8 @@ class EpisodeAccounts:
             self.recorder.end_episode(episode, state, reason or "")
         if self.ledger is not None:
             self.ledger.record(_episode_row(episode, state, reason, step))
+            if state not in ("running", "trained", "stale") and episode.finished_at is not None:
+                self.ledger.record_times(_times_row(episode, episode.finished_at))
 
     def close(self, episode: Episode, state: str, reason: str | None = None, step: int | None = None) -> None:
         """Record the final state of an episode: trained, rejected, failed or stale."""
@@ -140,6 +143,12 @@ def _episode_row(episode: Episode, state: str, reason: str | None = None, step: 
         now,
         episode.id.source,
     )
+
+
+def _times_row(episode: Episode, finished_at: float) -> TimesRow:
+    """The times of an episode that has just ended, as a row of the table `episode_times`."""
+    parts = [[kind, round(seconds, 5)] for kind, seconds in episode.parts or ()]
+    return TimesRow(episode.id.number, finished_at, json.dumps(parts, separators=(",", ":")), episode.id.source)
 
 
 def _age_rows(batch: Batch, step: int) -> Iterator[AgeRow]:

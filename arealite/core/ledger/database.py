@@ -40,6 +40,8 @@ CREATE TABLE IF NOT EXISTS episodes(
   source TEXT NOT NULL,        -- stream (prepare_batch), submitted (submit), direct (rollout_batch)
   PRIMARY KEY(source, id));
 CREATE INDEX IF NOT EXISTS episodes_by_step ON episodes(step);
+CREATE TABLE IF NOT EXISTS episode_times(   -- when an episode ended, before it was trained; parts: see episode_clock
+  id INTEGER NOT NULL, finished_at REAL, parts TEXT, source TEXT NOT NULL, PRIMARY KEY(source, id));
 CREATE TABLE IF NOT EXISTS prompts(id INTEGER PRIMARY KEY, text TEXT);    -- the id is a hash of the text
 CREATE TABLE IF NOT EXISTS rollouts(        -- narrow, so that it is fast to filter; see rollout_data
   id INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT, episode INTEGER, sample INTEGER, step INTEGER, reward REAL,

@@ -59,6 +59,16 @@ class EpisodeRow(NamedTuple):
     source: str = "stream"
 
 
+class TimesRow(NamedTuple):
+    """One row of the table `episode_times`."""
+
+    id: int
+    finished_at: float
+    # `[[kind, seconds], …]` in order.
+    parts: str
+    source: str = "stream"
+
+
 class ServerSample(NamedTuple):
     """One row of the table `servers`: what a server did at a time. Unknown values are None."""
 
@@ -89,14 +99,16 @@ class _Pending:
 
     def __init__(self) -> None:
         self.episodes: dict[tuple[str, int], EpisodeRow] = {}
+        self.times: list[TimesRow] = []
         self.events: list[tuple[float, str, str, int | None, str]] = []
         self.servers: list[ServerSample] = []
 
     def __bool__(self) -> bool:
-        return bool(self.episodes or self.events or self.servers)
+        return bool(self.episodes or self.times or self.events or self.servers)
 
     def write(self, db: sqlite3.Connection) -> None:
         db.executemany(_UPSERT_EPISODE, list(self.episodes.values()))
+        db.executemany("INSERT OR REPLACE INTO episode_times VALUES (?,?,?,?)", self.times)
         db.executemany("INSERT INTO events VALUES (?,?,?,?,?)", self.events)
         db.executemany("INSERT INTO servers VALUES (?,?,?,?,?,?,?,?,?,?,?)", self.servers)
 
@@ -120,6 +132,11 @@ class Ledger:
         """Set the state of one episode; the next `commit` writes it."""
         with self._lock:
             self._pending.episodes[row.source, row.id] = row
+
+    def record_times(self, row: TimesRow) -> None:
+        """Keep what the time of one episode was spent on; the next `commit` writes it."""
+        with self._lock:
+            self._pending.times.append(row)
 
     def event(self, kind: str, text: str, step: int | None = None, level: Level = "info") -> None:
         """Record something that happened to the run, after `step` steps; the next `commit` writes it."""
@@ -192,7 +209,7 @@ class Ledger:
             undone = [i for i in ids if i not in kept and not has_ended(i)]
             # Buffers of checkpoints that were never completed would otherwise count as newer than this one.
             db.execute("DELETE FROM buffer WHERE step > ?", (step,))
-            for table, key in (("episodes", "id"), ("rollouts", "episode")):
+            for table, key in (("episodes", "id"), ("episode_times", "id"), ("rollouts", "episode")):
                 db.executemany(f"DELETE FROM {table} WHERE source = ? AND {key} = ?", undone)
             # Buffered episodes that were trained later are trained again, or become stale.
             db.execute("DELETE FROM rollouts WHERE source != 'direct' AND step >= ?", (step,))
@@ -208,7 +225,7 @@ class Ledger:
 
         def job(db: sqlite3.Connection) -> None:
             for source in sources:
-                for table in ("episodes", "rollouts", "buffer"):
+                for table in ("episodes", "episode_times", "rollouts", "buffer"):
                     db.execute(f"DELETE FROM {table} WHERE source = ?", (source,))
             if "stream" in sources:
                 for table in ("events", "ages", "servers"):

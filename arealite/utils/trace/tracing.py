@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
+from arealite.utils.trace.episode_clock import current_clock
+
 Group = Literal["trainer", "weights", "server", "rollout"]
 MAX_EPISODES = 32
 _EPISODES_PER_S = 8.0
@@ -55,8 +57,8 @@ def start() -> None:
 
 def stop() -> None:
     """Collect nothing any more, and forget what was collected."""
-    global _is_on
-    _is_on = False
+    global _is_on, _allowance
+    _is_on, _allowance = False, (0.0, 0.0)
     _spans.clear()
 
 
@@ -137,13 +139,15 @@ def enter_episode(lane: str | None) -> None:
 
 @contextlib.contextmanager
 def part_of_episode(name: str, **args: Any) -> Iterator[None]:
-    """Record the time that the block takes, if it runs in a traced episode."""
-    lane = _episode_lane.get()
-    if lane is None or not _is_on:
-        yield
-        return
+    """Tell the clock of this task's episode about the block; record it as a span if the episode is traced."""
+    lane, clock = _episode_lane.get(), current_clock()
     began, start_s = time.time(), time.perf_counter()
+    if clock is not None:
+        clock.enter(name)
     try:
         yield
     finally:
-        _spans.append(Span("rollout", lane, name, began, time.perf_counter() - start_s, args, is_part=True))
+        if clock is not None:
+            clock.leave(name)
+        if lane is not None and _is_on:
+            _spans.append(Span("rollout", lane, name, began, time.perf_counter() - start_s, args, is_part=True))

@@ -1,0 +1,257 @@
+"""`Recording`: the durations of a run, read from its ledger, its statistics and its configuration.
+
+`read_recording` is the one place that knows where each number comes from. The critical path, the re-run under other
+settings and the planner take a `Recording`, so tests make one by hand. All times are unix seconds. A run that cannot be
+analysed raises `RecordingError` with the reason and what to do.
+"""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arealite.api.errors import AReaLiteError
+from arealite.core.ledger.reading import open_ledger
+from arealite.utils.trace.episode_clock import WORKFLOW
+from arealite.utils.yaml_reader import read_yaml
+
+# Phases after the weight update; all others come before it.
+_AFTER_UPDATE = ("rollout", "evaluate", "save")
+_STARTUP = "time/startup/"
+# A restart of the clock, or an episode that a checkpoint restored.
+_MAX_EPISODE_S = 30 * 86_400.0
+
+
+class RecordingError(AReaLiteError):
+    """The run directory does not hold what an analysis needs."""
+
+
+class PlayedEpisode(NamedTuple):
+    """One episode. `parts` are `(kind, seconds)` in order; `step` is the step that trained it, if one did."""
+
+    number: int
+    state: str
+    start_version: int
+    step: int | None
+    samples: int
+    tokens: int
+    started_at: float
+    finished_at: float
+    parts: tuple[tuple[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.finished_at - self.started_at
+
+    @property
+    def sample_tokens(self) -> float:
+        """Mean tokens of a sample, with the prompt."""
+        return self.tokens / max(1, self.samples)
+
+
+class PlayedStep(NamedTuple):
+    """One step: waits `waited_s` until its batch is there at `ready_at`, then works.
+
+    The new weights are in use `update_s` after `ready_at`; the wait for the next batch begins `work_s` after it.
+    """
+
+    number: int
+    ready_at: float
+    waited_s: float
+    update_s: float
+    work_s: float
+
+
+class ServerRate(NamedTuple):
+    """What all servers did between two samples: sequences running at once, tokens per second, trainer busy (share)."""
+
+    began: float
+    seconds: float
+    running: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides how episodes and steps follow each other. `lead` None: adaptive."""
+
+    batch_size: int
+    max_head_offpolicyness: int = 0
+    lead: int | None = None
+    max_concurrent_rollouts: int | None = None
+    servers: int = 1
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Steps in order, and all episodes of the training stream in order of their number."""
+
+    settings: Settings
+    steps: Sequence[PlayedStep]
+    episodes: Sequence[PlayedEpisode]
+    rates: Sequence[ServerRate] = ()
+    # What is missing, for the reader of a report.
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From the first batch to the last: the time that shares refer to."""
+        return self.steps[-1].ready_at - self.steps[0].ready_at
+
+    def batch(self, step: int) -> list[PlayedEpisode]:
+        """Return the episodes that a step trained."""
+        return [episode for episode in self.episodes if episode.step == step]
+
+
+def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recording:
+    """Read the run in `folder`, whose lines of stats.jsonl are `stats`."""
+    path = folder / "run.sqlite"
+    if not path.exists():
+        raise RecordingError(f"{folder} has no run.sqlite: the run has not started, or it trains without rollouts")
+    try:
+        with contextlib.closing(open_ledger(path)) as db:
+            episodes = _read_episodes(db, path)
+            ready = dict(db.execute(_READY_QUERY).fetchall())
+            samples = db.execute(_SERVERS_QUERY).fetchall()
+    except sqlite3.Error as error:
+        raise RecordingError(
+            f"cannot read the ledger {path}: {error}. It is damaged or of another arealite version"
+        ) from error
+    lines = {int(line["step"]): line for line in stats if line.get("step", -1) >= 0 and "time/step" in line}
+    steps, notes = _make_steps(lines, ready, episodes)
+    batches = [sum(e.step == step.number for e in episodes) for step in steps]
+    settings = read_settings(folder / "config.yaml", max(batches), _count_servers(samples))
+    return Recording(settings, steps, episodes, _server_rates(samples), notes)
+
+
+# Rows of trained episodes are written when their batch is complete.
+_READY_QUERY = (
+    "SELECT step, MAX(ended_at) FROM episodes WHERE source != 'direct' AND state = 'trained' AND step IS NOT NULL "
+    "GROUP BY step"
+)
+_SERVERS_QUERY = "SELECT time, address, running, generated_tokens FROM servers ORDER BY time"
+
+
+def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'episode_times'").fetchone():
+        raise RecordingError(
+            f"{path} was written by an older version of arealite, which did not record when episodes ended: what steps "
+            "waited for is known for new runs only"
+        )
+    query = (
+        "SELECT e.id, e.state, COALESCE(e.start_version, 0), e.step, COALESCE(e.samples, 0), COALESCE(e.tokens, 0), "
+        "e.started_at, t.finished_at, t.parts FROM episodes e JOIN episode_times t ON t.source = e.source AND "
+        "t.id = e.id WHERE e.source != 'direct' ORDER BY e.source, e.id"
+    )
+    found = []
+    for *row, started_at, finished_at, parts in db.execute(query):
+        if started_at is None or not 0 <= finished_at - started_at < _MAX_EPISODE_S:
+            # Restored from a checkpoint: its start is not known.
+            started_at = finished_at
+        found.append(PlayedEpisode(*row, started_at, finished_at, _fit_parts(parts, finished_at - started_at)))
+    if not found:
+        raise RecordingError(f"{path} has no finished episode yet")
+    return found
+
+
+def _fit_parts(text: str, seconds: float) -> tuple[tuple[str, float], ...]:
+    """Return the parts of an episode so that their sum is its duration."""
+    parts = [(str(kind), float(took_s)) for kind, took_s in json.loads(text)]
+    missing_s = seconds - sum(took_s for _, took_s in parts)
+    if not parts or missing_s > 0:
+        parts.insert(0, (WORKFLOW, max(0.0, missing_s)))
+    elif missing_s < 0:
+        scale = seconds / (seconds - missing_s)
+        parts = [(kind, took_s * scale) for kind, took_s in parts]
+    return tuple(parts)
+
+
+def _make_steps(
+    lines: Mapping[int, Mapping[str, Any]], ready: Mapping[int, float], episodes: Sequence[PlayedEpisode]
+) -> tuple[list[PlayedStep], list[str]]:
+    """Return the steps of the last start of the run that both files know."""
+    numbers = sorted(lines.keys() & ready.keys())
+    notes = []
+    starts = [n for n in numbers if any(key.startswith(_STARTUP) for key in lines[n])]
+    if starts and starts[-1] != numbers[0]:
+        notes.append(f"the run was resumed: only steps from {starts[-1] + 1} on are analysed")
+        numbers = [n for n in numbers if n >= starts[-1]]
+    # A step that has no statistics yet, or a ledger of which a part is lost, ends the analysis.
+    while numbers and numbers != list(range(numbers[0], numbers[-1] + 1)):
+        gap = next(n for n in range(numbers[0], numbers[-1]) if n not in numbers)
+        notes.append(f"step {gap + 1} is missing in stats.jsonl or run.sqlite: steps before it are left out")
+        numbers = [n for n in numbers if n > gap]
+    if len(numbers) < 2:
+        raise RecordingError(f"{len(numbers)} finished steps with episodes are recorded: an analysis needs two or more")
+    first_starts: dict[int, float] = {}
+    for episode in episodes:
+        at = first_starts.get(episode.start_version, episode.started_at)
+        first_starts[episode.start_version] = min(at, episode.started_at)
+    steps = []
+    for number in numbers:
+        ready_at, following = ready[number], lines.get(number + 1)
+        waited_s = float(lines[number].get("wait_s") or 0.0)
+        phases_s = sum(
+            value or 0.0
+            for key, value in lines[number].items()
+            if key.startswith("time/") and key.count("/") == 1 and key[5:] not in (*_AFTER_UPDATE, "step")
+        )
+        if following is not None and number + 1 in ready:
+            work_s = max(0.0, ready[number + 1] - float(following.get("wait_s") or 0.0) - ready_at)
+        else:
+            work_s = phases_s
+        # A loop without phases: the first episode under the new weights has started by then.
+        update_s = phases_s if phases_s > 0 else first_starts.get(number + 1, ready_at + work_s) - ready_at
+        steps.append(PlayedStep(number, ready_at, waited_s, min(max(0.0, update_s), work_s), work_s))
+    return steps, notes
+
+
+def read_settings(path: Path, batch_size: int, servers: int) -> Settings:
+    """Read what the run was configured with."""
+    try:
+        config = read_yaml(path.read_text(), None)
+    except (OSError, ValueError) as error:
+        raise RecordingError(
+            f"cannot read {path}: {error}. It says which limits the run had; a run that a launcher or "
+            "`arealite train` started has one"
+        ) from error
+    rollout = config.get("rollout") if isinstance(config, dict) else None
+    if not isinstance(rollout, dict):
+        raise RecordingError(f"{path} has no section `rollout`: the run trains without rollouts")
+    eta = int(rollout.get("max_head_offpolicyness") or 0)
+    return Settings(
+        batch_size,
+        eta,
+        None if rollout.get("adaptive_lead", True) else eta,
+        rollout.get("max_concurrent_rollouts"),
+        servers,
+    )
+
+
+def _count_servers(samples: Sequence[tuple[float, str, Any, Any]]) -> int:
+    """Return how many servers ran at once, most of the time."""
+    lives: dict[str, list[float]] = {}
+    for at, address, *_ in samples:
+        life = lives.setdefault(address, [at, at])
+        life[1] = at
+    total_s = samples[-1][0] - samples[0][0] if samples else 0.0
+    if total_s <= 0:
+        return max(1, len(lives))
+    return max(1, round(sum(end - began for began, end in lives.values()) / total_s))
+
+
+def _server_rates(samples: Sequence[tuple[float, str, Any, Any]]) -> list[ServerRate]:
+    """Return what each server generated between two samples; empty if servers do not tell."""
+    rates, last = [], {}
+    for at, address, running, tokens in samples:
+        if running is None or tokens is None:
+            continue
+        if address in last:
+            began, was_running, had = last[address]
+            if at - began > 0.1 and tokens > had:
+                rates.append(ServerRate(began, at - began, (running + was_running) / 2, tokens - had))
+        last[address] = at, running, tokens
+    return rates

@@ -1,0 +1,141 @@
+"""Reading recordings: what the executor writes, and run directories that cannot be analysed."""
+
+import json
+import sqlite3
+
+import pytest
+
+from arealite.core.foresee.recording import RecordingError, read_recording
+from arealite.core.ledger.store import EpisodeRow, Ledger, ServerSample, TimesRow
+from arealite.utils.trace import tracing
+from arealite.utils.trace.episode_clock import MAX_PARTS, EpisodeClock
+from tests.core.conftest import Echo
+
+CONFIG = "rollout: {max_head_offpolicyness: 1, adaptive_lead: false, max_concurrent_rollouts: 8}\n"
+
+
+def write_run(folder, steps=3, batch=2, startup=()):
+    """Write a run: every second a batch is ready, after a wait of 0.5 s. Returns its statistics."""
+    (folder / "config.yaml").write_text(CONFIG)
+    ledger = Ledger(folder / "run.sqlite")
+    stats = []
+    for step in range(steps):
+        for i in range(batch):
+            number, ready_at = step * batch + i, 1000.0 + step
+            row = EpisodeRow(number, "trained", None, step, step, step, 2, 20, 1.0, ready_at - 0.75, ready_at)
+            ledger.record(row)
+            ledger.record_times(TimesRow(number, ready_at - 0.25, '[["generate",0.25],["reward",0.25]]'))
+        line = {"step": step, "time/step": 1.0, "time/update": 0.25, "time/save": 0.1, "wait_s": 0.5}
+        stats.append(line | ({"time/startup/total": 1.0} if step in startup else {}))
+    for at in (1000.0, 1001.0):
+        ledger.sample(ServerSample(at, f"s{i}", 0, True, 4, 0, 0.0, 0, 0, int(at) * 10, 0.0) for i in range(2))
+    ledger.close()
+    return stats
+
+
+def test_a_recording_has_exact_times(tmp_path):
+    recording = read_recording(tmp_path, write_run(tmp_path))
+    settings = recording.settings
+    assert (settings.batch_size, settings.max_head_offpolicyness, settings.lead, settings.servers) == (2, 1, 1, 2)
+    assert [step.ready_at for step in recording.steps] == [1000.0, 1001.0, 1002.0]
+    assert recording.steps[0][2:] == (0.5, 0.25, 0.5), "waited, until the new weights, until the next wait"
+    first = recording.episodes[0]
+    assert first.parts == (("generate", 0.25), ("reward", 0.25)) and first.sample_tokens == 10
+    assert first.seconds == sum(seconds for _, seconds in first.parts)
+    assert [(rate.seconds, rate.running, rate.tokens) for rate in recording.rates] == [(1.0, 4.0, 10)] * 2
+
+
+def test_after_a_resume_only_the_last_start_is_read(tmp_path):
+    recording = read_recording(tmp_path, write_run(tmp_path, 5, startup=(0, 2)))
+    assert [step.number for step in recording.steps] == [2, 3, 4]
+    assert recording.notes == ["the run was resumed: only steps from 3 on are analysed"]
+
+
+def test_steps_before_a_hole_are_left_out(tmp_path):
+    stats = write_run(tmp_path, 5)
+    recording = read_recording(tmp_path, [line for line in stats if line["step"] != 1])
+    assert [step.number for step in recording.steps] == [2, 3, 4]
+    assert "step 2 is missing" in recording.notes[0]
+
+
+def test_runs_that_cannot_be_analysed_say_why(tmp_path):
+    with pytest.raises(RecordingError, match=r"has no run.sqlite"):
+        read_recording(tmp_path, [])
+    stats = write_run(tmp_path)
+    with pytest.raises(RecordingError, match=r"1 finished steps .* needs two or more"):
+        read_recording(tmp_path, stats[:1])
+    (tmp_path / "config.yaml").write_text("sft: {}")
+    with pytest.raises(RecordingError, match="no section `rollout`"):
+        read_recording(tmp_path, stats)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(RecordingError, match=r"cannot read .*config.yaml"):
+        read_recording(tmp_path, stats)
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        db.execute("DROP TABLE episode_times")
+    with pytest.raises(RecordingError, match="older version of arealite"):
+        read_recording(tmp_path, stats)
+    (tmp_path / "run.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(RecordingError, match="cannot read the ledger"):
+        read_recording(tmp_path, stats)
+
+
+def test_the_executor_records_the_parts_of_every_episode(executors, tmp_path):
+    class Rewarded(Echo):
+        async def arun_episode(self, engine, data):
+            with tracing.part_of_episode("generate"):
+                batch = await super().arun_episode(engine, data)
+            with tracing.part_of_episode("reward"):
+                return batch
+
+    ledger = Ledger(tmp_path / "run.sqlite")
+    executor = executors(batch_size=2, ledger=ledger)
+    for x in range(2):
+        executor.submit({"x": x, "yields": 3}, Rewarded())
+    executor.wait(2)
+    executor.stop()
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        rows = db.execute(
+            "SELECT e.started_at, t.finished_at, e.ended_at, t.parts FROM episodes e JOIN episode_times t "
+            "USING (source, id)"
+        ).fetchall()
+    assert len(rows) == 2
+    for started_at, finished_at, ended_at, text in rows:
+        assert started_at <= finished_at + 0.01 and finished_at <= ended_at + 0.01
+        kinds = [kind for kind, _ in json.loads(text)]
+        assert [kind for kind in kinds if kind != "workflow"] == ["generate", "reward"]
+
+
+def test_a_clock_splits_time_without_overlap(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("arealite.utils.trace.episode_clock.time.perf_counter", lambda: now[0])
+    clock = EpisodeClock()
+
+    def at(seconds, call, kind):
+        now[0] = seconds
+        call(kind)
+
+    at(1.0, clock.enter, "generate")
+    at(2.0, clock.enter, "generate")
+    at(3.0, clock.leave, "generate")
+    # A reward of one sample while another is generated.
+    at(4.0, clock.enter, "reward")
+    at(6.0, clock.leave, "generate")
+    at(7.0, clock.leave, "reward")
+    now[0] = 7.5
+    assert clock.stop() == [("workflow", 1.0), ("generate", 5.0), ("reward", 1.0), ("workflow", 0.5)]
+    at(9.0, clock.enter, "late")
+    assert len(clock.stop()) == 4, "what comes after the end is ignored"
+
+
+def test_a_clock_stays_small(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("arealite.utils.trace.episode_clock.time.perf_counter", lambda: now[0])
+    clock = EpisodeClock()
+    for _ in range(1000):
+        now[0] += 1
+        clock.enter("generate")
+        now[0] += 2
+        clock.leave("generate")
+    parts = clock.stop()
+    assert len(parts) == MAX_PARTS
+    assert sum(s for kind, s in parts if kind == "generate") == 2000 and sum(s for _, s in parts) == 3000
