@@ -115,8 +115,8 @@ class EpisodeRunner:
         assert episode.workflow is not None
         episode.lane = tracing.begin_episode()
         tracing.enter_episode(episode.lane)
-        clock = EpisodeClock()
-        use_clock(clock)
+        parts = EpisodeClock()
+        use_clock(parts)
         episode.log = [] if self.keeps_requests and episode.call is None else None
         use_log(episode.log)
         if "seed" not in data:
@@ -125,32 +125,32 @@ class EpisodeRunner:
             if self.pool is None:
                 result = await episode.workflow.arun_episode(self.engine, data)
             else:
-                result = await self.pool.run_episode(episode.workflow, data, episode.lane, episode.log, clock)
+                result = await self.pool.run_episode(episode.workflow, data, episode.lane, episode.log, parts)
             episode.set_result(result)
             if episode.result is not None:
                 self._check_versions(episode, episode.result.oldest_version)
         except asyncio.CancelledError:
             if not self.is_stopping:
-                self._end(episode, self._cancellation_error(episode), clock)
+                self._end(episode, self._cancellation_error(episode), parts)
             raise
         # A workflow may raise anything; it fails that episode only.
         except BaseException as error:
-            self._end(episode, error, clock)
+            self._end(episode, error, parts)
         else:
-            self._end(episode, None, clock)
+            self._end(episode, None, parts)
 
     def _cancellation_error(self, episode: Episode) -> Exception:
         if clock.monotonic() < episode.started_at + self.timeout_s:
             return RuntimeError("the workflow awaited something that was cancelled")
         return TimeoutError(f"no result within rollout.episode_timeout_s={self.timeout_s:g}")
 
-    def _end(self, episode: Episode, error: BaseException | None, clock: EpisodeClock | None = None) -> None:
+    def _end(self, episode: Episode, error: BaseException | None, parts: EpisodeClock | None = None) -> None:
         episode.task = None
         if self.is_stopping or episode.has_ended:
             return
         episode.has_ended = True
-        episode.finished_at = time.time()
-        episode.parts = clock.stop() if clock is not None else None
+        episode.finished_at = clock.time()
+        episode.parts = parts.stop() if parts is not None else None
         if episode.lane is not None:
             self._trace(episode, episode.lane, error)
         if not self._ended:

@@ -1,1 +1,1 @@
-"""What a recorded run says about its speed: what each step waited for, and what other settings would have done."""
+"""What a recorded run waited for, and what other settings would have done."""

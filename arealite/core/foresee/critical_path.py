@@ -1,4 +1,4 @@
-"""The critical path of a run: for each step, what its trainer waited for, as a chain through episodes.
+"""The critical path of a run: what each step waited for, as a chain through episodes.
 
 The wait for a batch ends with its last episode. From there the chain goes back in time: through the parts of that
 episode to its start, from its start to the event that let it start (another episode that ended, or new weights), and so
@@ -125,7 +125,7 @@ def find_critical_path(recording: Recording) -> CriticalPath:
 
 
 def describe_path(path: StepPath) -> str:
-    """Return a chain as one line, without links below 1%; those of the same kind and episode in a row are one."""
+    """Return a chain as one line, without links below 1%; equal ones in a row are one."""
     words, last = [], None
     for link in path.links:
         if link.seconds < 0.01 * path.waited_s:

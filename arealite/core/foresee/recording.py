@@ -30,7 +30,7 @@ class RecordingError(AReaLiteError):
 
 
 class PlayedEpisode(NamedTuple):
-    """One episode. `parts` are `(kind, seconds)` in order; `step` is the step that trained it, if one did."""
+    """One episode; `parts` are `(kind, seconds)` in order, `step` is the one that trained it."""
 
     number: int
     state: str
@@ -66,7 +66,7 @@ class PlayedStep(NamedTuple):
 
 
 class ServerRate(NamedTuple):
-    """What all servers did between two samples: sequences running at once, tokens per second, trainer busy (share)."""
+    """What a server did between two samples: sequences that ran at once, tokens generated."""
 
     began: float
     seconds: float

@@ -4,8 +4,9 @@
 keeps the parts of all episodes, so that a report can say what a step waited for.
 """
 
-import time
 from contextvars import ContextVar
+
+from arealite.utils import clock
 
 # Of parts that run at the same time (the samples of a group), the first of these counts. Parts with other names follow.
 _ORDER = ("generate", "tool", "environment", "reward")
@@ -20,7 +21,7 @@ class EpisodeClock:
     """Splits the time between its creation and `stop` into parts that do not overlap."""
 
     def __init__(self) -> None:
-        self.began = self._changed = time.perf_counter()
+        self.began = self._changed = clock.monotonic()
         self._seconds: list[list] = []
         self._active: dict[str, int] = {}
         self._current: str | None = WORKFLOW
@@ -49,7 +50,7 @@ class EpisodeClock:
         """Take the parts of a clock in another process; what they lack was spent on the way there."""
         self._charge()
         inside_s = sum(seconds for _, seconds in parts)
-        outside_s = max(0.0, time.perf_counter() - self.began - inside_s)
+        outside_s = max(0.0, clock.monotonic() - self.began - inside_s)
         self._seconds = [[WORKFLOW, outside_s], *([kind, seconds] for kind, seconds in parts)]
 
     def _update(self) -> None:
@@ -61,7 +62,7 @@ class EpisodeClock:
 
     def _charge(self) -> None:
         """Add the time since the last change to the current part."""
-        now, kind = time.perf_counter(), self._current
+        now, kind = clock.monotonic(), self._current
         seconds, self._changed = now - self._changed, now
         if kind is None or seconds <= 0:
             return

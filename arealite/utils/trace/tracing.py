@@ -139,7 +139,7 @@ def enter_episode(lane: str | None) -> None:
 
 @contextlib.contextmanager
 def part_of_episode(name: str, **args: Any) -> Iterator[None]:
-    """Tell the clock of this task's episode about the block; record it as a span if the episode is traced."""
+    """Count the block as a part of this task's episode, and record a span if it is traced."""
     lane, clock = _episode_lane.get(), current_clock()
     began, start_s = time.time(), time.perf_counter()
     if clock is not None:

@@ -107,7 +107,7 @@ def test_the_executor_records_the_parts_of_every_episode(executors, tmp_path):
 
 def test_a_clock_splits_time_without_overlap(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("arealite.utils.trace.episode_clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("arealite.utils.clock.monotonic", lambda: now[0])
     clock = EpisodeClock()
 
     def at(seconds, call, kind):
@@ -129,7 +129,7 @@ def test_a_clock_splits_time_without_overlap(monkeypatch):
 
 def test_a_clock_stays_small(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("arealite.utils.trace.episode_clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("arealite.utils.clock.monotonic", lambda: now[0])
     clock = EpisodeClock()
     for _ in range(1000):
         now[0] += 1
