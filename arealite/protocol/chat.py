@@ -18,6 +18,9 @@ _WITHOUT_EFFECT = (
     "reasoning_effort", "verbosity",
 )  # fmt: skip
 
+# Characters of a call's arguments in one chunk of a stream.
+_ARGUMENTS_PIECE = 1024
+
 
 @dataclass
 class ChatRequest:
@@ -277,7 +280,12 @@ class ChatStream:
         """End a choice with the rest of its answer."""
         events = self.add(index, answer.text, answer.logprobs)
         for i, call in enumerate(answer.named_calls):
-            events.append(self._chunk(index, {"tool_calls": [{"index": i, **_call_json(call)}]}))
+            # As OpenAI does: id and name first, then the arguments in pieces.
+            head = {**_call_json(call), "function": {"name": call.name, "arguments": ""}}
+            events.append(self._chunk(index, {"tool_calls": [{"index": i, **head}]}))
+            for at in range(0, len(call.arguments_text), _ARGUMENTS_PIECE):
+                piece = {"arguments": call.arguments_text[at : at + _ARGUMENTS_PIECE]}
+                events.append(self._chunk(index, {"tool_calls": [{"index": i, "function": piece}]}))
         events.append(self._chunk(index, {}, None, finish_reason(answer), answer.extra))
         return events
 

@@ -100,7 +100,9 @@ def test_streams_choices_and_parallel_calls():
             tools = [{"type": "function", "function": TOOL}]
             stream = await api.chat.completions.create(model="m", messages=messages, stream=True, tools=tools)
             calls = [c for chunk in [x async for x in stream] for c in chunk.choices[0].delta.tool_calls or []]
-            assert calls[0].function.name == "add"
+            assert (calls[0].function.name, calls[0].function.arguments) == ("add", "") and calls[0].id
+            assert json.loads("".join(call.function.arguments for call in calls[1:])) == {"a": 1}
+            assert all(call.id is None and call.function.name is None for call in calls[1:])
             assert found.session.stats()["branches"] == 4
 
     run(scenario())
@@ -163,7 +165,7 @@ def test_a_stream_holds_back_calls_and_stop_strings_and_has_every_logprob_once()
             async with streaming(found, "chat/completions", tools=[{"type": "function", "function": TOOL}]) as events:
                 chunks = [event["choices"][0] async for event in events]
             assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "so"
-            (call,) = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+            call, _ = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
             assert call["function"]["name"] == "add" and chunks[-1]["finish_reason"] == "tool_calls"
             logprobs = [e["logprob"] for chunk in chunks for e in (chunk["logprobs"] or {}).get("content", [])]
             assert logprobs == [-float(i + 1) for i in range(len(encode("so " + CALL)) + 1)]

@@ -89,9 +89,12 @@ def test_chat_stream_with_a_tool(client, tokenizer):
         choices = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
         assert choices[0].delta.role == "assistant"
         assert "".join(c.delta.content or "" for c in choices) == "Sure."
-        (call,) = [call for c in choices for call in c.delta.tool_calls or ()]
-        assert call.index == 0
-        check_call(call)
+        first, *rest = [call for c in choices for call in c.delta.tool_calls or ()]
+        assert first.index == 0 and first.id and first.type == "function"
+        assert (first.function.name, first.function.arguments) == ("add", "")
+        assert rest and all(call.index == 0 and call.id is None and call.function.name is None for call in rest)
+        first.function.arguments = "".join(call.function.arguments for call in rest)
+        check_call(first)
         assert [c.finish_reason for c in choices if c.finish_reason] == ["tool_calls"]
     with client.chat.completions.stream(**GREEDY, messages=[USER], tools=[TOOL]) as stream:
         message = stream.get_final_completion().choices[0].message
