@@ -13,6 +13,7 @@ import torch
 from arealite.agents.session import Reply, Session
 from arealite.api.io_struct import ROUTED_EXPERTS, STATS_PREFIX, Batch
 from arealite.api.trajectory import join_records
+from arealite.api.vision_api import image_columns
 
 
 def call_returns(session: Session) -> tuple[dict[str, float], float]:
@@ -66,6 +67,7 @@ def to_batch(sessions: Mapping[int, Session]) -> Batch:
     records = [_joined(row["routed"]) for row in rows]
     if any(record is not None for record in records):
         batch[ROUTED_EXPERTS] = torch.from_numpy(join_records(records, batch["input_ids"].shape[1]))
+    batch |= image_columns([row["images"] for row in rows])
     types = {"sample_ids": torch.long, "truncated": torch.bool}
     return batch | {
         name: torch.tensor(values, dtype=types.get(name, torch.float32)) for name, values in columns.items()
@@ -94,6 +96,7 @@ def _rows(session: Session, returns: Mapping[str, float]) -> list[dict[str, list
             trained.add(reply)
         row["attention_mask"] = [1] * len(row["input_ids"])
         row["truncated"] = [leaf.truncated]
+        row["images"] = leaf.all_images()
         row["routed"] = [reply.routed for reply in leaf.path()]
         rows.append(row)
     return rows

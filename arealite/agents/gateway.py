@@ -26,6 +26,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.errors import AReaLiteError, ConfigError, RequestError, ServerError
 from arealite.api.generation_args import LOOPBACK_HOSTS
 from arealite.api.io_struct import ModelRequest, ModelResponse, OnTokens
+from arealite.api.vision_api import ImageReader, stop_at_placeholders
 from arealite.protocol import chat, completions
 from arealite.protocol.answer import Answer, Head, Stream, Usage, error_body, to_json
 from arealite.protocol.chat_apis import ApiRequest, chat_request, echo_of, message_request, response_request
@@ -108,10 +109,11 @@ class Gateway:
         admin_token: str | None = None,
         admin_routes: dict[str, Callable[[web.Request], Any]] | None = None,
         on_end: Callable[["OpenSession", dict[str, Any]], None] | None = None,
+        processor: ImageReader | None = None,
     ):
         if host not in LOOPBACK_HOSTS and not admin_token:
             raise ConfigError(f"a gateway on {host} can be reached from other machines: give it an admin token")
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine, self.tokenizer, self.processor = engine, tokenizer, processor
         self.host, self.port, self.limits = host, port, limits or SessionLimits()
         self.admin_token = admin_token
         self.sessions: dict[str, OpenSession] = {}
@@ -156,7 +158,8 @@ class Gateway:
         """
         if len(self.sessions) >= self.limits.max_sessions:
             raise ServerError(f"{len(self.sessions)} sessions are open, as many as are allowed: end some first")
-        session = Session(self.tokenizer, template_kwargs or {}, turn_discount)
+        session = Session(self.tokenizer, template_kwargs or {}, turn_discount, self.processor)
+        gconfig = gconfig if self.processor is None else stop_at_placeholders(self.processor, gconfig)
         name, host = secrets.token_hex(8), f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.port}/s/{name}/v1"
         self.sessions[name] = OpenSession(name, secrets.token_urlsafe(32), url, session, gconfig, seed)
@@ -278,7 +281,7 @@ class Gateway:
 
         async with found.lock:
             self._check_limits(found)
-            is_short = (request.content_length or _MAX_BODY_BYTES) <= _SHORT_BODY
+            is_short = (request.content_length or _MAX_BODY_BYTES) <= _SHORT_BODY and not wanted.has_images
             prompt = open_prompt() if is_short else await run_beside(open_prompt)
 
         def record(head: Head, samples: list[ModelResponse], answers: list[Answer], usage: Usage) -> dict[str, Any]:
@@ -360,8 +363,11 @@ class Gateway:
         if seed is not None:
             # The engine counts the choices from the seed on.
             seed = derive_seed(seed, found.session.counts["calls"])
-        metadata = {"session": found.id}
-        request = ModelRequest(call.prompt.ids, gconfig, seed=seed, metadata=metadata, on_tokens=on_tokens)
+        images = call.prompt.images
+        request = ModelRequest(
+            call.prompt.ids, gconfig, seed=seed, metadata={"session": found.id}, on_tokens=on_tokens,
+            images=[image.data for image in images], image_spans=[(image.start, image.end) for image in images],
+        )  # fmt: skip
         use_log(found.log)
         if gconfig.n_samples == 1:
             return [await self.engine.agenerate(request)]

@@ -9,6 +9,9 @@ from typing import Any
 from arealite.agents.gateway import Gateway
 from arealite.api.engine_api import InferenceEngine
 
+# Event loops hold tasks weakly: a gateway would be collected with its workflow, while it still listens.
+_running: set[asyncio.Task[None]] = set()
+
 
 class GatewayHost:
     """Makes a `Gateway(engine, **settings)` where it is first asked for."""
@@ -26,6 +29,8 @@ class GatewayHost:
         if loop not in self._gateways:
             started: asyncio.Future[Gateway] = loop.create_future()
             task = loop.create_task(self._serve(Gateway(engine, **self.settings), started), name="agent gateway")
+            _running.add(task)
+            task.add_done_callback(_running.discard)
             self._gateways[loop] = task, started
         return await asyncio.shield(self._gateways[loop][1])
 

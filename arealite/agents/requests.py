@@ -30,8 +30,6 @@ _ID_PREFIXES = ("resp_", "msg_")
 
 def check_chat(request: ChatRequest) -> None:
     """Raise `RequestError` for a conversation that a session cannot serve."""
-    if request.has_images:
-        raise RequestError("images are not supported in a session: every part of content must be a text")
     if request.json_schema is not None:
         raise RequestError(_NO_CONSTRAINTS)
     if request.top_logprobs:

@@ -22,6 +22,7 @@ import orjson
 from arealite.api.chat import encode_chat, encode_next
 from arealite.api.errors import RequestError
 from arealite.api.io_struct import ModelResponse
+from arealite.api.vision_api import ImageReader, PlacedImage, check_sampled, has_image_parts
 from arealite.protocol.tool_calls import decode_answer
 
 Message = dict[str, Any]
@@ -43,6 +44,8 @@ class Reply:
     reward: float = 0.0
     # Experts of the tokens that the replies before this one have no record of, with `rollout.routing_replay`.
     routed: np.ndarray | None = None
+    # Images among `observed`, by their tokens in the whole sequence.
+    images: list[PlacedImage] = field(default_factory=list[PlacedImage])
 
     def path(self) -> "list[Reply]":
         """Return the replies from the root to this one."""
@@ -55,6 +58,10 @@ class Reply:
     def ids(self) -> list[int]:
         """Return all tokens from the root to the end of this reply."""
         return [token for reply in self.path() for part in (reply.observed, reply.tokens) for token in part]
+
+    def all_images(self) -> list[PlacedImage]:
+        """Return the images from the root to the end of this reply."""
+        return [image for reply in self.path() for image in reply.images]
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +77,8 @@ class Prompt:
     last_digest: bytes = b""
     # For a completion: the text of the prompt.
     text: str | None = None
+    # Images among `ids`.
+    images: list[PlacedImage] = field(default_factory=list[PlacedImage])
 
 
 @dataclass(eq=False)
@@ -82,6 +91,8 @@ class Session:
     tokenizer: Any
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     turn_discount: float = 1.0
+    # Reads the images of messages; None if the model reads none.
+    processor: ImageReader | None = None
     replies: dict[str, Reply] = field(default_factory=dict[str, Reply])
     # The reward of the whole session; None until one is given.
     final_reward: float | None = None
@@ -109,14 +120,23 @@ class Session:
         digests = self._digests(messages, [tools or None, kwargs])
         num_known = next((i for i in range(len(messages), 0, -1) if digests[i] in self._by_digest), 0)
         parent, rest = self._by_digest.get(digests[num_known]), list(messages[num_known:])
+        images: list[bytes] = []
+        if self.processor is not None:
+            check_sampled(self.processor, [t for reply in (parent.path() if parent else ()) for t in reply.tokens])
+            rest, images = self.processor.take_images(rest)
+        elif has_image_parts(rest):
+            raise RequestError("images are not supported in this session: its workflow has no processor")
         with _refusing_bad_text():
             if parent is None:
                 observed = encode_chat(self.tokenizer, rest, tools or None, **kwargs)
             else:
                 observed = encode_next(self.tokenizer, rest, tools or None, sampled=parent.tokens, **kwargs)
+        placed: list[PlacedImage] = []
+        if self.processor is not None:
+            observed, placed = self.processor.place(observed, images)
         if prefix:
             observed += self.tokenizer.encode(prefix, add_special_tokens=False)
-        prompt = self._prompt(parent, observed)
+        prompt = self._prompt(parent, observed, placed)
         prompt.digest, prompt.last_digest = digests[-1], self._digests(messages[-1:], b"")[-1]
         unknown = [i for i in range(num_known, len(messages)) if messages[i].get("role") == "assistant"]
         if not unknown or not self.replies or self._adopt(prompt):
@@ -150,6 +170,7 @@ class Session:
         reply = Reply(
             reply_id, prompt.parent, prompt.observed, tokens, response.output_logprobs, response.output_versions,
             response.truncated, prompt.turn, routed=_new_records(prompt.parent, response.routed_experts),
+            images=prompt.images[len(prompt.parent.all_images()) if prompt.parent else 0 :],
         )  # fmt: skip
         self.replies[reply_id] = reply
         self.counts["sampled_tokens"] += len(tokens)
@@ -196,10 +217,12 @@ class Session:
             "ignored_sampling": float(self.counts["ignored_sampling"]),
         }
 
-    def _prompt(self, parent: Reply | None, observed: list[int]) -> Prompt:
+    def _prompt(self, parent: Reply | None, observed: list[int], placed: Sequence[PlacedImage] = ()) -> Prompt:
         self.counts["calls"] += 1
         self.counts["observed_tokens"] += len(observed)
-        return Prompt([*(parent.ids() if parent else ()), *observed], parent, observed, 1 + self.num_turns)
+        known = parent.ids() if parent else []
+        images = [*(parent.all_images() if parent else ()), *(image.shifted(len(known)) for image in placed)]
+        return Prompt([*known, *observed], parent, observed, 1 + self.num_turns, images=images)
 
     def _adopt(self, prompt: Prompt) -> bool:
         """Take the longest earlier sequence that the prompt begins with as its parent, if it is longer.
@@ -209,7 +232,9 @@ class Session:
         parent, depth = prompt.parent, len(prompt.ids) - len(prompt.observed)
         for reply in self.replies.values():
             ids = reply.ids()
-            if len(ids) > depth and prompt.ids[: len(ids)] == ids:
+            # Equal placeholders may stand for other images.
+            images = [image for image in prompt.images if image.end <= len(ids)]
+            if len(ids) > depth and prompt.ids[: len(ids)] == ids and reply.all_images() == images:
                 depth, prompt.parent = len(ids), reply
         prompt.observed = prompt.ids[depth:]
         return prompt.parent is not parent

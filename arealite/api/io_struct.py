@@ -29,6 +29,8 @@ from arealite.api.cli_args import GenerationHyperparameters
 
 Batch = dict[str, torch.Tensor]
 ROUTED_EXPERTS = "routed_experts"
+# The image set of each row, -1 for none.
+IMAGE_INDEX = "image_index"
 # The index of an expert that marks a token without a record: all bits are 1. No expert has it.
 NO_EXPERT = {"uint8": 255, "int16": -1}
 # The columns of a batch with the statistics of workflows begin with it.

@@ -1,7 +1,8 @@
 """`Trajectory`: builds one row of a training batch turn by turn.
 
 Workflows use it: they observe a prompt, add what the model sampled, observe what came back, and set a reward. Sampled
-tokens are trained on with the log-probs and versions that the engine reported; observed ones are not.
+tokens are trained on with the log-probs and versions that the engine reported; observed ones are not. Images may come
+with any observation.
 """
 
 from __future__ import annotations
@@ -27,17 +28,35 @@ from arealite.api.io_struct import (
     extend_record,
 )
 from arealite.api.reward_api import Score
+from arealite.api.vision_api import (
+    ImageReader,
+    PlacedImage,
+    check_sampled,
+    has_image_parts,
+    image_columns,
+    stop_at_placeholders,
+)
 
 
 class Trajectory:
     """The tokens of one sample. A tokenizer is needed to observe text or messages.
 
-    `tools` and `template_kwargs` (such as `enable_thinking`) go to the tokenizer's chat template.
+    `tools` and `template_kwargs` (such as `enable_thinking`) go to the tokenizer's chat template. `processor`, a
+    `utils.vision.VisionProcessor`, is needed to observe messages with images; it brings its tokenizer.
     """
 
-    def __init__(self, tokenizer: Any = None, tools: list[Any] | None = None, **template_kwargs: Any):
-        self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, template_kwargs
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        tools: list[Any] | None = None,
+        processor: ImageReader | None = None,
+        **template_kwargs: Any,
+    ):
+        self.tokenizer = tokenizer if processor is None else processor.tokenizer
+        self.tools, self.processor, self.template_kwargs = tools, processor, template_kwargs
         self.ids: list[int] = []
+        # The images among `ids`, in their order.
+        self.images: list[PlacedImage] = []
         # Whether the last response was cut off; a workflow may set it, for an episode that reached its last turn.
         self.truncated = False
         self.stats: dict[str, float] = {}
@@ -47,15 +66,24 @@ class Trajectory:
         self._versions: list[int] = []
         # Experts of the first tokens, [tokens, L · K].
         self._routed: np.ndarray | None = None
+        # Where the last response ends; 0 before the first one.
+        self._end = 0
         # How many tokens were observed before the last response, and whether the last messages have no reply yet.
         self._reply_start = 0
         self._awaits_reply = False
 
-    def observe(self, what: str | Message | Sequence[int] | Sequence[Message]) -> Trajectory:
+    def observe(
+        self, what: str | Message | Sequence[int] | Sequence[Message], images: Sequence[PlacedImage] = ()
+    ) -> Trajectory:
         """Append tokens, text, a message or messages, which are not trained on; returns itself.
 
         Messages are rendered by the chat template. The first ones begin the conversation, later ones follow a reply.
+        Their content may have parts `{"type": "image", "image": …}` (bytes, a data: URL, a PIL image) in any turn.
+
+        Args:
+            images: those for which placeholders among observed tokens stand (`VisionPrompt.placed`).
         """
+        start = len(self.ids)
         if isinstance(what, str):
             # Only a prompt begins with the tokenizer's special tokens.
             ids = self._require_tokenizer().encode(what, add_special_tokens=not self.ids)
@@ -66,6 +94,7 @@ class Trajectory:
         else:
             ids = list(what)
         self._append(ids, 0, [0.0] * len(ids), [-1] * len(ids))  # type: ignore[arg-type] - tokens
+        self.images += [image.shifted(start) for image in images]
         self._reply_start = len(self.ids)
         return self
 
@@ -73,7 +102,13 @@ class Trajectory:
         """Return a request to continue the tokens so far."""
         if not self.ids:
             raise RequestError("the prompt is empty: observe something before the first request")
-        return ModelRequest(list(self.ids), gconfig, seed=seed)
+        request = ModelRequest(list(self.ids), gconfig, seed=seed)
+        if self.processor is not None:
+            check_sampled(self.processor, [t for t, mask in zip(self.ids, self._loss_mask, strict=True) if mask])
+            request.gconfig = stop_at_placeholders(self.processor, gconfig)
+        request.images = [image.data for image in self.images]
+        request.image_spans = [(image.start, image.end) for image in self.images]
+        return request
 
     def add(self, response: ModelResponse) -> Trajectory:
         """Append what the model sampled in answer to `request`; returns itself."""
@@ -85,6 +120,7 @@ class Trajectory:
         self._append(response.output_tokens, 1, response.output_logprobs, response.output_versions)
         self._routed = extend_record(self._routed, response.routed_experts)
         self._awaits_reply = False
+        self._end = len(self.ids)
         self.truncated = response.truncated
         return self
 
@@ -115,19 +151,23 @@ class Trajectory:
 
     @staticmethod
     def join(trajectories: Sequence[Trajectory]) -> Batch:
-        """Return a group of trajectories as one padded batch, as a workflow returns it."""
+        """Return a group of trajectories as one padded batch, as a workflow returns it.
+
+        What was observed after the last answer is left out: nothing is sampled from it, so it would only cost compute.
+        """
         if not trajectories:
             raise ValueError("Trajectory.join needs at least one trajectory")
         rewards = [t._reward for t in trajectories]
         if None in rewards:
             raise ValueError(f"trajectory {rewards.index(None)} of {len(rewards)} has no reward: call reward(value)")
-        shape = len(trajectories), max(len(t.ids) for t in trajectories)
+        lengths = [t._end or len(t.ids) for t in trajectories]
+        shape = len(trajectories), max(lengths)
 
         def pad(rows: list[list[Any]], value: float, dtype: type) -> torch.Tensor:
             # NumPy takes lists several times as fast as torch.
             padded = np.full(shape, value, dtype)
-            for i, row in enumerate(rows):
-                padded[i, : len(row)] = row
+            for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                padded[i, :length] = row[:length]
             return torch.from_numpy(padded)
 
         batch = {
@@ -144,7 +184,8 @@ class Trajectory:
         for name in dict.fromkeys(name for t in trajectories for name in t.stats):
             values = [t.stats.get(name, math.nan) for t in trajectories]
             batch[STATS_PREFIX + name] = torch.tensor(values, dtype=torch.float32)
-        return batch
+        kept = zip(trajectories, lengths, strict=True)
+        return batch | image_columns([[image for image in t.images if image.end <= end] for t, end in kept])
 
     def _append(self, ids: list[int], mask: int, logprobs: list[float], versions: list[int]) -> None:
         if not len(ids) == len(logprobs) == len(versions):
@@ -161,11 +202,23 @@ class Trajectory:
         tokenizer = self._require_tokenizer()
         if self._awaits_reply:
             raise RequestError("messages were observed twice without a reply in between: observe all of them at once")
-        self._awaits_reply = True
+        images: list[bytes] = []
+        if has_image_parts(messages):
+            if self.processor is None:
+                raise RequestError(
+                    "messages with images need a processor: Trajectory(processor=VisionProcessor.load(path))"
+                )
+            messages, images = self.processor.take_images(messages)
         if not self.ids:
-            return encode_chat(tokenizer, messages, self.tools, **self.template_kwargs)
-        sampled = self.ids[self._reply_start :]
-        return encode_next(tokenizer, messages, self.tools, sampled=sampled, **self.template_kwargs)
+            ids = encode_chat(tokenizer, messages, self.tools, **self.template_kwargs)
+        else:
+            sampled = self.ids[self._reply_start :]
+            ids = encode_next(tokenizer, messages, self.tools, sampled=sampled, **self.template_kwargs)
+        if self.processor is not None:
+            ids, placed = self.processor.place(ids, images)
+            self.images += [image.shifted(len(self.ids)) for image in placed]
+        self._awaits_reply = True
+        return ids
 
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:

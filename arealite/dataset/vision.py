@@ -6,6 +6,7 @@ import torch
 
 from arealite.api.errors import DatasetError
 from arealite.api.io_struct import Batch
+from arealite.api.vision_api import image_columns
 from arealite.utils.data import concat_padded
 from arealite.utils.vision import VisionProcessor
 
@@ -31,4 +32,4 @@ def _row(row: Row, processor: VisionProcessor, image_folder: str | None) -> Batc
     loss_mask = torch.zeros_like(ids)
     loss_mask[:, len(prompt.input_ids) :] = 1
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": loss_mask}
-    return batch | prompt.batch_columns(1)
+    return batch | image_columns([prompt.placed])

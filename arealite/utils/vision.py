@@ -10,6 +10,7 @@ K images of a prompt, P patches of all of them (Qwen-VL), D values of a patch, C
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from arealite.api.errors import ConfigError, DatasetError, RequestError
 from arealite.api.io_struct import Batch
-from arealite.utils.data import IMAGE_INDEX
-from arealite.utils.images import check_count, decode_image, image_bytes
+from arealite.api.vision_api import PlacedImage
+from arealite.utils.images import check_count, decode_image, from_data_url, image_bytes
 
 # What the processors of supported families return for images.
 _INPUTS = ({"pixel_values", "image_grid_thw"}, {"pixel_values"})
@@ -37,22 +38,24 @@ class VisionPrompt:
     """Token ids with expanded placeholders, and the images as they are and as model inputs, unpadded.
 
     `inputs`: `pixel_values [P, D]` with `image_grid_thw [K, 3]` (Qwen-VL), or `pixel_values [K, C, H, W]` (LLaVA);
-    empty without images. `spans`: the tokens `start .. end` of each image.
+    empty without images. `spans`: the tokens `start .. end` of each image. `placed`: all of it for each image alone.
     """
 
     input_ids: list[int]
-    images: list[bytes]
-    spans: list[tuple[int, int]]
-    inputs: Batch
+    placed: list[PlacedImage]
 
-    def batch_columns(self, num_rows: int) -> Batch:
-        """Return the image columns of a batch whose `num_rows` rows all share these images."""
-        if not self.images:
-            return {}
-        columns = {key: value[None] for key, value in self.inputs.items()}
-        if "image_grid_thw" not in columns:
-            columns["num_images"] = torch.tensor([len(self.images)])
-        return columns | {IMAGE_INDEX: torch.zeros(num_rows, dtype=torch.long)}
+    @property
+    def images(self) -> list[bytes]:
+        return [image.data for image in self.placed]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [(image.start, image.end) for image in self.placed]
+
+    @property
+    def inputs(self) -> Batch:
+        keys = self.placed[0].inputs if self.placed else ()
+        return {key: torch.cat([image.inputs[key] for image in self.placed]) for key in keys}
 
 
 class VisionProcessor:
@@ -64,6 +67,8 @@ class VisionProcessor:
         self.image_token = str(processor.image_token)
         self.image_token_id = int(processor.image_token_id)
         self.chat_template = processor.chat_template or getattr(self.tokenizer, "chat_template", None)
+        # Turns behind the first are rendered by the tokenizer: by the same template.
+        self.tokenizer.chat_template = self.chat_template
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Load it again in another process: processors without their video part cannot be pickled."""
@@ -95,13 +100,14 @@ class VisionProcessor:
                 f"the prompt has {len(pieces) - 1} image placeholders ({self.image_token}) for {len(images)} images: "
                 "give one for each image"
             )
-        inputs, counts = self._features(images)
-        expanded = "".join(piece + self.image_token * n for piece, n in zip(pieces, [*counts, 0], strict=True))
+        features = self._features(images)
+        counts = [*(count for _, count in features), 0]
+        expanded = "".join(piece + self.image_token * n for piece, n in zip(pieces, counts, strict=True))
         # Templates that begin with the first token must not get it twice.
         first = self.tokenizer.bos_token
         has_first = bool(first) and text.startswith(first)
         ids = self.tokenizer.encode(expanded, add_special_tokens=not has_first)
-        return VisionPrompt(ids, images, self._spans(ids, counts), inputs)
+        return self._placed(ids, images, features)
 
     def encode_messages(self, messages: list[dict[str, Any]], images: list[bytes], **variables: Any) -> VisionPrompt:
         """Apply the chat template. Parts of type `image` in the messages stand for the images, in this order."""
@@ -146,34 +152,77 @@ class VisionProcessor:
 
     def match(self, input_ids: list[int], images: list[bytes]) -> VisionPrompt:
         """Pair token ids whose placeholders are expanded already with their images."""
-        inputs, counts = self._features(images)
-        found = input_ids.count(self.image_token_id)
-        if found != sum(counts):
+        features = self._features(images)
+        found, expected = input_ids.count(self.image_token_id), sum(count for _, count in features)
+        if found != expected:
             raise RequestError(
-                f"the prompt has {found} image placeholder tokens, but its {len(images)} images have {sum(counts)} "
+                f"the prompt has {found} image placeholder tokens, but its {len(images)} images have {expected} "
                 "features: send the ids that the model's processor returns for these images"
             )
-        return VisionPrompt(input_ids, images, self._spans(input_ids, counts), inputs)
+        return self._placed(input_ids, images, features)
 
-    def _spans(self, ids: list[int], counts: list[int]) -> list[tuple[int, int]]:
-        """Return the tokens of each image, of which it has `counts`."""
+    def take_images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Take the images out of messages: see `ImageReader.take_images`. No file is read."""
+        images: list[bytes] = []
+
+        def part_of(part: Any) -> Any:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "image_url":
+                given = part.get("image_url")
+                url = given.get("url") if isinstance(given, Mapping) else given
+                images.append(from_data_url(str(url)))
+            elif kind == "image":
+                image = part.get("image")
+                images.append(from_data_url(image) if isinstance(image, str) else image_bytes(image))
+            else:
+                return part
+            return {"type": "image"}
+
+        taken = [
+            {**m, "content": [part_of(part) for part in m["content"]]}
+            if isinstance(m.get("content"), Sequence) and not isinstance(m["content"], str)
+            else dict(m)
+            for m in messages
+        ]
+        return taken, images
+
+    def place(self, ids: Sequence[int], images: list[bytes]) -> tuple[list[int], list[PlacedImage]]:
+        """Expand the one placeholder of each image: see `ImageReader.place`."""
+        found = list(ids).count(self.image_token_id)
+        if found != len(images):
+            raise RequestError(
+                f"the messages have {found} image placeholders ({self.image_token}) for {len(images)} images: the chat "
+                "template must write one for each image, and text must not contain it"
+            )
+        features = self._features(images)
+        counts = iter([count for _, count in features])
+        expanded: list[int] = []
+        for token in ids:
+            expanded += [token] * (next(counts) if token == self.image_token_id else 1)
+        return expanded, self._placed(expanded, images, features).placed
+
+    def _placed(self, ids: list[int], images: list[bytes], features: list[tuple[Batch, int]]) -> VisionPrompt:
+        """Return a prompt whose placeholders are those of the images, with the tokens of each."""
         at = [i for i, token in enumerate(ids) if token == self.image_token_id]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
-        return [(at[start], at[start + n - 1] + 1) for start, n in zip(starts, counts, strict=True)]
+        placed, first = [], 0
+        for image, (inputs, count) in zip(images, features, strict=True):
+            placed.append(PlacedImage(image, at[first], at[first + count - 1] + 1, inputs))
+            first += count
+        return VisionPrompt(ids, placed)
 
-    def _features(self, images: list[bytes]) -> tuple[Batch, list[int]]:
-        """Return the model's inputs for all images, and the placeholder tokens of each."""
+    def _features(self, images: list[bytes]) -> list[tuple[Batch, int]]:
+        """Return the model's inputs for each image, and its number of placeholder tokens."""
         check_count(len(images))
-        outputs = [self._call(decode_image(image)) for image in images]
-        counts = [int((output.pop("input_ids") == self.image_token_id).sum()) for output in outputs]
-        for output in outputs:
+        features = []
+        for output in [self._call(decode_image(image)) for image in images]:
+            count = int((output.pop("input_ids") == self.image_token_id).sum())
             if output.keys() not in _INPUTS:
                 raise ConfigError(
                     f"{type(self.processor).__name__} returns {sorted(output)} for images; supported are models of the "
                     "Qwen2-VL and LLaVA kinds"
                 )
-        keys = outputs[0].keys() if outputs else ()
-        return {key: torch.cat([output[key] for output in outputs]) for key in keys}, counts
+            features.append((output, count))
+        return features
 
     def _call(self, picture: Any) -> Batch:
         try:

@@ -22,6 +22,7 @@ from arealite.api.rollout_api import Agent, Environment, RolloutWorkflow, Step
 from arealite.api.trajectory import Trajectory
 from arealite.utils.pools.call_pool import CallError, CallPool, Lease
 from arealite.utils.trace.tracing import part_of_episode
+from arealite.utils.vision import VisionProcessor
 from arealite.workflow.groups import play_all
 
 MakeEnvironment = Callable[[], Environment]
@@ -38,7 +39,11 @@ class Policy:
 
     async def generate(self, observation: Any) -> str:
         """Tell the model something (text, a message, messages or tokens), and return its reply as text."""
-        self.trajectory.observe(observation)
+        if self.trajectory.processor is None:
+            self.trajectory.observe(observation)
+        else:
+            # Decoding images takes milliseconds: the other episodes go on meanwhile.
+            await asyncio.to_thread(self.trajectory.observe, observation)
         return await self.trajectory.generate(self.engine, self.gconfig, self.seed)
 
 
@@ -49,6 +54,7 @@ class ChatAgent(Agent):
         self.policy, self.system_prompt = policy, system_prompt
 
     async def act(self, observation: Any) -> str:
+        observation = [observation] if isinstance(observation, Mapping) else observation
         is_chat = isinstance(observation, list) and bool(observation) and isinstance(observation[0], Mapping)
         messages = observation if is_chat else [{"role": "user", "content": str(observation)}]
         if self.system_prompt and not self.policy.trajectory.ids:
@@ -62,6 +68,7 @@ class AgenticWorkflow(RolloutWorkflow):
     `make_environment` and `make_agent` are classes or functions, or their names as `package.module:Class`, and are
     called with `environment_args` and, after the policy, `agent_args`. A row's columns go to the environment's `reset`
     as `options`. Each call of the environment has `timeout_s`. A reward `t` steps later counts `discount ** t` times.
+    With a `processor` (a `VisionProcessor`, or the folder of the model) messages may have images, in any turn.
     """
 
     def __init__(
@@ -77,7 +84,9 @@ class AgenticWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         environment_args: Mapping[str, Any] | None = None,
         agent_args: Mapping[str, Any] | None = None,
+        processor: VisionProcessor | str | None = None,
     ):
+        self.processor = VisionProcessor.load(processor) if isinstance(processor, str) else processor
         if isinstance(make_environment, str):
             make_environment = load_object(make_environment, "make_environment")
         # Not always a partial: the kind of a class is looked at, and it is sent to processes.
@@ -96,7 +105,7 @@ class AgenticWorkflow(RolloutWorkflow):
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], index: int) -> Trajectory:
         seed = data.get("seed")
-        trajectory = Trajectory(self.tokenizer, enable_thinking=self.enable_thinking)
+        trajectory = Trajectory(self.tokenizer, processor=self.processor, enable_thinking=self.enable_thinking)
         policy = Policy(engine, self.gconfig, trajectory, None if seed is None else seed + index)
         options = {key: value for key, value in data.items() if key != "seed"}
         async with self._open_environment() as environment:

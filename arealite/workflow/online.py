@@ -25,6 +25,7 @@ from arealite.api.io_struct import Batch
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.http.server import json_response, read_object
 from arealite.utils.seeds import derive_seed
+from arealite.utils.vision import VisionProcessor
 
 logger = logging.getLogger("arealite.agents")
 _MAX_NAME = 256
@@ -55,7 +56,7 @@ class _Group:
 class OnlineWorkflow(RolloutWorkflow):
     """Takes sessions from outside.
 
-    `session_timeout_s` limits each session, and the time until a group is complete.
+    `session_timeout_s` limits each session, and the time until a group is complete. `processor`: see `AgentWorkflow`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class OnlineWorkflow(RolloutWorkflow):
         turn_discount: float = 1.0,
         limits: SessionLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        processor: VisionProcessor | str | None = None,
     ):
         if not admin_token:
             raise ConfigError("online mode needs an admin token: agents start sessions with it")
@@ -76,7 +78,9 @@ class OnlineWorkflow(RolloutWorkflow):
         self.session_timeout_s, self.turn_discount = session_timeout_s, turn_discount
         self.template_kwargs = template_kwargs or {}
         routes = {"/rl/sessions": self._start, "/rl/reward": self._reward, "/rl/end": self._end}
-        settings = {"host": host, "port": port, "limits": limits, "admin_token": admin_token}
+        processor = VisionProcessor.load(processor) if isinstance(processor, str) else processor
+        tokenizer = tokenizer if processor is None else processor.tokenizer
+        settings = {"host": host, "port": port, "limits": limits, "admin_token": admin_token, "processor": processor}
         self.host = GatewayHost(tokenizer=tokenizer, admin_routes=routes, on_end=self._finish, **settings)
         self._gateway: Gateway | None = None
         self._groups: list[_Group] = []

@@ -34,6 +34,7 @@ from arealite.utils.pools.call_pool import CallPool, CallTimeout
 from arealite.utils.process import end_families
 from arealite.utils.seeds import derive_seed
 from arealite.utils.text import clean
+from arealite.utils.vision import VisionProcessor
 
 logger = logging.getLogger("arealite.agents")
 Agent = (
@@ -51,7 +52,8 @@ class AgentWorkflow(RolloutWorkflow):
     of `max_processes` worker processes, or the name of either as `package.module:function`, or a command as a list of
     words. A command finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and the row as JSON in
     AREALITE_ROW; its reward is the last line of its output. `timeout_s` counts from the start of the agent, not while
-    it waits for a process.
+    it waits for a process. With a `processor` (a `VisionProcessor`, or the folder of the model) messages may have
+    images as data: URLs, in any turn.
     """
 
     def __init__(
@@ -64,12 +66,15 @@ class AgentWorkflow(RolloutWorkflow):
         limits: SessionLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
         max_processes: int = 32,
+        processor: VisionProcessor | str | None = None,
     ):
         self.agent: Agent = load_object(agent, "agent") if isinstance(agent, str) else agent
         self.gconfig, self.tokenizer = gconfig, tokenizer
         self.timeout_s, self.turn_discount = timeout_s, turn_discount
         self.template_kwargs = template_kwargs or {}
-        self.host = GatewayHost(tokenizer=tokenizer, limits=limits)
+        processor = VisionProcessor.load(processor) if isinstance(processor, str) else processor
+        tokenizer = tokenizer if processor is None else processor.tokenizer
+        self.host = GatewayHost(tokenizer=tokenizer, limits=limits, processor=processor)
         # Starts processes when it is used: only agents that may block need any.
         self.pool = CallPool(max_processes)
 

@@ -5,7 +5,6 @@ to a row share its images: they are processed once, sent once and stored once.
 """
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +14,7 @@ from arealite.api.engine_api import InferenceEngine
 from arealite.api.io_struct import Batch, ModelRequest
 from arealite.api.reward_api import RewardFn
 from arealite.api.trajectory import Trajectory
+from arealite.api.vision_api import stop_at_placeholders
 from arealite.utils.decoders import has_vision
 from arealite.utils.vision import VisionProcessor, VisionPrompt
 from arealite.workflow.rlvr import RLVRWorkflow
@@ -44,17 +44,14 @@ class VisionRLVRWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
         # Decoding takes milliseconds: the other episodes go on meanwhile.
         prompt = await asyncio.to_thread(self.encode, data)
-        # A sampled placeholder would have no image: the answer ends there.
-        stops = [*self.gconfig.stop_token_ids, *self.processor.placeholder_ids]
-        gconfig = replace(self.gconfig, stop_token_ids=list(dict.fromkeys(stops)))
+        gconfig = stop_at_placeholders(self.processor, self.gconfig)
         images = {"images": prompt.images, "image_spans": prompt.spans}
         request = ModelRequest(prompt.input_ids, gconfig, seed=data.get("seed"), **images)
         responses = await engine.agenerate_group(request)
         columns = {key: value for key, value in data.items() if key not in IMAGE_COLUMNS}
         rewards = await self.compute_rewards(prompt.input_ids, responses, columns)
-        answers = [Trajectory().observe(r.input_tokens).add(r) for r in responses]
-        batch = Trajectory.join([answer.reward(value) for answer, value in zip(answers, rewards, strict=True)])
-        return batch | prompt.batch_columns(len(responses))
+        answers = [Trajectory().observe(r.input_tokens, prompt.placed).add(r) for r in responses]
+        return Trajectory.join([answer.reward(value) for answer, value in zip(answers, rewards, strict=True)])
 
     def encode(self, data: dict[str, Any]) -> VisionPrompt:
         """Tokenize the prompt of a row with its images."""

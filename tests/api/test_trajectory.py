@@ -64,6 +64,20 @@ def test_errors_name_the_reason(tokenizer):
         Trajectory.join([Trajectory().observe([1]).reward(0), row])
 
 
+def test_what_follows_the_last_answer_is_left_out():
+    first, second = Trajectory().observe([1, 2]), Trajectory().observe([1, 2])
+    first.add(respond(first.request(GCONFIG), [3])).observe([4, 5, 6]).reward(1.0)
+    second.add(respond(second.request(GCONFIG), [3, 4])).reward(0.0)
+    batch = Trajectory.join([first, second])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
+    assert batch["versions"][0].tolist()[:2] == [-1, -1] and batch["versions"][0, 3] == -1
+    assert batch["rewards"].tolist() == [1.0, 0.0]
+    # The trajectory keeps it: an answer may still come.
+    assert first.ids == [1, 2, 3, 4, 5, 6]
+
+
 def test_statistics_become_columns_and_means():
     first = Trajectory().observe([1]).reward(1).stat("calls", 2).stat("failed", 0)
     second = Trajectory().observe([1, 2]).reward(0).stat("calls", 4)
