@@ -20,7 +20,10 @@ from arealite.api.io_struct import IMAGE_INDEX, Batch
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An encoded image, for which the tokens `start .. end` of a sequence stand. `inputs` are those of the model."""
+    """An encoded image in a sequence of tokens.
+
+    The tokens `start .. end` stand for it. `inputs` are those of the model.
+    """
 
     data: bytes
     start: int
@@ -41,11 +44,11 @@ class ImageReader(Protocol):
     def placeholder_ids(self) -> list[int]: ...
 
     def take_images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Return messages whose image parts are of type `image` without data, and the images in their order."""
+        """Return messages with image parts without data (`{"type": "image"}`), and the images in order."""
         ...
 
     def place(self, ids: Sequence[int], images: list[bytes]) -> tuple[list[int], list[PlacedImage]]:
-        """Expand the one placeholder of each image in `ids`; returns all tokens and the images among them."""
+        """Expand the one placeholder of each image in `ids`; returns tokens and placed images."""
         ...
 
 
@@ -61,7 +64,7 @@ def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def stop_at_placeholders(reader: ImageReader, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
-    """Return parameters with which an answer ends where a placeholder is sampled: it would have no image."""
+    """Return parameters with which an answer ends at a sampled placeholder: it would have no image."""
     stops = dict.fromkeys([*gconfig.stop_token_ids, *reader.placeholder_ids])
     return replace(gconfig, stop_token_ids=list(stops))
 
@@ -76,7 +79,7 @@ def check_sampled(reader: ImageReader, sampled: Sequence[int]) -> None:
 
 
 def image_columns(rows: Sequence[Sequence[PlacedImage]]) -> Batch:
-    """Return the image columns of a batch, given the images of each row in the order of their tokens.
+    """Return the image columns of a batch, given the images of each row in token order.
 
     Rows with the same images share one image set. Empty if no row has an image.
     """
