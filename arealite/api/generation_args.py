@@ -138,6 +138,11 @@ class ServerConfig(Section):
         "Record the experts of each token, for requests with return_routed_experts (set by rollout.routing_replay).",
         False,
     )
+    draft_tokens: int = _help(
+        "Speculative decoding by prompt lookup (CPU only): most tokens proposed for a sequence while few run; 0: off.",
+        0,
+        Range(0, 64),
+    )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
     # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.
     seed: int = _help("Seed of requests that have none.", 0, Range(0, 2**44 - 1))
@@ -151,3 +156,9 @@ class ServerConfig(Section):
             yield f"server.host={self.host} is not loopback: set server.api_key too"
         if self.api_key and not self.api_key.isascii():
             yield "server.api_key is sent in an HTTP header: use ASCII characters only"
+        if self.draft_tokens and self.device == "cuda":
+            yield f"server.draft_tokens={self.draft_tokens} works with server.device=cpu only: set draft_tokens=0"
+        if self.draft_tokens and self.deterministic:
+            yield (
+                "server.deterministic computes every token alone, server.draft_tokens several at once: use one of them"
+            )

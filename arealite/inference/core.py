@@ -18,7 +18,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.kv_cache import BlockPool
-from arealite.inference.loading import ModelShape, shape_of
+from arealite.inference.loading import ModelShape, check_drafts, shape_of
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.runner import Runner, Step, StepResult
 from arealite.inference.scheduler import Scheduler
@@ -30,7 +30,9 @@ from arealite.weights.segment import release_removed
 
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Runner:
     """Make the runner for the model's device. Triton is needed, and imported, only for CUDA."""
-    if next(model.parameters()).device.type == "cuda":
+    device = next(model.parameters()).device
+    check_drafts(config, device)
+    if device.type == "cuda":
         from arealite.inference.cuda.runner import CudaRunner
 
         return CudaRunner(model, shape, config)
@@ -48,7 +50,7 @@ class EngineCore:
         pool = BlockPool(self.runner.num_blocks, config.block_size)
         self.max_len = min(self.shape.context_length, pool.num_usable * config.block_size)
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
-        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len)
+        self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len, config.draft_tokens)
         self.scheduler.settle = self.settle
         self.post = Postprocessor(slots, self.shape, tokenizer)
         self.requests: dict[str, Request] = {}
@@ -93,12 +95,19 @@ class EngineCore:
         while self._in_flight:
             self._collect()
 
-    def _collect(self) -> StepResult | None:
+    def _collect(self) -> None:
         result = self._in_flight.popleft()()
-        if result is not None:
-            for seq in self.post.append(result):
-                self._finish(seq)
-        return result
+        while result is not None:
+            self._append(result)
+            result = result.following
+            if result is not None:
+                # A sequence may have ended with a token before: its slot is free.
+                alive = self.scheduler.slots.ticket[result.slots] == result.tickets
+                self.scheduler.lengthen(result.slots[alive])
+
+    def _append(self, result: StepResult) -> None:
+        for seq in self.post.append(result):
+            self._finish(seq)
 
     def _finish(self, seq: Sequence) -> None:
         """Take a sequence out of the engine. The last one of a request resolves the request's future."""

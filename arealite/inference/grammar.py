@@ -5,6 +5,7 @@ with a `Constraint` of its own, on the engine's thread. The CPU runner masks the
 reported log-probs are those of the masked distribution.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -46,10 +47,16 @@ class Constraint:
     def __init__(self, matcher: Any, grammar: Grammar):
         self._matcher, self._grammar = matcher, grammar
 
-    def forbidden(self) -> np.ndarray:
-        """Return which tokens may not come next, bool [V]. At the end of the grammar only stop tokens may."""
-        count = self._grammar.vocab_size
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=count, bitorder="little")
+    def forbidden(self, draft: Sequence[int] = ()) -> np.ndarray:
+        """Return which tokens may not come next, bool [V]. At the end of the grammar only stop tokens may.
+
+        With a `draft`, the tokens after it; if the draft itself is forbidden, the result has no meaning.
+        """
+        count, matcher = self._grammar.vocab_size, self._matcher
+        if draft:
+            matcher = matcher.deep_copy()
+            matcher.try_consume_tokens([token for token in draft if token not in self._grammar.eos_ids])
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=count, bitorder="little")
         forbidden = bits == 0
         if forbidden.all():
             # The grammar has ended or a limit is exceeded: the answer ends.

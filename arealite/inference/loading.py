@@ -74,7 +74,18 @@ def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
             f"device=cuda with tensor_parallel={config.tensor_parallel}, but torch sees {seen} here: use fewer ranks, "
             "or device=cpu"
         )
-    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+    device = torch.device(name, rank) if name == "cuda" else torch.device(name)
+    check_drafts(config, device)
+    return device
+
+
+def check_drafts(config: ServerConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if drafts are configured on a device whose runner has none."""
+    if config.draft_tokens and device.type != "cpu":
+        raise ConfigError(
+            f"draft_tokens={config.draft_tokens} works on the CPU only, and the model is on {device.type}: CUDA graphs "
+            "decode one token of each sequence in a step. Set draft_tokens=0, or device=cpu"
+        )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

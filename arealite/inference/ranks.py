@@ -230,11 +230,9 @@ class RankCore(EngineCore):
 
     checksum = 0
 
-    def _collect(self) -> StepResult | None:
-        result = super()._collect()
-        if result is not None:
-            self.checksum = zlib.crc32(result.tokens.astype(np.int64).tobytes(), self.checksum)
-        return result
+    def _append(self, result: StepResult) -> None:
+        self.checksum = zlib.crc32(result.tokens.astype(np.int64).tobytes(), self.checksum)
+        super()._append(result)
 
 
 def _send_first(method: Any) -> Any:

@@ -3,6 +3,8 @@
 `cpu.runner.CpuRunner` and `cuda.runner.CudaRunner` implement it.
 """
 
+from __future__ import annotations
+
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,33 @@ class StepResult:
     raw_logprobs: np.ndarray | None
     # [B, 2, K] likeliest tokens and the bits of their log-probs, for the largest K asked for; None: nobody asks
     top: np.ndarray | None = None
+    # The next token of those sequences whose draft was right so far
+    following: StepResult | None = None
+
+    def take(self, index: np.ndarray) -> StepResult:
+        """Return the rows `index`."""
+        raw, top = (None if values is None else values[index] for values in (self.raw_logprobs, self.top))
+        parts = (self.slots, self.tickets, self.positions, self.tokens, self.logprobs)
+        return StepResult(*(part[index] for part in parts), raw, top)
+
+
+def keep_accepted(result: StepResult, slots: SlotTable) -> StepResult:
+    """Keep the tokens of sequences with drafts up to the first one that differs from its draft, and that one.
+
+    `result` has one row more for a sequence than its draft has tokens, in order of position. Returns a chain of results
+    with at most one token of each sequence.
+    """
+    agrees = result.tokens == slots.tokens[result.slots, result.positions]
+    index = np.flatnonzero(result.positions == slots.length[result.slots])
+    first = last = result.take(index)
+    left = slots.num_drafts[first.slots]
+    while True:
+        accepted = agrees[index] & (left > 0)
+        index, left = index[accepted] + 1, left[accepted] - 1
+        if len(index) == 0:
+            return first
+        last.following = result.take(index)
+        last = last.following
 
 
 # A launched step: call it to wait for its tokens; None if it samples none.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from arealite.inference.drafts import MAX_SEQUENCES, look_up
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.sequence import Request, Sequence
 from arealite.inference.slots import SlotTable
@@ -41,11 +42,14 @@ class StepPlan:
 class Scheduler:
     """Waiting requests in order of arrival, running sequences in slots, blocks in the pool."""
 
-    def __init__(self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int) -> None:
+    def __init__(
+        self, slots: SlotTable, pool: BlockPool, max_prefill_tokens: int, max_len: int, draft_tokens: int = 0
+    ) -> None:
         self.slots = slots
         self.pool = pool
         self.max_prefill_tokens = max_prefill_tokens
         self.max_len = max_len
+        self.draft_tokens = draft_tokens  # most tokens of a draft; 0: no drafts
         self.waiting: deque[Request] = deque()  # requests with samples that have never run
         self.preempted: deque[Sequence] = deque()  # admitted before `waiting`
         self.num_unstarted = 0  # samples of `waiting` that have never run; other threads read it
@@ -58,6 +62,7 @@ class Scheduler:
         """Reset the counters and flush the prefix cache."""
         self.pool.flush()
         self.num_preemptions = self.prompt_tokens = self.cached_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -87,7 +92,44 @@ class Scheduler:
         slots = self.slots
         # The last token of a sequence at its limit is in flight.
         plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
+        if self.draft_tokens:
+            self._draft(plan.slots)
         return plan
+
+    def _draft(self, rows: np.ndarray) -> None:
+        """Write drafts behind the tokens of the slots `rows`, none if those are many. No step is in flight."""
+        slots = self.slots
+        slots.num_drafts[rows] = 0
+        if len(rows) > MAX_SEQUENCES:
+            return
+        for slot in rows.tolist():
+            length = int(slots.length[slot])
+            # After a miss one token is tried, after a hit twice as many as were right. The last token of a sequence
+            # needs no draft: every pass samples one more token than the draft has.
+            most = min(self.draft_tokens, 2 * int(slots.draft_hits[slot]) + 1, int(slots.limit[slot]) - length - 1)
+            draft = look_up(slots.tokens[slot, :length], most)
+            draft = draft[: self._make_room(slot, length, len(draft))]
+            if len(draft):
+                slots.tokens[slot, length : length + len(draft)] = draft
+                slots.num_drafts[slot], slots.draft_hits[slot] = len(draft), 0
+                self.drafted_tokens += len(draft)
+
+    def _make_room(self, slot: int, length: int, count: int) -> int:
+        """Allocate blocks for the KV of `count` drafted tokens; returns how many fit. Never preempts."""
+        slots, pool = self.slots, self.pool
+        while (room := int(slots.num_blocks[slot]) * pool.block_size - length) < count:
+            if pool.num_free <= self._reserve():
+                return max(room, 0)
+            block = pool.allocate()
+            slots.sequence[slot].blocks.append(block)
+            slots.add_block(slot, block)
+        return count
+
+    def lengthen(self, rows: np.ndarray) -> None:
+        """Count one more token, accepted from its draft, for each of the slots `rows`."""
+        self.slots.length[rows] += 1
+        self.slots.draft_hits[rows] += 1
+        self.accepted_tokens += len(rows)
 
     def _grow_decoding(self) -> None:
         """Allocate the blocks that decoding sequences need next; preempt the youngest if none is free."""

@@ -32,6 +32,9 @@ class SlotTable:
         self.logprobs, self.raw_logprobs = np.zeros((2, num_slots, max_len), np.float32)
         self.length = np.zeros(num_slots, np.int64)  # tokens, including those being sampled
         self.limit = np.zeros(num_slots, np.int64)  # the sequence finishes at this length
+        # Tokens that are only proposed: they stand in `tokens` from `length` on (see `drafts`).
+        self.num_drafts = np.zeros(num_slots, np.int64)
+        self.draft_hits = np.zeros(num_slots, np.int64)  # tokens gained by the last draft
         self.min_len = np.zeros(num_slots, np.int64)  # no stop token before this length
         self.block_table = np.zeros((num_slots, -(-max_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
@@ -73,6 +76,7 @@ class SlotTable:
             length = end
         self.length[slot] = length
         self.limit[slot] = limit
+        self.num_drafts[slot], self.draft_hits[slot] = 0, self.max_len
         self.num_blocks[slot] = 0
         self.decoding[slot] = False
         self.seed[slot] = split_seed(seq.seed)

@@ -10,7 +10,7 @@ logger = logging.getLogger("arealite.run")
 
 
 class ServerCounters:
-    """Statistics from the servers' own counters: idle time and prefix hits; empty if they have none.
+    """Statistics from the servers' own counters: idle time, prefix hits and accepted drafts; empty if they have none.
 
     Asks at most once a second, so that short steps do not wait for responses.
     """
@@ -22,7 +22,7 @@ class ServerCounters:
         self._last: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """Return `idle/server` and `rollout/prefix_hit_rate` since the last request to the servers."""
+        """Return `idle/server` and rates of prefix hits and accepted drafts since the last request to the servers."""
         now = time.monotonic()
         if self.rollout is None or now - self._asked_at < 1.0:
             return self._last
@@ -32,13 +32,15 @@ class ServerCounters:
         except WaitTimeout as error:
             logger.warning("idle/server is not known: %s", error)
             infos = []
-        names = ("busy_s", "prompt_tokens", "cached_tokens")
-        counts = {name: sum(info[name] for info in infos) / len(infos) for name in names} if infos else {}
+        names = ("busy_s", "prompt_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens")
+        counts = {name: sum(info.get(name, 0) for info in infos) / len(infos) for name in names} if infos else {}
         if counts and self._counts:
-            busy_s, prompt, cached = (counts[name] - self._counts[name] for name in names)
+            busy_s, prompt, cached, drafted, accepted = (counts[name] - self._counts[name] for name in names)
             self._last = {"idle/server": min(1.0, max(0.0, 1 - busy_s / (now - self._asked_at)))}
             # Counters of servers that joined or left may differ; a step without new prompts has no rate.
             if prompt > 0 and 0 <= cached <= prompt:
                 self._last["rollout/prefix_hit_rate"] = cached / prompt
+            if drafted > 0 and 0 <= accepted <= drafted:
+                self._last["rollout/draft_acceptance_rate"] = accepted / drafted
         self._asked_at, self._counts = now, counts
         return self._last

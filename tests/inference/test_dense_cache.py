@@ -56,7 +56,7 @@ def check_step(shelf: Shelf, slots: SlotTable, rows: np.ndarray, keys, values) -
     write_to = torch.from_numpy(np.arange(len(rows)) * shelf.width + at)
     for layer in range(2):
         new = (cache[layer][block, offset] for cache in (keys, values))
-        found = shelf.read(write_to, int(at.max()) + 1, layer, *new)
+        found = shelf.read(slice(0, len(at)), write_to, int(at.max()) + 1, layer, *new)
         for dense, paged in zip(found, (keys, values), strict=True):
             for i, slot in enumerate(rows):
                 expected = paged[layer][slots.block_table[slot]].flatten(0, 1)[: at[i] + 1]

@@ -253,12 +253,12 @@ def test_steps_without_signal_print_one_warning(actor, config, capfd):
         assert count_warnings([next(steps)], 0.0) == 1
 
 
-def test_prefix_hits_are_counted_between_two_steps(monkeypatch):
+def test_prefix_hits_and_drafts_are_counted_between_two_steps(monkeypatch):
     infos = [
         [{"busy_s": 1.0, "prompt_tokens": 100, "cached_tokens": 90}, {"sglang": True}],
-        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190}],
+        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190, "drafted_tokens": 8, "accepted_tokens": 6}],
         # No new prompt, and then a server that has restarted.
-        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190}],
+        [{"busy_s": 2.0, "prompt_tokens": 300, "cached_tokens": 190, "drafted_tokens": 8, "accepted_tokens": 6}],
         [{"busy_s": 0.5, "prompt_tokens": 10, "cached_tokens": 0}],
     ]
     clock = iter([0.0, 4.0, 8.0, 12.0])
@@ -266,7 +266,8 @@ def test_prefix_hits_are_counted_between_two_steps(monkeypatch):
     rollout = SimpleNamespace(server_info=lambda: infos.pop(0))
     counters = ServerCounters(rollout)  # pyright: ignore
     assert counters.take() == {}
-    assert counters.take() == {"idle/server": 0.75, "rollout/prefix_hit_rate": 0.5}
+    rates = {"rollout/prefix_hit_rate": 0.5, "rollout/draft_acceptance_rate": 0.75}
+    assert counters.take() == {"idle/server": 0.75} | rates
     assert counters.take() == {"idle/server": 1.0}
     assert counters.take() == {"idle/server": 1.0}
 

@@ -30,13 +30,13 @@ class Shelf:
         self.tickets: list[int] = []
 
     def read(
-        self, write_to: torch.Tensor, span: int, layer: int, key: torch.Tensor, value: torch.Tensor
+        self, rows: slice, write_to: torch.Tensor, span: int, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a new token [Hkv, D] to each row; returns the first `span` keys and values, [R, span, Hkv, D]."""
+        """Add new tokens [b * t, Hkv, D] to `rows`; returns their first `span` keys and values, [b, span, Hkv, D]."""
         keys, values = self.keys[layer], self.values[layer]
         keys.view(-1, *key.shape[1:]).index_copy_(0, write_to, key)
         values.view(-1, *key.shape[1:]).index_copy_(0, write_to, value)
-        return keys[: len(key), :span], values[: len(key), :span]
+        return keys[rows, :span], values[rows, :span]
 
 
 class DenseCache:

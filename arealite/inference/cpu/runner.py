@@ -22,7 +22,7 @@ from arealite.inference.cpu.sampler import make_batch, sample
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
 from arealite.inference.routing import RoutingRecord
-from arealite.inference.runner import Runner, Step, StepResult, count_blocks
+from arealite.inference.runner import Runner, Step, StepResult, count_blocks, keep_accepted
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import SlotTable
 from arealite.inference.vision import VisionDecoder, is_served
@@ -157,26 +157,17 @@ class CpuRunner(Runner):
             parts: Any = [None if part[0] is None else np.concatenate(part) for part in zip(*alone, strict=True)]
         else:
             parts = self._decode_group(self.dense.arrange(slots, rows))
-        rows, tokens, logprobs, raw, top = parts
-        return StepResult(rows, slots.ticket[rows], slots.length[rows], tokens, logprobs, raw, top)
+        rows, positions, *sampled = parts
+        result = StepResult(rows, slots.ticket[rows], positions, *sampled)
+        return keep_accepted(result, slots) if slots.num_drafts[rows].any() else result
 
     def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]], num_top: int = 0) -> tuple:
-        """One forward pass; returns slots, and the tokens, log-probs, raw and top log-probs of `sample`."""
-        slots, tiles, parts, first = self.slots, [], [], 0
-        for members, shelf in groups:
-            at = slots.length[members, None] - 1
-            if shelf is None:
-                needed = int(at.max()) // self.block_size + 1
-                tile = self._blocks_tile(first, at, slots.block_table[members, :needed])
-            else:
-                tile = _shelf_tile(first, at, shelf)
-            tiles.append(tile)
-            parts.append(members)
-            first += len(members)
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        at = slots.length[rows] - 1
+        """One forward pass; returns slots, positions, and tokens, log-probs, raw and top log-probs of `sample`."""
+        slots = self.slots
+        tiles, rows = self._decode_tiles(groups)
+        at = np.concatenate([tile.positions.numpy().reshape(-1) for tile in tiles])
         ids = slots.tokens[rows, at].astype(np.int64)
-        batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids)
+        batch = make_batch(slots, rows, self.shape.vocab_size, self.shape.eos_ids, at + 1)
         if self.config.deterministic:  # all rows must have the same columns
             batch.want_raw, batch.num_top = True, num_top
         inputs = None
@@ -184,7 +175,26 @@ class CpuRunner(Runner):
             rope = np.broadcast_to(at + slots.rope_delta[rows], (3, len(rows))).copy()
             inputs = self.vision.embed(torch.from_numpy(ids)), torch.from_numpy(rope)
         logits = self._forward(ids, tiles, self._cache_index(rows, at), inputs=inputs)
-        return rows, *(t if t is None else t.numpy() for t in sample(logits, batch))
+        return rows, at + 1, *(t if t is None else t.numpy() for t in sample(logits, batch))
+
+    def _decode_tiles(self, groups: Iterable[tuple[np.ndarray, Shelf | None]]) -> tuple[list[Tile], np.ndarray]:
+        """Tiles of the last token and the draft of each sequence, and the slot of each of their tokens."""
+        slots, tiles, rows, first = self.slots, [], [], 0
+        for members, shelf in groups:
+            start = 0
+            # Neighbours with drafts of the same length share a tile, so that nothing is padded.
+            for part in np.split(members, np.flatnonzero(np.diff(slots.num_drafts[members])) + 1):
+                at = slots.length[part, None] - 1 + np.arange(slots.num_drafts[part[0]] + 1)
+                if shelf is None:
+                    needed = int(at.max()) // self.block_size + 1
+                    tile = self._blocks_tile(first, at, slots.block_table[part, :needed])
+                else:
+                    tile = _shelf_tile(first, at, shelf, start)
+                tiles.append(tile)
+                rows.append(np.repeat(part, at.shape[1]))
+                start += len(part)
+                first += at.size
+        return tiles, rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def _forward(
         self,
@@ -237,10 +247,10 @@ def _new_tokens(t: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> t
     return key.view(-1, t, *key.shape[1:]), value.view(-1, t, *value.shape[1:])
 
 
-def _shelf_tile(first: int, positions: np.ndarray, shelf: Shelf) -> Tile:
-    at = positions[:, 0]
-    span = int(at.max()) + 1
-    write_to = torch.from_numpy(np.arange(len(at)) * shelf.width + at)
-    read = partial(shelf.read, write_to, span)
-    aligned = int(at.min()) + 1 == span
+def _shelf_tile(first: int, positions: np.ndarray, shelf: Shelf, start: int) -> Tile:
+    """A tile of the sequences in the rows of a shelf from `start` on."""
+    span, end = int(positions.max()) + 1, start + len(positions)
+    write_to = torch.from_numpy((np.arange(start, end)[:, None] * shelf.width + positions).reshape(-1))
+    read = partial(shelf.read, slice(start, end), write_to, span)
+    aligned = int(positions.min()) + 1 == span
     return Tile(first, torch.from_numpy(positions), span, read, aligned=aligned)

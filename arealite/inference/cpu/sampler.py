@@ -153,9 +153,15 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     return logits.masked_fill(logits < smallest, float("-inf"))
 
 
-def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Sequence[int]) -> SamplingBatch:
-    """Sampling parameters of the slots `rows`, each of which samples its token number `length`."""
-    lengths = slots.length[rows]
+def make_batch(
+    slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Sequence[int], lengths: np.ndarray | None = None
+) -> SamplingBatch:
+    """Sampling parameters of the slots `rows`, each of which samples the token after its first `lengths` tokens.
+
+    Without `lengths`, after the tokens it has. A sequence with a draft has several rows, whose lengths count the draft.
+    """
+    if lengths is None:
+        lengths = slots.length[rows]
     batch = SamplingBatch(torch.from_numpy(slots.seed[rows]), torch.from_numpy(lengths))
     temperature = slots.temperature[rows]
     greedy = temperature == 0
@@ -170,7 +176,7 @@ def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Seq
         batch.top_p = torch.from_numpy(slots.top_p[rows])
         batch.min_p = torch.from_numpy(slots.min_p[rows])
     if slots.penalizes[rows].any():
-        _add_penalties(batch, slots, rows, vocab_size)
+        _add_penalties(batch, slots, rows, lengths, vocab_size)
     if slots.biased[rows].any():
         batch.addend = torch.zeros(len(rows), vocab_size)
         for i in np.flatnonzero(slots.biased[rows]):
@@ -184,17 +190,20 @@ def make_batch(slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Seq
     if slots.constrained[rows].any():
         batch.forbidden = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for i in np.flatnonzero(slots.constrained[rows]):
-            batch.forbidden[i] = torch.from_numpy(slots.sequence[rows[i]].constraint.forbidden())
+            draft = slots.tokens[rows[i], slots.length[rows[i]] : lengths[i]].tolist()
+            batch.forbidden[i] = torch.from_numpy(slots.sequence[rows[i]].constraint.forbidden(draft))
     batch.want_raw = bool(slots.wants_raw[rows].any())
     batch.num_top = int(slots.num_top[rows].max(initial=0))
     return batch
 
 
-def _add_penalties(batch: SamplingBatch, slots: SlotTable, rows: np.ndarray, vocab_size: int) -> None:
+def _add_penalties(
+    batch: SamplingBatch, slots: SlotTable, rows: np.ndarray, lengths: np.ndarray, vocab_size: int
+) -> None:
     counts = np.zeros((len(rows), vocab_size), np.float32)
     seen = np.zeros((len(rows), vocab_size), bool)
     for i in np.flatnonzero(slots.penalizes[rows]):
-        row, start, end = rows[i], slots.prompt_len[rows[i]], slots.length[rows[i]]
+        row, start, end = rows[i], slots.prompt_len[rows[i]], lengths[i]
         counts[i] = np.bincount(slots.tokens[row, start:end], minlength=vocab_size)
         seen[i, slots.tokens[row, :end]] = True
     batch.counts, batch.seen = torch.from_numpy(counts), torch.from_numpy(seen)
