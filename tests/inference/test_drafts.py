@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -116,7 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("params", CASES, ids=lambda p: ",".join(p))
-def test_sampling_parameters(params, make_engine):
+def test_sampling_parameters(params: dict[str, Any], make_engine):
     plain, drafted = both(make_engine, copying_model())
     for seed, prompt in enumerate([*repetitive_prompts(2), CIRCLE]):
         outputs = []
@@ -145,7 +147,7 @@ def test_stop_strings_end_inside_a_draft_and_streams_are_the_same(make_engine, t
     model = copying_model()
     plain, drafted = both(make_engine, model, tokenizer=tokenizer)
     prompt = CIRCLE
-    greedy = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
     tokens = run(plain, prompt, **greedy)[0].token_ids
     for end in range(1, 9):
         stop = tokenizer.decode(tokens[end : end + 2])
@@ -267,12 +269,13 @@ def test_constrained_answers(make_engine, tmp_path):
 
 
 def test_bad_values():
-    for settings, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"draft_tokens": -1}, "draft_tokens"),
         ({"draft_tokens": 65}, "draft_tokens"),
         ({"draft_tokens": 4, "device": "cuda"}, "device=cpu only"),
         ({"draft_tokens": 4, "deterministic": True}, "use one of them"),
-    ):
+    ]
+    for settings, message in cases:
         with pytest.raises(ConfigError, match=message):
             ServerConfig(**settings).check()
     check_drafts(ServerConfig(draft_tokens=4), torch.device("cpu"))

@@ -53,8 +53,12 @@ def forked_ranks():
 
 @pytest.fixture(scope="module")
 def pair(folders):
-    """An engine with two ranks, and one with a single rank."""
-    engines = [Engine(ServerConfig(model_path=str(folders["qwen2"]), tensor_parallel=n, **SETTINGS)) for n in (2, 1)]
+    """An engine with two ranks and drafts, and one with a single rank and no drafts."""
+    path = str(folders["qwen2"])
+    engines = [
+        Engine(ServerConfig(model_path=path, tensor_parallel=size, draft_tokens=drafts, **SETTINGS))
+        for size, drafts in ((2, 4), (1, 0))
+    ]
     yield [engine.start() for engine in engines]
     processes = engines[0].ranks.processes
     for engine in engines:
@@ -97,6 +101,16 @@ def test_two_ranks_sample_the_tokens_of_one(params, pair):
         for mine, theirs in zip(*outputs, strict=True):
             assert mine.token_ids == theirs.token_ids
             torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+
+
+def test_ranks_accept_the_same_drafts(pair):
+    before = pair[0].stats()["accepted_tokens"]
+    # Three tokens only, so that the text repeats itself.
+    params = {"logit_bias": {3: 40.0, 4: 40.0, 5: 40.0}, "max_new_tokens": 60, "sampling_seed": 1, "n": 2}
+    for mine, theirs in zip(*(run(engine, [3, 4, 5, 3, 4], **params) for engine in pair), strict=True):
+        assert mine.token_ids == theirs.token_ids
+        torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-4, rtol=0)
+    assert pair[0].stats()["accepted_tokens"] > before and pair[1].stats()["drafted_tokens"] == 0
 
 
 def test_stop_string_ends_a_sequence_on_every_rank(pair, tokenizer):
