@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup: proposes the tokens that followed the same n-gram earlier in a sequence.
+"""Speculative decoding by prompt lookup: proposes tokens that followed the same n-gram earlier.
 
 The scheduler writes a draft behind the known tokens of a sequence when few sequences run. The runner computes it in
 the pass that computes the last known token, and samples every position with the random numbers of that position, as a
@@ -13,7 +13,7 @@ MAX_SEQUENCES = 8  # no drafts while more sequences decode: a step with many tok
 
 
 def look_up(tokens: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` tokens that may follow: those after the latest earlier occurrence of the last n-gram.
+    """Return the `count` tokens after the latest earlier occurrence of the last n-gram.
 
     Empty without an earlier occurrence. Text that repeats with a period below `count` is continued with that period.
     """

@@ -44,7 +44,7 @@ class StepResult:
 
 
 def keep_accepted(result: StepResult, slots: SlotTable) -> StepResult:
-    """Keep the tokens of sequences with drafts up to the first one that differs from its draft, and that one.
+    """Keep the tokens of each sequence up to the first that differs from its draft, and that one.
 
     `result` has one row more for a sequence than its draft has tokens, in order of position. Returns a chain of results
     with at most one token of each sequence.

@@ -10,9 +10,9 @@ logger = logging.getLogger("arealite.run")
 
 
 class ServerCounters:
-    """Statistics from the servers' own counters: idle time, prefix hits and accepted drafts; empty if they have none.
+    """Idle time, prefix hits and accepted drafts from the servers' own counters.
 
-    Asks at most once a second, so that short steps do not wait for responses.
+    Empty if they have none. Asks at most once a second, so that short steps do not wait for responses.
     """
 
     def __init__(self, rollout: CollectingEngine | None):
@@ -22,7 +22,7 @@ class ServerCounters:
         self._last: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """Return `idle/server` and rates of prefix hits and accepted drafts since the last request to the servers."""
+        """Return `idle/server` and the rates since the last request to the servers."""
         now = time.monotonic()
         if self.rollout is None or now - self._asked_at < 1.0:
             return self._last

@@ -32,7 +32,7 @@ class Shelf:
     def read(
         self, rows: slice, write_to: torch.Tensor, span: int, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add new tokens [b * t, Hkv, D] to `rows`; returns their first `span` keys and values, [b, span, Hkv, D]."""
+        """Add new tokens [b * t, Hkv, D] to `rows`; returns their keys and values, [b, span, Hkv, D]."""
         keys, values = self.keys[layer], self.values[layer]
         keys.view(-1, *key.shape[1:]).index_copy_(0, write_to, key)
         values.view(-1, *key.shape[1:]).index_copy_(0, write_to, value)

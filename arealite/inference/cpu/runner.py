@@ -162,7 +162,7 @@ class CpuRunner(Runner):
         return keep_accepted(result, slots) if slots.num_drafts[rows].any() else result
 
     def _decode_group(self, groups: Iterable[tuple[np.ndarray, Shelf | None]], num_top: int = 0) -> tuple:
-        """One forward pass; returns slots, positions, and tokens, log-probs, raw and top log-probs of `sample`."""
+        """One forward pass; returns slots, positions and what `sample` returns, as arrays."""
         slots = self.slots
         tiles, rows = self._decode_tiles(groups)
         at = np.concatenate([tile.positions.numpy().reshape(-1) for tile in tiles])

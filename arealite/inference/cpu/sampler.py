@@ -156,9 +156,9 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 def make_batch(
     slots: SlotTable, rows: np.ndarray, vocab_size: int, eos_ids: Sequence[int], lengths: np.ndarray | None = None
 ) -> SamplingBatch:
-    """Sampling parameters of the slots `rows`, each of which samples the token after its first `lengths` tokens.
+    """Sampling parameters of the slots `rows`, which sample after their first `lengths` tokens.
 
-    Without `lengths`, after the tokens it has. A sequence with a draft has several rows, whose lengths count the draft.
+    Without `lengths`, after the tokens they have. A sequence with a draft has several rows, whose lengths count the draft.
     """
     if lengths is None:
         lengths = slots.length[rows]
