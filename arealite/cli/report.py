@@ -1,8 +1,8 @@
-"""Summarizes a run: `arealite report RUN_DIR [--steps N] [--rollouts N]`.
+"""Summarizes a run: `arealite report RUN_DIR [--steps N] [--rollouts N] [--what-if KEY=VALUE …]`.
 
 Shows a sample of the steps, the time per phase, what the trainer waited for, all evaluations, the outcome of the
-episodes, and a few rollouts as text. `--json` prints the analysis of the waits for programs. Only reads the run
-directory.
+episodes, and a few rollouts as text. `--what-if servers=2` predicts the run with other settings, from its recorded
+durations; `--json` prints waits and predictions for programs. Only reads the run directory.
 """
 
 import contextlib
@@ -19,8 +19,7 @@ from rich.table import Table
 
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.arguments import ArgumentParser
-from arealite.core.foresee.critical_path import CriticalPath, describe_path, find_critical_path
-from arealite.core.foresee.recording import RecordingError, read_recording
+from arealite.cli.foresight import analyse, answer_lines, wait_lines
 from arealite.core.ledger.reading import open_ledger
 from arealite.trainer.eval_report import evaluation_table, set_names
 from arealite.trainer.stats_logger import SUPERVISED_COLUMNS, read_stats
@@ -40,13 +39,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run_dir", help="the run directory, such as runs/demo/reverse")
     parser.add_argument("--steps", type=int, default=15, help="rows of the table of steps")
     parser.add_argument("--rollouts", type=int, default=3, help="rollouts shown as text")
+    parser.add_argument(
+        "--what-if", nargs="+", metavar="KEY=VALUE", help="predict the run with other settings, such as servers=2"
+    )
     parser.add_argument("--json", action="store_true", help="print what each step waited for as JSON, and nothing else")
     options = parser.parse_args(argv)
     run_dir = RunDir(options.run_dir)
     if not run_dir.path.is_dir():
         raise ConfigError(f"there is no run directory {run_dir.path}")
     if options.json:
-        return print_to_pipe(json.dumps(analysis(run_dir)))
+        return print_to_pipe(json.dumps(analyse(run_dir, options.what_if)))
+    if options.what_if:
+        return print_to_pipe("\n".join(answer_lines(run_dir, options.what_if)))
     console = Console()
     console.print(f"run {run_dir.path}", soft_wrap=True)
     every = read_stats(run_dir)
@@ -59,7 +63,8 @@ def main(argv: list[str]) -> None:
         console.print(time_table(steps))
         if waits := wait_seconds(read_trace(run_dir.trace_path)):
             console.print(waits_table(waits))
-        _print_waits(console, run_dir, steps)
+        for line in wait_lines(run_dir, steps):
+            console.print(line, markup=False, soft_wrap=True, highlight=False)
         for line in alarm_lines(steps):
             console.print(line, markup=False, soft_wrap=True)
     evaluations = [(step["step"], step) for step in every if set_names(step)]
@@ -141,32 +146,6 @@ def waits_table(seconds: dict[tuple[str, str], float]) -> Table:
     for (lane, name), took_s in sorted(seconds.items(), key=lambda item: -item[1])[:12]:
         table.add_row(escape(lane), escape(name), f"{took_s:.1f}")
     return table
-
-
-def analysis(run_dir: RunDir) -> dict[str, Any]:
-    """Return what the trainer waited for, for programs; raises `RecordingError` if that is not known."""
-    recording = read_recording(run_dir.path, read_stats(run_dir))
-    return {"run": str(run_dir.path), "critical_path": find_critical_path(recording).to_json()}
-
-
-def _print_waits(console: Console, run_dir: RunDir, steps: list[dict[str, Any]]) -> None:
-    """Print what the trainer waited for, and the chains of the longest waits."""
-    if not any("wait_s" in step for step in steps):
-        # Supervised training has no episodes.
-        return
-    try:
-        recording = read_recording(run_dir.path, steps)
-    except RecordingError as error:
-        return console.print(f"what the trainer waited for is not known: {error}", markup=False, soft_wrap=True)
-    for line in wait_lines(find_critical_path(recording)):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
-
-
-def wait_lines(path: CriticalPath) -> list[str]:
-    """Return the sentence about the waits, and the chains of the three longest."""
-    longest = sorted(path.paths, key=lambda each: -each.waited_s)[:3]
-    chains = [f"  {describe_path(each)}" for each in longest if each.waited_s > 0.01 * path.total_s]
-    return [path.sentence(), *chains, *(f"  note: {note}" for note in path.notes)]
 
 
 def episodes_table(database: sqlite3.Connection) -> Table:

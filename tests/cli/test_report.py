@@ -1,13 +1,17 @@
+import json
+import re
 import sqlite3
 
 import pytest
 
 from arealite.api.errors import CheckpointError, ConfigError
 from arealite.cli.report import main
+from arealite.core.foresee.recording import RecordingError
 from arealite.core.ledger.rollouts import RolloutRow
 from arealite.core.ledger.store import EpisodeRow, Ledger
 from arealite.utils.rundir import RunDir
 from tests import warm_python
+from tests.core.foresee.test_recording import write_run
 
 
 @pytest.fixture
@@ -75,3 +79,44 @@ def test_a_ledger_of_another_version_is_one_clear_line(run_dir):
     with pytest.raises(CheckpointError, match=r"no such table.*of another arealite version") as info:
         main([str(run_dir.path)])
     assert "\n" not in str(info.value)
+
+
+@pytest.fixture
+def recorded(tmp_path) -> RunDir:
+    made = RunDir(tmp_path / "e" / "t").create()
+    stats = write_run(made.path, steps=6)
+    made.stats_path.write_text("".join(json.dumps({"time": 1, "reward": 0.5} | line) + "\n" for line in stats))
+    return made
+
+
+def test_the_report_says_what_was_waited_for_and_what_would_help(recorded, capsys):
+    main([str(recorded.path)])
+    out = capsys.readouterr().out
+    assert "the trainer waited 50% of 5.0 s: 25% reward, 25% joining the batch" in out
+    assert re.search(r"predicted time of a step: .*twice as fast: −\d+%", out)
+
+
+def test_what_if_answers_a_question(recorded, capsys):
+    main([str(recorded.path), "--what-if", "max_head_offpolicyness=0", "reward_speed=2"])
+    out = capsys.readouterr().out
+    assert "recorded: 1.00 s a step" in out and "samples by age: 0: 100%" in out
+    assert "importance weights are not known: the run kept no log-probs" in out
+    with pytest.raises(ConfigError, match="did you mean servers"):
+        main([str(recorded.path), "--what-if", "server=2"])
+
+
+def test_the_analysis_as_json(recorded, capsys):
+    main([str(recorded.path), "--json", "--what-if", "servers=3"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["servers"] == 2 and len(found["critical_path"]["steps"]) == 5
+    assert found["what_if"]["question"] == "servers=3" and found["recorded_step_s"] == 1.0
+
+
+def test_a_run_without_times_is_reported_without_an_analysis(run_dir, recorded, capsys):
+    (recorded.path / "config.yaml").unlink()
+    main([str(recorded.path)])
+    assert "what the trainer waited for is not known: cannot read" in capsys.readouterr().out
+    main([str(run_dir.path)])
+    assert "waited for" not in capsys.readouterr().out
+    with pytest.raises(RecordingError, match="no finished episode"):
+        main([str(run_dir.path), "--json"])

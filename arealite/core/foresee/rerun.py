@@ -1,0 +1,231 @@
+"""Runs the durations of a recording again under other settings: a small event simulation.
+
+Admission, staleness and lead are decided by the `StalenessManager` and `Lead` of real runs, and batches are filled as
+by the executor: oldest first, stale ones dropped, stragglers waited for. Episodes keep their parts: rewards and tools
+take their recorded time, generation shares a server with what else runs there (`speed`). Steps keep their work.
+At its own settings a recording gives its own times again.
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+from arealite.core.foresee.recording import Recording, Settings
+from arealite.core.foresee.speed import GenerationSpeed, fit_speed, generation_work
+from arealite.core.staleness_manager import Lead, StalenessManager
+
+GENERATE = "generate"
+_ENDED_WITHOUT_RESULT = ("rejected", "failed")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Settings, and by which factor parts are faster: kinds of parts of episodes, or `trainer`."""
+
+    settings: Settings
+    speeds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Rerun:
+    """What a re-run measured between its first and its last batch."""
+
+    ready_at: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    # Trained samples by age, and episodes that were dropped because they were too old.
+    ages: Counter[int] = field(default_factory=Counter)
+    num_stale: int = 0
+
+    @property
+    def step_s(self) -> float:
+        return (self.ready_at[-1] - self.ready_at[0]) / max(1, len(self.ready_at) - 1)
+
+    @property
+    def wait_share(self) -> float:
+        return sum(self.waited_s[1:]) / max(self.ready_at[-1] - self.ready_at[0], 1e-9)
+
+    @property
+    def mean_age(self) -> float:
+        return sum(age * number for age, number in self.ages.items()) / max(1, self.ages.total())
+
+
+class _FixedLead:
+    """A lead that does not adapt."""
+
+    def __init__(self, batches: int):
+        self.batches = batches
+
+    def adapt(self, wait_s: float, step_s: float, has_spare_batch: bool) -> None:
+        pass
+
+
+class _Server:
+    """Episodes that generate on one server share it. Work is counted on an axis of its own, `done`."""
+
+    def __init__(self, speed: GenerationSpeed, factor: float):
+        self.speed, self.factor = speed, factor
+        self.jobs: list[tuple[float, int, Any]] = []
+        self.done = self.at = self.rate = 0.0
+
+    def advance(self, now: float, is_busy: bool) -> None:
+        """Count the work until now; the rate follows from `update`."""
+        self.done += (now - self.at) * self.rate
+        self.at = now
+        self.rate = self.factor * self.speed.at(max(1, len(self.jobs)), float(is_busy))
+
+    def next_end(self) -> float:
+        return self.at + max(0.0, self.jobs[0][0] - self.done) / self.rate if self.jobs else float("inf")
+
+
+class Simulation:
+    """One re-run. `num_steps` defaults to those of the recording."""
+
+    def __init__(self, recording: Recording, speed: GenerationSpeed | None = None):
+        self.recording = recording
+        self.speed = fit_speed(recording) if speed is None else speed
+        self.works = generation_work(recording, self.speed)
+
+    def run(self, scenario: Scenario) -> Rerun:
+        """Play all steps of the recording under a scenario."""
+        return _Run(self, scenario).play()
+
+
+class _Run:
+    def __init__(self, simulation: Simulation, scenario: Scenario):
+        settings, self.recording = scenario.settings, simulation.recording
+        self.works, self.speeds = simulation.works, scenario.speeds
+        self.servers = [_Server(simulation.speed, self.factor(GENERATE)) for _ in range(settings.servers)]
+        eta, self.batch = settings.max_head_offpolicyness, settings.batch_size
+        lead = Lead(eta) if settings.lead is None else _FixedLead(min(settings.lead, eta))
+        self.manager = StalenessManager(self.batch, eta, settings.max_concurrent_rollouts, cast(Lead, lead))
+        self.lead = lead
+        self.manager.version = self.recording.steps[0].number
+        self.manager.counts.admitted = self.manager.counts.accepted = self.manager.version * self.batch
+        self.manager.counts.trained = self.manager.counts.accepted
+        self.now, self.is_busy = 0.0, False
+        self.events: list[tuple[float, int, Any]] = []
+        self.order = count()
+        self.next_row = 0
+        # Started versions of running episodes by row, in order of start; finished rows as a heap.
+        self.running: dict[int, int] = {}
+        self.started: dict[int, int] = {}
+        self.finished: list[int] = []
+        # Since when the trainer waits; None: it works.
+        self.waits_since: float | None = 0.0
+        self.last_batch_at = 0.0
+        self.step = 0
+        self.result = Rerun()
+
+    def factor(self, kind: str) -> float:
+        return self.speeds.get(kind, 1.0)
+
+    def play(self) -> Rerun:
+        self._admit()
+        while self.step < len(self.recording.steps):
+            server = min(self.servers, key=_Server.next_end)
+            at, timed_at = server.next_end(), self.events[0][0] if self.events else float("inf")
+            if at <= timed_at:
+                self.now = at
+                self._end_generation(server)
+            else:
+                self.now, _, action = heapq.heappop(self.events)
+                action()
+            self._admit()
+            self._collect()
+        return self.result
+
+    def _later(self, seconds: float, action: Any) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
+
+    # ---------------------------------------------------------------------------------------- episodes
+
+    def _admit(self) -> None:
+        number = max(0, self.manager.capacity())
+        self.manager.admit(number)
+        for _ in range(number):
+            row, self.next_row = self.next_row, self.next_row + 1
+            self.running[row] = self.started[row] = self.manager.version
+            self._begin_part(row, 0)
+
+    def _begin_part(self, row: int, index: int) -> None:
+        """Begin a part of an episode; rows behind the last recorded one repeat the first ones."""
+        place = row % len(self.works)
+        episode, works = self.recording.episodes[place], self.works[place]
+        if index == len(works):
+            return self._end_episode(row, episode.state)
+        kind, work = episode.parts[index][0], works[index]
+        if kind == GENERATE:
+            server = min(self.servers, key=lambda each: len(each.jobs))
+            server.advance(self.now, self.is_busy)
+            heapq.heappush(server.jobs, (server.done + work, next(self.order), (row, index)))
+            server.advance(self.now, self.is_busy)
+        else:
+            self._later(work / self.factor(kind), lambda: self._begin_part(row, index + 1))
+
+    def _end_generation(self, server: _Server) -> None:
+        server.advance(self.now, self.is_busy)
+        _, _, (row, index) = heapq.heappop(server.jobs)
+        server.advance(self.now, self.is_busy)
+        self._begin_part(row, index + 1)
+
+    def _end_episode(self, row: int, state: str) -> None:
+        del self.running[row]
+        if state in _ENDED_WITHOUT_RESULT:
+            self.manager.reject()
+        else:
+            self.manager.accept()
+            heapq.heappush(self.finished, row)
+
+    # ----------------------------------------------------------------------------------------- trainer
+
+    def _collect(self) -> None:
+        """Give the trainer its batch if it waits and the batch is complete."""
+        if self.waits_since is None:
+            return
+        oldest_allowed = self.manager.oldest_allowed
+        if stale := [row for row in self.finished if self.started[row] < oldest_allowed]:
+            self.finished = [row for row in self.finished if self.started[row] >= oldest_allowed]
+            heapq.heapify(self.finished)
+            for _ in stale:
+                self.manager.drop_stale()
+            self.result.num_stale += len(stale)
+            self._admit()
+        if len(self.finished) < self.batch:
+            return
+        waited_s, patience_s = self.now - self.waits_since, self.waits_since - self.last_batch_at
+        first_running = next(iter(self.running.values()), None)
+        if first_running is not None and first_running <= oldest_allowed and waited_s < patience_s - 1e-9:
+            return self._later(patience_s - waited_s, lambda: None)
+        self._train(waited_s)
+
+    def _train(self, waited_s: float) -> None:
+        for row in [heapq.heappop(self.finished) for _ in range(self.batch)]:
+            samples = max(1, self.recording.episodes[row % len(self.works)].samples)
+            self.result.ages[self.manager.version - self.started.pop(row)] += samples
+        self.manager.train(self.batch)
+        self.lead.adapt(waited_s, self.now - self.last_batch_at, len(self.finished) >= self.batch)
+        self.result.ready_at.append(self.now)
+        self.result.waited_s.append(waited_s)
+        self.waits_since, self.last_batch_at = None, self.now
+        played, factor = self.recording.steps[self.step], self.factor("trainer")
+        self.step += 1
+        self._set_busy(True)
+        self._later(played.update_s / factor, self._set_version)
+        self._later(played.work_s / factor, self._wait)
+        self._admit()
+
+    def _set_version(self) -> None:
+        self.manager.version += 1
+
+    def _wait(self) -> None:
+        self.waits_since = self.now
+        self._set_busy(False)
+
+    def _set_busy(self, is_busy: bool) -> None:
+        for server in self.servers:
+            server.advance(self.now, self.is_busy)
+        self.is_busy = is_busy
+        for server in self.servers:
+            server.advance(self.now, is_busy)

@@ -1,0 +1,99 @@
+"""Re-runs of recordings made by hand: at their own settings they repeat, under others the answer is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from arealite.api.errors import ConfigError
+from arealite.core.foresee.recording import PlayedStep, Recording, ServerRate, Settings
+from arealite.core.foresee.rerun import Scenario, Simulation
+from arealite.core.foresee.speed import GenerationSpeed, fit_speed
+from arealite.core.foresee.what_if import WhatIf, parse_question
+from tests.core.foresee.make_recording import episode, synchronous
+
+SPEEDS = [GenerationSpeed(), GenerationSpeed(0.0, 1.0), GenerationSpeed(1.0, 0.2, 0.7)]
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_a_recording_repeats_itself_at_its_own_settings(speed):
+    recording = synchronous()
+    rerun = Simulation(recording, speed).run(Scenario(recording.settings))
+    first = recording.steps[0].ready_at - rerun.ready_at[0]
+    assert [at + first for at in rerun.ready_at] == pytest.approx([step.ready_at for step in recording.steps])
+    assert rerun.waited_s == pytest.approx([step.waited_s for step in recording.steps])
+    assert rerun.ages == {0: 16} and rerun.num_stale == 0
+
+
+def test_generation_ahead_hides_the_work_of_the_trainer():
+    # A step: 6 s of generation and reward, 1.5 s until the new weights. With η = 1 and servers that do not slow
+    # down, two batches are in flight: a step takes half of 6 s, and no longer than the trainer's 2 s.
+    what_if = WhatIf(synchronous(num_steps=12))
+    scenario, name = parse_question(["max_head_offpolicyness=1", "lead=1"], what_if.recording.settings)
+    answer = what_if.ask(scenario, name)
+    assert what_if.base.step_s == pytest.approx(7.5)
+    assert answer.rerun.step_s < 5.0 and max(answer.rerun.ages) == 1
+    longer, name = parse_question(["max_head_offpolicyness=8", "lead=8"], what_if.recording.settings)
+    assert what_if.ask(longer, name).rerun.step_s == pytest.approx(2.0, rel=0.25)
+
+
+def test_faster_parts_save_exactly_their_time():
+    what_if = WhatIf(synchronous())
+    ask = lambda *words: what_if.ask(*parse_question(words, what_if.recording.settings)).rerun.step_s  # noqa: E731
+    assert ask("reward_speed=2") == pytest.approx(7.5 - 0.5)
+    assert ask("generation_speed=2") == pytest.approx(7.5 - 2.5)
+    assert ask("trainer_speed=2") == pytest.approx(7.5 - 0.75)
+    assert ask("reward_speed=2", "generation_speed=2") == pytest.approx(7.5 - 3.0)
+
+
+def test_a_second_server_halves_a_generation_that_is_bound_by_throughput():
+    recording = synchronous(late_s=0.0)
+    simulation = Simulation(recording, GenerationSpeed(0.0, 1.0))
+    base = simulation.run(Scenario(recording.settings))
+    two = simulation.run(Scenario(replace(recording.settings, servers=2)))
+    assert base.step_s == pytest.approx(4.5) and two.step_s == pytest.approx(3.5)
+
+
+def test_the_advice_is_ordered_and_names_the_gain():
+    advice = WhatIf(synchronous()).advise()
+    assert [answer.change for answer in advice] == sorted(answer.change for answer in advice)
+    texts = [answer.text() for answer in advice]
+    assert "generation twice as fast: −33%" in texts and "rewards twice as fast: −7%" in texts
+    assert not any("tools" in text or "server" in text for text in texts), "no tools; the servers do not slow down"
+
+
+def test_rejected_episodes_make_room_and_rows_repeat():
+    episodes = [episode(i, 0.0, ("generate", 1.0), step=0, state="rejected" if i == 1 else "trained") for i in range(3)]
+    steps = [PlayedStep(0, 1.0, 1.0, 1.0, 1.0), PlayedStep(1, 3.0, 1.0, 1.0, 1.0)]
+    recording = Recording(Settings(2), steps, episodes)
+    rerun = Simulation(recording, GenerationSpeed()).run(Scenario(recording.settings))
+    # Rows 0, 1 (rejected), then 2; rows 3, 4 (as 0 and 1), then 5.
+    assert rerun.ready_at == pytest.approx([2.0, 5.0])
+
+
+def test_the_speed_is_fitted_to_the_counters_of_servers():
+    recording = synchronous()
+    # A token takes 10 ms and 1 ms for each sequence that runs.
+    rates = [ServerRate(50.0 + i, 1.0, n, n / (0.010 + 0.001 * n)) for i, n in enumerate((2, 5, 10, 20, 50, 80))]
+    speed = fit_speed(replace(recording, rates=rates))
+    assert speed.is_known
+    assert (speed.fixed, speed.per_episode, speed.busy) == pytest.approx((0.010, 0.001, 0.0), abs=1e-6)
+    assert not fit_speed(replace(recording, rates=rates[:3])).is_known
+    assert any("counters" in note for note in WhatIf(recording).notes())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("max_head_ofpolicyness=2", "did you mean max_head_offpolicyness"),
+        ("colour=2", "It takes max_head_offpolicyness, lead"),
+        ("servers=0", "a whole number from 1"),
+        ("servers=two", "a whole number from 1"),
+        ("servers", "a whole number from 1"),
+        ("reward_speed=0", "a factor above 0"),
+        ("reward_speed=nan", "a factor above 0"),
+        ("max_head_offpolicyness=-1", "a whole number from 0"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(word, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_question([word], Settings(4))
