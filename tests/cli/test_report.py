@@ -83,7 +83,7 @@ def test_a_ledger_of_another_version_is_one_clear_line(run_dir):
 
 @pytest.fixture
 def recorded(tmp_path) -> RunDir:
-    made = RunDir(tmp_path / "e" / "t").create()
+    made = RunDir(tmp_path / "e" / "recorded").create()
     stats = write_run(made.path, steps=6)
     made.stats_path.write_text("".join(json.dumps({"time": 1, "reward": 0.5} | line) + "\n" for line in stats))
     return made
