@@ -16,6 +16,7 @@ from arealite.engine.fsdp.micro_batches import MicroBatch, MicroBatchCount
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.sharding import keep_gathered
 from arealite.utils.data import unpack
+from arealite.utils.trace import tracing
 
 # Makes the scaled loss of a micro-batch of its results, and records statistics.
 LossOf = Callable[[Batch, MicroBatch], torch.Tensor]
@@ -37,10 +38,12 @@ class WholePasses:
         """Add the gradients of all micro-batches to the parameters. Returns statistics of the passes."""
         with keep_gathered(self.module) as weights:
             for number, mb in enumerate(micro_batches, start=1):
-                loss = loss_of(self._outputs(mb, settings), mb)
-                if number == len(micro_batches):
-                    weights.last_pass()
-                loss.backward()
+                # On a GPU, the time in which the host launches it.
+                with tracing.span("trainer", "micro-batches", f"micro-batch {number}", tokens=sum(mb.lengths)):
+                    loss = loss_of(self._outputs(mb, settings), mb)
+                    if number == len(micro_batches):
+                        weights.last_pass()
+                    loss.backward()
         return {}
 
     def outputs(self, micro_batches: Sequence[MicroBatch], settings: PassSettings) -> Iterator[Batch]:
@@ -60,7 +63,9 @@ def total_weight(
     weight = sum(float(loss_weight_fn(mb.data)) for mb in micro_batches)
     if dp_group is not None:
         total = torch.tensor([weight], dtype=torch.float64)
-        dist.all_reduce(total, group=dp_group)
+        # The first collective of an update: it waits for the slowest rank.
+        with tracing.span("trainer", "collectives", "wait: other ranks"):
+            dist.all_reduce(total, group=dp_group)
         weight = float(total)
     if not weight > 0:
         size = 1 if dp_group is None else dist.get_world_size(dp_group)

@@ -38,12 +38,27 @@ def server_sample(address: str, version: int, is_open: bool, info: Mapping[str, 
 
 async def sample_servers(take: Callable[[], Awaitable[list[ServerSample]]], ledger: Ledger) -> None:
     """Record what `take` returns until cancelled."""
-    num_rows = 0
+    num_rows, last = 0, {}
     while True:
         samples = await take()
         ledger.sample(samples)
+        for one in samples:
+            _trace_batches(last.get(one.address), one)
+            last[one.address] = one
         for one in samples:
             tracing.count("server", one.address, running=one.running, waiting=one.waiting, kv_used=one.kv_used)
         num_rows += len(samples)
         interval_s = max(INTERVAL_S, len(samples) / MAX_SAMPLES_PER_S)
         await asyncio.sleep(interval_s * 2 ** (num_rows // ROWS_PER_INTERVAL))
+
+
+def _trace_batches(before: ServerSample | None, now: ServerSample) -> None:
+    """Record what a server computed since its last sample as one span of its lane."""
+    if before is None or now.generated_tokens is None or before.generated_tokens is None:
+        return
+    tokens, seconds = now.generated_tokens - before.generated_tokens, now.time - before.time
+    # A server that was restarted counts from 0 again.
+    if seconds > 0 and tokens >= 0:
+        busy_s = min(seconds, max(0.0, (now.busy_s or 0.0) - (before.busy_s or 0.0)))
+        args = {"tokens": tokens, "tokens_per_s": round(tokens / seconds), "running": now.running, "busy_s": busy_s}
+        tracing.record("server", f"{now.address} batches", "generate", before.time, seconds, **args)
