@@ -69,7 +69,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {"wh
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--section", choices=list(SECTIONS), default="what_if")
     parser.add_argument("--case", choices=list(CASES), default="lognormal")
     parser.add_argument("--steps", type=int, default=14)

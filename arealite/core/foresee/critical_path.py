@@ -8,7 +8,6 @@ on until the wait began. The links of a chain do not overlap and add up to the w
 import bisect
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,14 +113,14 @@ def find_critical_path(recording: Recording) -> CriticalPath:
     by_end = sorted(recording.episodes, key=lambda episode: episode.finished_at)
     finder = _Finder(by_end, [episode.finished_at for episode in by_end])
     paths = [finder.path(step, batches.get(step.number, [])) for step in recording.steps[1:]]
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for link in (link for path in paths for link in path.links):
-        seconds[link.kind] += link.seconds
+        seconds[link.kind] = seconds.get(link.kind, 0.0) + link.seconds
     numbers = {number for path in paths for number in path.stragglers}
     stragglers = [episode for episode in recording.episodes if episode.number in numbers]
     tokens = [episode.sample_tokens for episode in recording.episodes if episode.samples]
     median = statistics.median(tokens) if tokens else 0.0
-    return CriticalPath(recording.seconds, paths, dict(seconds), stragglers, median, recording.notes)
+    return CriticalPath(recording.seconds, paths, seconds, stragglers, median, recording.notes)
 
 
 def describe_path(path: StepPath) -> str:

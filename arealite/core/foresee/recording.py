@@ -151,7 +151,8 @@ def _read_episodes(db: sqlite3.Connection, path: Path) -> list[PlayedEpisode]:
         if started_at is None or not 0 <= finished_at - started_at < _MAX_EPISODE_S:
             # Restored from a checkpoint: its start is not known.
             started_at = finished_at
-        found.append(PlayedEpisode(*row, started_at, finished_at, _fit_parts(parts, finished_at - started_at)))
+        fitted = _fit_parts(parts, finished_at - started_at)
+        found.append(PlayedEpisode._make((*row, started_at, finished_at, fitted)))
     if not found:
         raise RecordingError(f"{path} has no finished episode yet")
     return found
