@@ -5,6 +5,8 @@
     python benchmark/inference.py shape=30b-a3b                      Qwen3-30B-A3B: 128 experts, 8 of a token
     python benchmark/inference.py workload=mixed groups=125          log-normal lengths 32-2048, groups of 8
     python benchmark/inference.py device=cpu                         also Hugging Face `generate`, for comparison
+    python benchmark/inference.py device=cpu shape=27m draft_tokens=8 concurrency=16 median=64 max_output=400 repeats=3
+                                                                     with and without speculative decoding, nothing else
 
 Random weights of a known shape, random prompts, temperature 1, log-probs returned. Prints a table and one JSON line.
 """
@@ -28,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import drafts
 import load
 import torch
 import transformers
@@ -75,6 +78,9 @@ class Options:
     sweep: list[int] = field(
         default_factory=list, metadata={"help": "Also measure these numbers of concurrent requests: [1,4,16]."}
     )
+    draft_tokens: int = field(
+        default=0, metadata={"help": "Only compare with and without drafts of so many tokens, on repetitive text."}
+    )
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
     update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
     profile: bool = field(default=False, metadata={"help": "Also print a profile of decode steps."})
@@ -95,6 +101,9 @@ def main() -> None:
     cuda = options.device != "cpu" and torch.cuda.is_available()
     options.shape = options.shape or ("0.5b" if cuda else "tiny")
     results: dict[str, Any] = {}
+    if options.draft_tokens:
+        report(options, drafts.compare(make_model(options, "cuda" if cuda else "cpu"), options), cuda)
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(options, "cuda" if cuda else "cpu")
         jobs = make_jobs(options, model.config.vocab_size)

@@ -158,7 +158,8 @@ def make_batch(
 ) -> SamplingBatch:
     """Sampling parameters of the slots `rows`, which sample after their first `lengths` tokens.
 
-    Without `lengths`, after the tokens they have. A sequence with a draft has several rows, whose lengths count the draft.
+    Without `lengths`, after the tokens they have. A sequence with a draft has several rows; their lengths count the
+    draft.
     """
     if lengths is None:
         lengths = slots.length[rows]
