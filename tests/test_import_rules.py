@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "trainer": BASE | {"weights", "dataset", "reward", "core", "engine", "controller", "workflow", "launcher"},
 }
 MAY_IMPORT["easy"] = MAY_IMPORT["trainer"] | {"trainer"}
-MAY_IMPORT["plan"] = BASE | {"weights", "core", "engine", "launcher"}
+MAY_IMPORT["plan"] = BASE | {"weights", "core", "engine", "inference"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 MAX_FILE, MAX_FUNCTION, MAX_FOLDER, MAX_FIRST_LINE = 400, 50, 4_000, 99

@@ -36,7 +36,7 @@ COMMANDS = {
     "evaluate": Command("arealite.cli.evaluate", "evaluate the checkpoints of a run, also while it goes on", _LOOK),
     "init": Command("arealite.cli.init", "write a small project that trains as it is", _SET_UP),
     "config": Command("arealite.cli.config", "show a configuration with origins, its help, differences", _SET_UP),
-    "plan": Command("arealite.cli.plan", "print what a script would start, and where", _SET_UP),
+    "plan": Command("arealite.cli.plan", "predict a run, or print what a script would start", _SET_UP),
     "completion": Command("arealite.cli.completion", "print a script for the completion of your shell", _SET_UP),
     "doctor": Command("arealite.cli.doctor", "check versions, devices and free space of this machine", _SET_UP),
 }

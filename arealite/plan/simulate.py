@@ -205,7 +205,7 @@ def _run(simulation: _Simulation) -> Prediction:
         if number == num_fill:
             began, busy_before = loop.time(), simulation.busy()
         step, batch = simulation.step(number)
-        most_in_flight = max(most_in_flight, simulation.engine.executor.staleness.counts.running)
+        most_in_flight = max(most_in_flight, simulation.workflow.most_running)
         if number >= num_fill:
             steps.append(step)
             _count_ages(batch, number, samples, tokens)

@@ -125,8 +125,18 @@ class SimulatedWorkflow(RolloutWorkflow):
     def __init__(self) -> None:
         self._gconfigs: dict[int, GenerationHyperparameters] = {}
         self._num_requests = 0
+        self._num_running = 0
+        self.most_running = 0
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+        self._num_running += 1
+        self.most_running = max(self.most_running, self._num_running)
+        try:
+            return await self._run(engine, data)
+        finally:
+            self._num_running -= 1
+
+    async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch:
         turns: list[list[float]] = data["answers"]
         if len(turns) == 1:
             answers = await self._generate(engine, turns[0], data["prompt"], data["prompt"], None)

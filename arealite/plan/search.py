@@ -1,0 +1,136 @@
+"""Searches the best layouts of a model on a number of GPUs: `search` returns them with their predictions.
+
+All layouts whose memory fits are ranked by a formula (perfect overlap of generation and training); the best ones are
+simulated. Large jobs are simulated at a fraction of their size, with the same ratio of servers to trainers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from arealite.api.alloc_mode import AllocationMode, ParallelStrategy
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import ConfigError
+from arealite.plan.hardware import GPUS_PER_NODE, Gpu
+from arealite.plan.layouts import Layout, Memory
+from arealite.plan.simulate import Crash, Prediction, Setup, ideal_step_s, simulate
+from arealite.plan.workload import Workload
+from arealite.utils.memory.model_size import ModelSize
+
+_NUM_SIMULATED = 8
+# Answers of a batch above which a search simulates a fraction of the job.
+_MAX_BATCH = 1024
+_SEARCH_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its memory and what it would do."""
+
+    layout: Layout
+    memory: Memory
+    prediction: Prediction
+    # The job was simulated at one part in so many.
+    scale: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prediction.tokens_per_s * self.scale
+
+    def reason(self) -> str:
+        """Say what limits this layout."""
+        found = self.prediction
+        idle, servers = found.trainer_idle, found.server_idle
+        if idle > 0.15 and servers < 0.15:
+            return f"generation is the bottleneck: trainers wait {idle:.0%} of the time"
+        if servers > 0.15 and idle < 0.15:
+            return f"training is the bottleneck: servers are idle {servers:.0%} of the time"
+        if idle > 0.15:
+            return f"both sides wait (trainers {idle:.0%}, servers {servers:.0%}): stragglers, rewards or eta limit it"
+        return f"balanced: trainers wait {idle:.0%}, servers {servers:.0%}"
+
+
+def make_setup(
+    layout: Layout, workload: Workload, rollout: InferenceEngineConfig, crashes: tuple[Crash, ...] = ()
+) -> tuple[Setup, Memory]:
+    """Return the setup of a layout, and its memory; raises `ConfigError` if it does not fit."""
+    memory = layout.memory(workload)
+    if memory.problem:
+        raise ConfigError(f"{layout.name} does not fit on {layout.gpu.name}: {memory.problem}")
+    costs = layout.server_cost(memory), layout.train_cost(memory), layout.update_cost()
+    return Setup(workload, layout.gen.data, *costs, rollout=rollout, crashes=crashes), memory
+
+
+def evaluate(
+    layout: Layout,
+    workload: Workload,
+    rollout: InferenceEngineConfig,
+    steps: int | None = None,
+    crashes: tuple[Crash, ...] = (),
+    seed: int = 1,
+) -> Candidate:
+    """Predict one layout at its full size."""
+    setup, memory = make_setup(layout, workload, rollout, crashes)
+    return Candidate(layout, memory, simulate(replace(setup, steps=steps, seed=seed)))
+
+
+def search(
+    num_gpus: int, model: ModelSize, gpu: Gpu, workload: Workload, rollout: InferenceEngineConfig, backend: str,
+    max_running: int = 256, seed: int = 1,
+) -> list[Candidate]:  # fmt: skip
+    """Return the best layouts, the fastest first."""
+    fitting: list[tuple[float, Layout, Setup, Memory]] = []
+    problems: list[str] = []
+    for mode in _modes(num_gpus, backend):
+        layout = Layout(mode, model, gpu, max_running)
+        if workload.prompts < layout.train.data:
+            continue
+        memory = layout.memory(workload)
+        if memory.problem:
+            problems.append(f"{layout.name}: {memory.problem}")
+            continue
+        setup, _ = make_setup(layout, workload, rollout)
+        fitting.append((ideal_step_s(setup), layout, setup, memory))
+    if not fitting:
+        why = problems[0] if problems else f"{workload.prompts} prompts are fewer than the trainer's replicas"
+        raise ConfigError(
+            f"no layout of this model fits on {num_gpus} x {gpu.name}. {why}. Use more or larger GPUs, or a smaller "
+            "model"
+        )
+    fitting.sort(key=lambda item: item[0])
+    found = [_simulate(layout, setup, memory, seed) for _, layout, setup, memory in fitting[:_NUM_SIMULATED]]
+    return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
+
+
+def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candidate:
+    """Simulate a part of a large job: the same load for each server, and trainers as much slower as fewer answers."""
+    work, servers, replicas = setup.workload, layout.gen.data, layout.train.data
+    part = max(1, min(servers, servers * _MAX_BATCH // (work.prompts * work.samples)))
+    scale = servers / part
+    few = max(1, round(replicas / scale))
+    train = setup.train
+    slower = few * scale / replicas
+    small = replace(
+        setup,
+        workload=replace(work, prompts=max(1, round(work.prompts / scale))),
+        num_servers=part,
+        train=replace(train, token_s=train.token_s * slower, pair_s=train.pair_s * slower, num_replicas=few),
+        steps=_SEARCH_STEPS,
+        warm_up=min(setup.eta + 2, _SEARCH_STEPS),
+        seed=seed,
+    )
+    return Candidate(layout, memory, simulate(small), scale)
+
+
+def _modes(num_gpus: int, backend: str) -> Iterator[AllocationMode]:
+    """Yield the ways to divide the GPUs, with tensor parallelism inside of a node."""
+    degrees = [t for t in (1, 2, 4, 8) if t <= min(GPUS_PER_NODE, num_gpus)]
+    # Every split of few GPUs, sixteenths of many.
+    unit = max(1, num_gpus // 16)
+    for trainers in range(unit, num_gpus, unit):
+        servers = num_gpus - trainers
+        for gen in degrees:
+            for train in degrees:
+                if servers % gen or trainers % train:
+                    continue
+                sides = ParallelStrategy(servers // gen, tensor=gen), ParallelStrategy(trainers // train, tensor=train)
+                yield AllocationMode(backend, sides[0], "fsdp", sides[1])

@@ -1,0 +1,160 @@
+"""Costs and memory of layouts: near what was measured on an H200, and the same as `--dry-run`."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.api.errors import AllocationError, ConfigError
+from arealite.cli import plan as command
+from arealite.plan.hardware import GPUS, find_gpu
+from arealite.plan.layouts import Layout
+from arealite.plan.model_shape import MODELS, find_model
+from arealite.plan.search import make_setup, search
+from arealite.plan.workload import Distribution, Workload
+
+CONSTANT = Workload(64, 8, Distribution("constant", (128.0,)), Distribution("constant", (512.0,)))
+ROLLOUT = InferenceEngineConfig(max_head_offpolicyness=2)
+
+
+def server(model, backend="embedded", running=256):
+    layout = Layout.parse(f"{backend}.d1+d1", find_model(model), GPUS["H200"], running)
+    return layout.server_cost(layout.memory(CONSTANT))
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "running", "measured"),
+    [
+        ("0.5B", "embedded", 256, 120_000),
+        ("0.5B", "embedded", 1024, 177_000),
+        ("1.5B", "embedded", 256, 72_600),
+        ("7B", "embedded", 256, 26_500),
+        ("0.5B", "sglang", 256, 57_200),
+        ("1.5B", "sglang", 256, 45_800),
+        ("7B", "sglang", 256, 19_500),
+        ("0.5B", "vllm", 256, 22_400),
+    ],
+)
+def test_decoding_is_as_fast_as_measured_on_an_h200(model, backend, running, measured):
+    # 128 tokens in, 512 out: 384 tokens of context on average (benchmark/results/inference.md).
+    assert server(model, backend, running).tokens_per_s(running, 384) == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(("model", "measured"), [("1.5B", 46_100), ("0.5B", 119_800)])
+def test_training_is_as_fast_as_measured_on_an_h200(model, measured):
+    layout = Layout.parse("embedded.d1+d1", find_model(model), GPUS["H200"])
+    cost = layout.train_cost(layout.memory(CONSTANT))
+    # The measurement is one forward and backward pass; a step also has log-probs before the update.
+    assert 1 / (cost.token_s * 6 / 8) == pytest.approx(measured, rel=0.25)
+
+
+def test_named_sizes_have_the_parameters_of_their_name():
+    for name, size in MODELS.items():
+        assert size.parameters / 1e9 == pytest.approx(float(name[:-1]), rel=0.2), name
+
+
+def test_memory_is_that_of_dry_run(tmp_path, capsys):
+    """`arealite plan SCRIPT.py` uses the estimates of --dry-run; the prediction must not tell another story."""
+    config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    config |= {"num_key_value_heads": 2, "vocab_size": 151_936, "max_position_embeddings": 131_072}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2", "tie_word_embeddings": True}))
+    (tmp_path / "s.py").write_text("")
+    work = ["train_dataset.batch_size=64", "gconfig.n_samples=8", "gconfig.max_new_tokens=512"]
+    work += ["train_dataset.max_length=128", "server.context_length=640", f"actor.path={tmp_path}", "actor.device=cuda"]
+    cluster = ["cluster.n_gpus_per_node=4", "cluster.gpu_memory_gib=80", "allocation_mode=embedded.d2+d2"]
+    assert command.main([str(tmp_path / "s.py"), *work, *cluster]) == 0
+    text = capsys.readouterr().out
+    memory = Layout.parse("embedded.d2+d2", find_model(str(tmp_path)), find_gpu("h100")).memory(CONSTANT)
+    needed = [float(n) for n in re.findall(r"each: ([\d.]+) of 80.0", text)]
+    assert needed == pytest.approx([memory.server_gib, memory.trainer_gib], rel=0.02), text
+
+
+def test_more_devices_are_faster_and_need_less_memory_each():
+    gpu, model = GPUS["H100"], find_model("7B")
+    one, two = (Layout.parse(f"sglang.d4t{t}+d{4 * t}", model, gpu) for t in (1, 2))
+    assert two.memory(CONSTANT).trainer_gib < one.memory(CONSTANT).trainer_gib
+    slow, fast = (layout.server_cost(layout.memory(CONSTANT)) for layout in (one, two))
+    assert slow.tokens_per_s(64, 2000) < fast.tokens_per_s(64, 2000) < 2 * slow.tokens_per_s(64, 2000)
+
+
+def test_a_search_returns_layouts_that_fit_with_reasons():
+    found = search(4, find_model("1.5B"), GPUS["H100"], replace(CONSTANT, prompts=16), ROLLOUT, "sglang")
+    speeds = [candidate.tokens_per_s for candidate in found]
+    assert len(found) >= 3 and speeds == sorted(speeds, reverse=True)
+    assert all(c.layout.mode.world_size == 4 and not c.memory.problem for c in found)
+    assert {re.split(r"[:(]", c.reason())[0].strip() for c in found} <= {
+        "generation is the bottleneck", "training is the bottleneck", "balanced", "both sides wait",
+    }  # fmt: skip
+
+
+def test_models_that_fit_nowhere_are_refused():
+    with pytest.raises(ConfigError, match=r"no layout of this model fits on 4 x RTX4090.*needs \d+ GiB"):
+        search(4, find_model("72B"), GPUS["RTX4090"], CONSTANT, ROLLOUT, "sglang")
+    with pytest.raises(ConfigError, match=r"sglang.d1\+d1 does not fit on A10: a server needs 28 GiB"):
+        make_setup(Layout.parse("sglang.d1+d1", find_model("14B"), GPUS["A10"]), CONSTANT, ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "7B", "--gpus", "8", "--gpu", "H101"], "unknown GPU 'H101'.*did you mean H100"),
+        (["--model", "7.5B", "--gpus", "8"], "sizes of '7.5B' are not known.*Named sizes: 0.5B"),
+        (["--gpus", "8"], "--model is missing"),
+        (["--model", "7B"], "give one of --gpus"),
+        (["--model", "7B", "--gpus", "8", "--layout", "sglang.d4+d4"], "give one of --gpus"),
+        (["--model", "7B", "--gpus", "1"], "--gpus is 1; give 2 to 4096"),
+        (["--model", "7B", "--layout", "d8"], "must name servers and trainers"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--eta", "-1"], "--eta is -1"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--prompts", "0"], "--prompts is 0"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--lengths", "normal:3"], "--lengths is 'normal:3'"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--crash", "x@y"], "--crash is 'x@y'"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "lr=1,2"], "--sweep is 'lr=1,2'"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--sweep", "eta=a"], "'a' is no whole number"),
+        (["--model", "7B", "--layout", "sglang.d6+d2", "--bakend", "x"], "did you mean --backend"),
+        (["--from", "/not/there"], "there is no run directory"),
+        (["--calibrated", "/not/there"], "there is no file /not/there"),
+        (["--calibrate", "out.json", "--model", "7B"], "give its folder with --model"),
+    ],
+)
+def test_bad_input_says_what_to_do(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        command.main(arguments)
+
+
+def test_a_malformed_layout_shows_where(capsys):
+    with pytest.raises(AllocationError, match="malformed allocation_mode"):
+        command.main(["--model", "7B", "--layout", "sglang.x4+d4"])
+
+
+def test_run_directories_without_trace_are_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("allocation_mode: embedded.d1+d1\n")
+    with pytest.raises(ConfigError, match=r"has no trace.json"):
+        command.main(["--from", str(tmp_path)])
+
+
+SMALL = ["--model", "0.5B", "--prompts", "8", "--samples", "2", "--lengths", "uniform:50,150", "--steps", "3"]
+
+
+def test_a_layout_is_predicted_in_full(capsys):
+    assert command.main([*SMALL, "--layout", "sglang.d2+d2", "--eta", "2", "--crash", "1@0.5:1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("sglang.d2+d2 on H100\nstep ") and "tokens of KV cache" in out and "staleness" in out
+    assert command.main([*SMALL, "--layout", "sglang.d2+d2", "--eta", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sample_ages"] == {"0": 1.0} and found["tokens_per_s"] > 0
+
+
+def test_a_sweep_is_a_table_and_a_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "eta.png"
+    assert command.main([*SMALL, "--layout", "sglang.d2+d2", "--sweep", "eta=0,2", "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[1].split()[0] == "0" and plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_explains_both_uses(capsys):
+    assert command.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "SCRIPT.py" in out and "--gpus N" in out and "--from RUN_DIR" in out
