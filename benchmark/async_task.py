@@ -68,6 +68,11 @@ def lower_half(prompt, completion, prompt_ids, completion_ids, vocab_size, **dat
     return sum(i < vocab_size // 2 for i in completion_ids) / len(completion_ids)
 
 
+async def judged_half(prompt, completion, prompt_ids, completion_ids, **data) -> float:
+    await asyncio.sleep(REWARD_WAIT_S)
+    return lower_half(prompt, completion, prompt_ids, completion_ids, **data)
+
+
 def random_rows(count: int, vocab_size: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
@@ -79,7 +84,9 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.actor.path)
     if TASK == "halves":
         rows = random_rows(2048, AutoConfig.from_pretrained(config.actor.path).vocab_size)
-        workflow = VaryingAnswer(lower_half, config.gconfig, tokenizer, reward_inline=True)
+        workflow = VaryingAnswer(
+            judged_half if REWARD_WAIT_S else lower_half, config.gconfig, tokenizer, reward_inline=True
+        )
     else:
         rows = make_rows(8192, seed=config.seed)
         reward = judged if REWARD_WAIT_S else reverse_reward

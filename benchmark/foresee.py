@@ -1,9 +1,11 @@
 """How well does one recorded run predict others? Predicted against measured, one table a section.
 
     python benchmark/foresee.py --section what_if [--steps 14] [--case lognormal] [--work FOLDER]
+    python benchmark/foresee.py --section simulated [--only published] [--steps 30] [--work FOLDER]
 
 `what_if` runs the task of `async_task.py` at η = 0, 1 and 4 with an embedded server on this machine. From each of the
 three runs, `arealite report --what-if` predicts the other two: seconds per step and mean age of samples.
+`simulated` compares `arealite plan` with published ratios, with runs on this machine, and times a large simulation.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foresee_simulated
 from async_vs_sync import CASES, EXAMPLES, ROOT, make_start
 from common import describe_machine, print_table
 
@@ -65,13 +68,17 @@ def what_if(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     return {"rows": rows}
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {"what_if": what_if}
+SECTIONS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
+    "what_if": what_if,
+    "simulated": foresee_simulated.run,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--section", choices=list(SECTIONS), default="what_if")
     parser.add_argument("--case", choices=list(CASES), default="lognormal")
+    parser.add_argument("--only", action="append", choices=list(foresee_simulated.PARTS), help="parts of simulated")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--work", type=Path, help="keep the run directories here")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ lead, ledger, router and fleet are those of a real run. The same setup and seed 
 """
 
 import gc
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -180,7 +181,7 @@ def simulate(setup: Setup) -> Prediction:
     """Simulate a run. Raises the errors of the real executor, for example for waits past their deadline."""
     _check(setup)
     loop = VirtualLoop()
-    with loop.clock(), _without_collector():
+    with loop.clock(), _undisturbed():
         try:
             return _run(_Simulation(setup, loop))
         finally:
@@ -249,8 +250,12 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """Switch the garbage collector off: it would search a hundred thousand episodes again and again."""
+def _undisturbed() -> Iterator[None]:
+    """Switch off the garbage collector, which would search all episodes again and again, and the executor's log."""
+    log = logging.getLogger("arealite.executor")
+    level = log.level
+    # Its warnings are for the owner of a real run.
+    log.setLevel(logging.CRITICAL)
     was_on, threads = gc.isenabled(), torch.get_num_threads()
     gc.disable()
     # Tensors are tiny here.
@@ -258,6 +263,7 @@ def _without_collector() -> Iterator[None]:
     try:
         yield
     finally:
+        log.setLevel(level)
         torch.set_num_threads(threads)
         if was_on:
             gc.enable()
