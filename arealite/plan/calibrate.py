@@ -1,4 +1,4 @@
-"""Measures this machine with a real model, for `arealite plan --calibrate`: about two minutes, or less on a GPU.
+"""Measures this machine with a real model in about two minutes, for `arealite plan --calibrate`.
 
 The embedded engine decodes several numbers of sequences after short and long prompts, and a training engine takes steps
 over several numbers of tokens. Costs are fitted to the times. Nothing else should run meanwhile.

@@ -12,7 +12,7 @@ from arealite.utils.config_help import nearest_text
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device: FLOP/s in bf16, bytes/s of its memory, of links in a node and of its share of the network."""
+    """One device: FLOP/s in bf16; bytes/s of its memory, of links in a node, of its share of the network."""
 
     name: str
     flops: float

@@ -1,4 +1,4 @@
-"""Searches the best layouts of a model on a number of GPUs: `search` returns them with their predictions.
+"""Searches the best layouts of a model on a number of GPUs, with their predictions.
 
 All layouts whose memory fits are ranked by a formula (perfect overlap of generation and training); the best ones are
 simulated. Large jobs are simulated at a fraction of their size, with the same ratio of servers to trainers.
@@ -102,7 +102,7 @@ def search(
 
 
 def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candidate:
-    """Simulate a part of a large job: the same load for each server, and trainers as much slower as fewer answers."""
+    """Simulate a part of a large job, with the same load for each server and trainer."""
     work, servers, replicas = setup.workload, layout.gen.data, layout.train.data
     part = max(1, min(servers, servers * _MAX_BATCH // (work.prompts * work.samples)))
     scale = servers / part

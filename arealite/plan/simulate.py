@@ -251,7 +251,7 @@ def _shares(counts: Counter[int]) -> dict[int, float]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Switch off the garbage collector, which would search all episodes again and again, and the executor's log."""
+    """Switch off the garbage collector, which would search all episodes often, and the executor's log."""
     log = logging.getLogger("arealite.executor")
     level = log.level
     # Its warnings are for the owner of a real run.
