@@ -126,6 +126,8 @@ class FSDPEngine(TrainEngine):
 
     def _compile_layers(self, model: PreTrainedModel) -> None:
         if self.config.compile and (self.device, self.config.dtype) != ("cuda", "float32"):  # padded attention
+            # One graph for all layers: symbolic floats (epsilons, scales) would compile the second layer again.
+            torch._dynamo.config.specialize_float = True
             for layer in decoder_layers(model):
                 layer.compile(dynamic=True)
 
