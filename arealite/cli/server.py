@@ -20,6 +20,7 @@ from arealite.inference.http.server import serve
 from arealite.utils.http.server import bind, has_threads_beside
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
+from arealite.utils.status.writer import status
 
 
 def run_server(config: ServerConfig) -> int:
@@ -29,6 +30,8 @@ def run_server(config: ServerConfig) -> int:
         die_with_parent()
     sock = bind(config.host, config.port)
     engine = Engine(config).start()
+    status.facts["address"] = "{}:{}".format(*sock.getsockname()[:2])
+    status.add("engine", engine.status)
     # The collector would scan torch's objects again and again while requests wait.
     gc.freeze()
     if engine.model.device.type == "cuda":
@@ -48,6 +51,7 @@ def run_server(config: ServerConfig) -> int:
 async def _serve(engine: Engine, config: ServerConfig, sock: socket.socket) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    status.watch_loop("http", loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 

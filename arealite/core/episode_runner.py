@@ -22,6 +22,7 @@ from arealite.core.worker_pool import WorkerPool
 from arealite.utils import clock
 from arealite.utils.request_log import use_log
 from arealite.utils.seeds import derive_seed
+from arealite.utils.status.waits import waiting
 from arealite.utils.trace import tracing
 from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 
@@ -94,8 +95,9 @@ class EpisodeRunner:
         """Run `coroutine` on the loop and wait for its result (another thread)."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            # A little longer than its own deadline: its own error says more than ours could.
-            return future.result(None if wait.left_s is None else wait.left_s + 2.0)
+            with waiting("call", f"{wait.what} ({wait.who})", (), wait.left_s):
+                # A little longer than its own deadline: its own error says more than ours could.
+                return future.result(None if wait.left_s is None else wait.left_s + 2.0)
         except TimeoutError:
             if future.done():
                 # The coroutine's own error.

@@ -37,6 +37,7 @@ from arealite.utils.pools.process_pool import (
 )
 from arealite.utils.request_log import RequestLog, use_log
 from arealite.utils.startup import prepare_process
+from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
 from arealite.utils.trace.episode_clock import EpisodeClock, use_clock
 
@@ -227,8 +228,10 @@ def _serve(sock: socket.socket, engine_class: Any, config: Any) -> None:
     die_with_owner()
     log_to_file()
     prepare_process()
+    status.begin_here("worker")
     tracing.start()
     loop = new_event_loop()
+    status.watch_loop("rollout", loop)
     asyncio.set_event_loop(loop)
     task = loop.create_task(_Worker(engine_class(config), Channel(sock)).run())
     task.add_done_callback(lambda _: loop.stop())

@@ -43,6 +43,8 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None  # called when `failure` is set
         self.busy_s = 0.0
+        # When the present step began; None between two steps.
+        self._step_began: float | None = None
         self._inbox: deque[tuple[Callable[[], None], Future]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -296,6 +298,14 @@ class Engine:
             "weight_version": str(core.version),
         }
 
+    def status(self) -> dict[str, Any]:
+        """Return the counters, and how long the present step and the calls that wait for it have taken."""
+        began = self._step_began
+        step_s = 0.0 if began is None else time.perf_counter() - began
+        queued = {"step_s": round(step_s, 3), "calls": len(self._inbox), "is_updating": self._updating.locked()}
+        failure = None if self.failure is None else str(self.failure)[:300]
+        return {**self.stats(), **queued, "failure": failure}
+
     def _send(self, action: Callable[[], None], future: Future) -> None:
         """Run `action`, which resolves `future`, between two steps."""
         with self._wake:
@@ -337,10 +347,11 @@ class Engine:
     def _loop(self) -> None:
         try:
             while self._wait_for_work():
-                begin = time.perf_counter()
+                begin = self._step_began = time.perf_counter()
                 if self.core.can_step:
                     self.core.step()
                 self.busy_s += time.perf_counter() - begin
+                self._step_began = None
         except BaseException as error:
             cause = self._lost_rank()
             self.fail(cause or error)

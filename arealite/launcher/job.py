@@ -33,6 +33,7 @@ from arealite.utils.names import FileNames
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, tail
 from arealite.utils.rundir import RunDir, run_path, write_file
 from arealite.utils.startup import LAUNCHED_ENV, process_began
+from arealite.utils.status.writer import clear_status
 from arealite.utils.text import clean_stream, text_decoder
 
 # How long processes of a killed run may take to end, besides their grace period.
@@ -217,6 +218,7 @@ class Job:
         """Write config.yaml, job.json and the key; returns the path of job.json."""
         with self.lock():
             self._keep_earlier_run()
+            clear_status(self.run_dir.path)
             self.run_dir.write_key(self.config.server.api_key)
             values = dataclasses.asdict(self)
             values["config"]["server"]["api_key"] = None

@@ -1,12 +1,9 @@
-"""Runs one node's part of a job: starts its servers and trainer ranks and watches both.
-
-Every launcher uses it.
+"""Runs one node's part of a job, for every launcher: starts its servers and ranks and watches both.
 
 Nodes find each other through the name service: a node publishes the addresses of its servers when it starts them, and
 the node of rank 0 publishes the rendezvous address. Ranks start when all names are there; they load their model while
 the servers load theirs, and wait for the servers before the first request. A server that dies after it was healthy is
-started again at a new address; any other failure ends the node with a non-zero code.
-Also a command: `python -m arealite.launcher.node JOB.json [NODE]`; NODE is SLURM_NODEID by default.
+started again at a new address; any other failure ends the node. `python -m arealite.launcher.node JOB.json [NODE]`.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from arealite.utils.config import LOG_FILE_ENV, REFUSED, run_main
 from arealite.utils.names import ELASTIC_PREFIX, FileNames, elastic_names, wait_for_names
 from arealite.utils.network import free_port, host_address, is_free
 from arealite.utils.process import STORE_ENV, is_stopped
+from arealite.utils.status.writer import status
 from arealite.utils.text import clean
 
 _STARTING_WAKE_S, _RUNNING_WAKE_S = 0.1, 1.0
@@ -60,6 +58,7 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
         if node >= 0:
             supervisor.remove_at_end(job.run_dir.shared_weights)
         part = (make_part or NodePart)(job, node, names, supervisor)
+        status.begin_launcher(job.run_dir.path, node, supervisor.describe_children)
         code = 0
         try:
             with activity.doing(part.describe_start):
@@ -71,6 +70,7 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
             print(clean(f"error: {error}"), file=sys.stderr, flush=True)
             code = error.code if isinstance(error, NodeFailure) else 1
         part.elastic.close()
+        status.end(f"ended with code {code}")
         # The other nodes read this and end too.
         try:
             names.publish(f"ended/{node}", str(code))

@@ -17,14 +17,17 @@ import sys
 import threading
 import time
 from codecs import IncrementalDecoder
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from arealite.api.errors import AReaLiteError
 from arealite.launcher.watchdog import remove_paths
 from arealite.utils.activity import activity
 from arealite.utils.process import MARK_ENV, die_with_parent, end_families, last_error, tail
+from arealite.utils.status.writer import status
 from arealite.utils.text import clean_stream, text_decoder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,6 +137,8 @@ class Supervisor:
         self.stop_timeout_s = stop_timeout_s
         self._lock = lock
         self.children: list[Child] = []
+        # How the last children ended.
+        self._ended: deque[dict[str, Any]] = deque(maxlen=20)
         self._mark = f"arealite-{os.getpid()}-{time.time_ns()}"
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -183,7 +188,8 @@ class Supervisor:
     def start(self, spec: ChildSpec) -> Child:
         """Start a process in its own session; its output is appended to its log."""
         outer = os.environ.get(MARK_ENV)
-        env = {**os.environ, **spec.env, MARK_ENV: f"{outer};{self._mark}" if outer else self._mark}
+        env = {**os.environ, **status.environment(spec.name), **spec.env}
+        env[MARK_ENV] = f"{outer};{self._mark}" if outer else self._mark
         # Pass a copy: in the child, the number of our standard output belongs to its own output pipe.
         terminal = [os.dup(sys.stdout.fileno())] if spec.terminal else []
         if terminal:
@@ -219,12 +225,18 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ, child)
         return child
 
+    def describe_children(self) -> list[dict[str, Any]]:
+        """Return the running children and how the last others ended, for the status of this process."""
+        running = [{"name": child.name, "pid": child.process.pid, "code": None} for child in self.children]
+        return [*self._ended, *running]
+
     def wait(self, timeout_s: float | None = None) -> list[Child]:
         """Return children that ended, none after the timeout. Raises `Interrupted` after a signal."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if len(self._signals) > self._num_passed_on:
                 raise Interrupted(self._signals[0])
+            status.tick()
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             ended = self._handle(self._selector.select(left_s))
             if ended or (left_s is not None and left_s == 0.0):
@@ -271,6 +283,7 @@ class Supervisor:
             if not self._copy_output(child):
                 break
         child.hide_secret()
+        self._ended.append({"name": child.name, "pid": child.process.pid, "code": child.code, "time": time.time()})
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         self.children.remove(child)

@@ -71,7 +71,7 @@ class RewardPool(JobPool):
 
         A reward that returns a dict of parts becomes a `Score`: a number that has them.
         """
-        with part_of_episode("reward", rows=len(rows)):
+        with part_of_episode("reward", rows=len(rows), reward=_name(fn)):
             return await self._run(fn, rows)
 
     async def _run(self, fn: Callable[..., Any], rows: list[dict[str, Any]]) -> list[float]:

@@ -42,6 +42,7 @@ from arealite.utils.console import COLUMNS, ProgressTable, show_message
 from arealite.utils.distributed import broadcast_json, rank, world_size
 from arealite.utils.process import ATTEMPT_ENV
 from arealite.utils.rundir import RunDir
+from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
 from arealite.weights.sync import make_weight_meta, sync_weights
 
@@ -87,20 +88,20 @@ class Run:
         self.dir = RunDir(config)
         self._lock = ExitStack()
         if rank() == 0:
-            if ATTEMPT_ENV not in os.environ:
-                # There is no launcher that holds the lock.
+            if ATTEMPT_ENV not in os.environ:  # no launcher holds the lock
                 self._lock.enter_context(self.dir.lock())
+                self._lock.callback(status.end)
             self.dir.create(config)
-        parts = {"dataloader": dataloader, "rollout": rollout}
-        parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        status.begin_rank(self.dir.path)
+        known = ("dataloader", dataloader), ("rollout", rollout)
+        parts = {name: part for name, part in known if hasattr(part, "state_dict")}
         self.recover = Recover(config.recover, self.dir, self.engines, parts)
         self.record = RunRecord(config, self.dir, self.engines, rollout)
         self.replay = current_replay()
         self._resume_from = resume_from_checkpoint if self.replay is None else self.replay.plan.checkpoint
         self.saver = Saver(config.saver, self.dir, self.policy, tokenizer)
         self.best = BestModel(config.saver, self.saver)
-        is_async = isinstance(config, GRPOConfig)
-        max_staleness = config.rollout.max_head_offpolicyness if is_async else 0
+        max_staleness = config.rollout.max_head_offpolicyness if isinstance(config, GRPOConfig) else 0
         self.guard = Guard(config.on_collapse, self.recover, max_staleness)
         self._ledger = self._record_events()
         self.evaluations = Evaluations(config.evaluator, evaluator, self.dir)
@@ -182,7 +183,7 @@ class Run:
         self._server_counters.take()
         self.trace.take()
         self._interrupt.install(has_step=first > 0)
-        yield from range(first, self.spec.total_train_steps)
+        yield from status.count_steps(range(first, self.spec.total_train_steps))
 
     def _warm_up(self) -> None:
         """Compile while the first answers are generated."""

@@ -52,6 +52,12 @@ class Activity:
                 return f"{shown} ({time.monotonic() - began:.0f} s)"
         return ""
 
+    def stack(self) -> list[tuple[str, float]]:
+        """Return all that is named now, the innermost last, and for how many seconds."""
+        now = time.monotonic()
+        named = [(text if isinstance(text, str) else text(), began) for text, began in list(self._stack)]
+        return [(text, round(now - began, 3)) for text, began in named if text]
+
     def note_output(self) -> None:
         """Something was printed: the next line is due after the interval."""
         self._shown_at = time.monotonic()

@@ -27,6 +27,7 @@ from rich.text import Text
 from arealite.utils.activity import RUNNING_S, activity
 from arealite.utils.notebook import NotebookDisplay, open_display
 from arealite.utils.process import rank
+from arealite.utils.status.writer import status
 from arealite.utils.text import clean
 
 # Steps that the table shows, fewer in a low window, and the lines around them.
@@ -277,6 +278,7 @@ def show_message(text: str) -> None:
     text = clean(text)
     print(text, flush=True)
     activity.note_output()
+    status.event(text)
     for screen in _shown:
         screen.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -17,6 +17,7 @@ from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat, Stats
 from arealite.utils.network import GROUP_TIMED_OUT
 from arealite.utils.process import STORE_ENV, rank
+from arealite.utils.status.waits import collective
 
 
 def world_size() -> int:
@@ -86,7 +87,8 @@ def destroy_process_group() -> None:
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait until all ranks have called it; uses the host group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(1), group=group)
+        with collective("barrier"):
+            dist.all_reduce(torch.zeros(1), group=group)
 
 
 def wait_for_first(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
@@ -110,9 +112,10 @@ def broadcast_json(obj: Any, src: int = 0, group: dist.ProcessGroup | None = Non
     mine = rank() == src
     text = json.dumps(obj).encode() if mine else b""
     size = torch.tensor([len(text)])
-    dist.broadcast(size, src, group)
-    data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
-    dist.broadcast(data, src, group)
+    with collective(f"broadcast from rank {src}"):
+        dist.broadcast(size, src, group)
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        dist.broadcast(data, src, group)
     return obj if mine else json.loads(bytes(data.numpy()))
 
 
@@ -121,12 +124,13 @@ def all_gather_rows(value: torch.Tensor, group: dist.ProcessGroup | None = None)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value, 0
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(value)]), group)
-    sizes = [int(c) for c in counts]
-    padded = value.new_zeros(max(sizes), *value.shape[1:])
-    padded[: len(value)] = value
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group)
+    with collective("all-gather"):
+        dist.all_gather(counts, torch.tensor([len(value)]), group)
+        sizes = [int(c) for c in counts]
+        padded = value.new_zeros(max(sizes), *value.shape[1:])
+        padded[: len(value)] = value
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group)
     start = sum(sizes[: dist.get_rank(group)])
     return torch.cat([p[:n] for p, n in zip(parts, sizes, strict=True)]), start
 
@@ -153,8 +157,9 @@ def all_reduce_stats(stats: dict[str, Stat], group: dist.ProcessGroup | None = N
     table = torch.stack([x.reshape(()).to(device) for x in flat]).cpu()
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         added, highest = table[: 2 * len(sums)], table[2 * len(sums) :].contiguous()
-        dist.all_reduce(added, dist.ReduceOp.SUM, group)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        with collective("all-reduce of statistics"):
+            dist.all_reduce(added, dist.ReduceOp.SUM, group)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         table = torch.cat([added, highest])
     values = table.tolist()
     result = {k: values[2 * i] / values[2 * i + 1] for i, k in enumerate(sums) if values[2 * i + 1]}

@@ -19,6 +19,7 @@ import psutil
 
 from arealite.utils.activity import STARTING_S, activity
 from arealite.utils.process import raise_file_limit
+from arealite.utils.status.writer import status
 
 logger = logging.getLogger("arealite.startup")
 # torch runs code that it finds in its cache of compiled kernels, by default in a folder of /tmp that anybody can make.
@@ -80,6 +81,7 @@ def prepare_process(runs_now: bool = False) -> None:
         _phases.append(Phase("launch", launched, own - launched))
         _phases.append(Phase("imports", own, time.time() - own))
     raise_file_limit()
+    status.begin_from_environment()
     missing = {name: folder for name, folder in _COMPILED_ENV.items() if name not in os.environ}
     if missing:
         try:

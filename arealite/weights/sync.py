@@ -21,6 +21,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
 from arealite.utils.console import show_message
 from arealite.utils.rundir import RunDir
+from arealite.utils.status.waits import waiting
 from arealite.utils.trace import tracing
 from arealite.weights.device_memory import SUFFIX
 from arealite.weights.disk import DiskTransport
@@ -69,7 +70,8 @@ def sync_weights(actor: TrainEngine, rollout: InferenceEngine, meta: WeightUpdat
     transport = make_transport(meta)
     published = transport.versioned(meta)
     rollout.begin_update(published)
-    with tracing.span("weights", "publish", f"publish v{meta.version}"):
+    traced = tracing.span("weights", "publish", f"publish v{meta.version}")
+    with traced, waiting("publish", f"weights of version {meta.version}"):
         actor.update_weights(published)
     rollout.update_weights(published)
     distributed.barrier()

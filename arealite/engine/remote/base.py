@@ -35,6 +35,8 @@ from arealite.utils import distributed
 from arealite.utils.activity import activity
 from arealite.utils.json_client import UnreachableError
 from arealite.utils.startup import startup_phase
+from arealite.utils.status.waits import waiting
+from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
 
 logger = logging.getLogger("arealite.remote")
@@ -74,6 +76,7 @@ class RemoteEngine(CollectingEngine):
                 "pass addrs"
             )
         self.start_executor(train_batch_size)
+        status.add("servers", self._server_status)
         wait = self._setup_wait("initialize", f"{len(addresses)} inference servers")
         try:
             message = f"waiting for {len(addresses)} inference server(s): {', '.join(addresses)}"
@@ -104,8 +107,23 @@ class RemoteEngine(CollectingEngine):
         self._version = state["version"]
         self.fleet.mirror(state)
 
+    def _server_status(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "address": server.address,
+                "is_open": server.is_open,
+                "is_lost": server.is_lost,
+                "version": server.version,
+                "load": server.load,
+                "failures": server.num_failures,
+                "last_error": server.last_error[:300] if server.num_failures or not server.is_open else "",
+            }
+            for server in list(self.router.servers.values())
+        ]
+
     def destroy(self) -> None:
         if self._executor is not None:
+            status.remove("servers")
             self._executor.abandon()
             wait = NamedWait("destroy", "connections to close", 10.0)
             try:
@@ -135,7 +153,8 @@ class RemoteEngine(CollectingEngine):
         errors: list[str] = []
         last: Server | None = None
         while len(errors) < self.config.request_retries:
-            server = await self.router.acquire(wait, count, affinity=affinity, avoid=last)
+            with waiting("server", "an open server", (), self.config.request_timeout_s):
+                server = await self.router.acquire(wait, count, affinity=affinity, avoid=last)
             adapter = server.adapter
             try:
                 args = {"server": server.address, "samples": count}

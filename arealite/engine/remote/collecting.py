@@ -20,6 +20,7 @@ from arealite.api.errors import ConfigError, RequestError
 from arealite.api.io_struct import Batch, ModelRequest, ModelResponse
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import DirectCall
+from arealite.core.executor_status import executor_status
 from arealite.core.ledger.store import Ledger, Level, ServerSample
 from arealite.core.record.recorder import Recorder
 from arealite.core.samples import Sample, samples_of
@@ -32,6 +33,8 @@ from arealite.utils.activity import activity
 from arealite.utils.data import split_groups
 from arealite.utils.process import check_not_driver
 from arealite.utils.request_log import log_request, logging_refusal
+from arealite.utils.status.waits import waiting
+from arealite.utils.status.writer import status
 from arealite.utils.trace import tracing
 from arealite.weights.layout import TensorLayout
 
@@ -57,6 +60,8 @@ class CollectingEngine(InferenceEngine):
         ledger = None if self.ledger_path is None else Ledger(self.ledger_path)
         self._executor = WorkflowExecutor(self.config, self, train_batch_size, self.seed, ledger)
         self._executor.start()
+        executor = self._executor
+        status.watch_loop("rollout", executor.runner.loop, executor=lambda: executor_status(executor))
         if ledger is not None:
             # Ends with the loop.
             asyncio.run_coroutine_threadsafe(sample_servers(self.take_samples, ledger), self._executor.runner.loop)
@@ -98,6 +103,7 @@ class CollectingEngine(InferenceEngine):
 
     def destroy(self) -> None:
         if self._executor is not None:
+            status.remove("executor", "rollout")
             self._executor.stop()
             self._executor = None
 
@@ -156,7 +162,8 @@ class CollectingEngine(InferenceEngine):
         self.executor.submit(data, workflow)
 
     def wait(self, count: int, timeout_s: float | None = None) -> Batch:
-        return self.executor.wait(count, timeout_s)
+        with waiting("batch", f"{count} episodes", ("episodes",), timeout_s or self.config.batch_timeout_s):
+            return self.executor.wait(count, timeout_s)
 
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Batch:
         is_first = distributed.rank() == 0
@@ -165,7 +172,8 @@ class CollectingEngine(InferenceEngine):
     def prepare_batch(self, dataloader: Iterable[list[dict[str, Any]]], workflow: RolloutWorkflow) -> Batch:
         meanwhile, self.on_first_wait = self.on_first_wait, None
         if distributed.rank() == 0:
-            with activity.doing(self._describe_batch):
+            named = waiting("batch", "the next batch", ("episodes",), self.config.batch_timeout_s)
+            with activity.doing(self._describe_batch), named:
                 batch = self.executor.prepare_batch(dataloader, workflow, meanwhile)
             share = self._share(batch)
             # What is recorded is what this rank trains, with the columns that it adds.
@@ -206,7 +214,8 @@ class CollectingEngine(InferenceEngine):
             return None
         self._evaluation = None
         num = len(call.episodes)
-        with activity.doing(lambda: f"evaluating: {num - call.remaining} of {num} episodes finished"):
+        named = waiting("batch", "an evaluation", ("episodes",), self.config.batch_timeout_s)
+        with activity.doing(lambda: f"evaluating: {num - call.remaining} of {num} episodes finished"), named:
             self.executor.wait_direct(call, "evaluation")
         call.raise_if_all_failed()
         return samples_of(call)
@@ -251,7 +260,8 @@ class CollectingEngine(InferenceEngine):
         who, limit_s = f"rank {distributed.rank()}", self.config.batch_timeout_s + _GRACE_S
         wait = NamedWait(who, "the batch that rank 0 collects", limit_s, "rollout.batch_timeout_s")
         try:
-            distributed.wait_for_first(limit_s)
+            with waiting("share", wait.what, () if distributed.rank() == 0 else ("rank0",), limit_s):
+                distributed.wait_for_first(limit_s)
         except TimeoutError as error:
             cause = "rank 0 hangs: it has the same deadline and did not raise"
             raise wait.error("rank 0 has sent nothing", cause) from error

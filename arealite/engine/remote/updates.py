@@ -16,6 +16,7 @@ from arealite.api.io_struct import WeightUpdateMeta
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.server import Router, Server
+from arealite.utils.status.waits import waiting
 from arealite.utils.trace import tracing
 from arealite.weights.fingerprint import Fingerprints, first_mismatch
 from arealite.weights.sync import make_transport
@@ -107,7 +108,8 @@ class WeightUpdater:
 
     async def _load(self, server: Server, meta: WeightUpdateMeta) -> None:
         name = f"load v{meta.version}"
-        with server.track_request(), tracing.span("weights", server.address, name):
+        traced = tracing.span("weights", server.address, name)
+        with server.track_request(), traced, waiting("load", f"version {meta.version}", (server.address,)):
             if self.client.can_swap(server) and server.is_open:
                 # It reads while it generates and swaps between two steps: nothing has to stop.
                 await self._load_and_verify(server, meta)

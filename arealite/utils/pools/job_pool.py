@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from arealite.utils.pools.process_pool import ProcessPool, WorkerProcess, close_pool_pipes, die_with_owner
+from arealite.utils.status.writer import status
 
 
 class JobPool(ProcessPool[WorkerProcess]):
@@ -73,6 +74,7 @@ def serve_jobs(sock: socket.socket, answer: Callable[[Connection, bytes], bytes]
     """Answer jobs in a worker process until the owner is gone."""
     die_with_owner()
     close_pool_pipes()
+    status.begin_quietly("job")
     own_pid = os.getpid()
     owner = Connection(sock.detach())
     owner.send("ready")

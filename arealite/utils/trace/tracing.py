@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
+from arealite.utils.status.waits import waiting
 from arealite.utils.trace.episode_clock import current_clock
 
 Group = Literal["trainer", "weights", "server", "rollout"]
@@ -145,9 +146,16 @@ def part_of_episode(name: str, **args: Any) -> Iterator[None]:
     if clock is not None:
         clock.enter(name)
     try:
-        yield
+        with _waiting(name, args):
+            yield
     finally:
         if clock is not None:
             clock.leave(name)
         if lane is not None and _is_on:
             _spans.append(Span("rollout", lane, name, began, time.perf_counter() - start_s, args, is_part=True))
+
+
+def _waiting(name: str, args: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Name the part of an episode for the status of this process."""
+    whom = (str(args["server"]),) if "server" in args else ()
+    return waiting(name, str(args.get("tool") or args.get("reward") or ""), whom)  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""What a process writes about itself."""
+
+import asyncio
+import json
+import os
+import threading
+
+from arealite.utils.status import waits
+from arealite.utils.status.writer import NAME_ENV, RUN_ENV, Status, clear_status
+
+
+def read(tmp_path, name="rank0"):
+    return json.loads((tmp_path / "status" / f"{name}.json").read_text())
+
+
+def test_status_has_waits_sources_and_an_end(tmp_path):
+    status = Status()
+    status.add("executor", lambda: {"running": 3})
+    status.add("broken", lambda: 1 / 0)
+    with waits.waiting("reward", "mine", ("server0",)), waits.waiting("reward", "mine", ("server0",)):
+        status.begin(tmp_path, "rank0", "trainer", has_thread=False)
+    written = read(tmp_path)
+    assert written["pid"] == os.getpid() and written["executor"] == {"running": 3}
+    assert "ZeroDivisionError" in written["broken"]["unreadable"]
+    (wait,) = [wait for wait in written["waits"] if wait["what"] == "mine"]
+    assert wait["count"] == 2 and wait["whom"] == ["server0"]
+    status.end("done")
+    status.end("twice")
+    assert read(tmp_path)["ended"] == "done"
+    clear_status(tmp_path)
+    assert not list((tmp_path / "status").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path, caplog):
+    (tmp_path / "status").write_text("in the way")
+    status = Status()
+    for _ in range(3):
+        status.begin(tmp_path, "rank0", "trainer", has_thread=False)
+        status._file_due = 0.0
+        status.tick()
+    assert "cannot write" in status.snapshot()["problem"]
+    assert len([record for record in caplog.records if record.name == "arealite.status"]) == 1
+
+
+def test_event_loop_that_does_not_answer(tmp_path):
+    loop, status = asyncio.new_event_loop(), Status()
+    status.watch_loop("rollout", loop)
+    assert status.snapshot()["loops"] == {"rollout": 0.0}
+    assert status.snapshot()["loops"]["rollout"] > 0
+    loop.run_until_complete(asyncio.sleep(0))
+    assert status.snapshot()["loops"]["rollout"] == 0.0
+    loop.close()
+
+
+def test_only_named_processes_of_a_launcher_begin(tmp_path, monkeypatch):
+    monkeypatch.setenv(RUN_ENV, str(tmp_path))
+    for name in ("dashboard", "mps"):
+        monkeypatch.setenv(NAME_ENV, name)
+        Status().begin_from_environment()
+    assert not (tmp_path / "status").exists() and NAME_ENV not in os.environ
+    monkeypatch.setenv(NAME_ENV, "server1")
+    status = Status()
+    status.begin_from_environment()
+    status.end()
+    assert read(tmp_path, "server1")["role"] == "server"
+    assert not [thread for thread in threading.enumerate() if thread is status._thread]
+
+
+def test_collectives_are_numbered():
+    with waits.collective("barrier"):
+        (first,) = [wait["what"] for wait in waits.describe() if wait["kind"] == "collective"]
+    with waits.collective("barrier"):
+        (second,) = [wait["what"] for wait in waits.describe() if wait["kind"] == "collective"]
+    assert int(second.split("#")[1]) == int(first.split("#")[1]) + 1
