@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "reward": BASE,
     "launcher": BASE,
     "dashboard": BASE | {"core"},
+    "doctor": BASE | {"core"},
     "protocol": BASE,
     "agents": BASE | {"protocol"},
     "inference": BASE | {"weights", "protocol"},

@@ -62,7 +62,8 @@ OPTIONS = {
     "report": ("--steps", "--rollouts", "--help"),
     "dashboard": ("--port", "--host", "--token", "--no-token", "--help"),
     "replay": ("--from", "--to", "--steps", "--trainer-only", "--rollout-only", "--help"),
-    **dict.fromkeys(("init", "doctor", "completion"), ("--help",)),
+    "doctor": ("--patience", "--json", "--no-stacks", "--help"),
+    **dict.fromkeys(("init", "completion"), ("--help",)),
 }
 _CLASSES = {"train": MainConfig, "eval": MainConfig, "serve": ServerConfig, "evaluate": EvalConfig}
 

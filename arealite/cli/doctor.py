@@ -1,24 +1,38 @@
-"""Checks this machine and says what to do: `arealite doctor [FILEROOT]`.
+"""Says why a run hangs, is slow or has died, and what to do: `arealite doctor RUN_DIR`.
 
-Checks versions, GPUs, shared memory, free space, ports and optional packages. Exits with 1 if something that every run
-needs is wrong.
+Prints a verdict with its evidence and a remedy; every process with what it waits for, since when and for whom; stacks,
+disks, memory, GPUs and the last events. Works while the run goes on and after it. Exits with 0 if nothing is wrong,
+with 1 otherwise.
+
+Without a run directory it checks this machine: versions, GPUs, shared memory, free space, ports and optional packages.
+Exits with 1 if something that every run needs is wrong.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+from arealite.api.errors import ConfigError
 from arealite.cli.arguments import ArgumentParser
+from arealite.doctor.collect import collect
+from arealite.doctor.evidence import read_evidence
+from arealite.doctor.report import render
+from arealite.doctor.rules import diagnose
 from arealite.utils.config import run_main
 from arealite.utils.network import free_port, release_port
+from arealite.utils.rundir import RunDir
+from arealite.utils.status.writer import FOLDER
 
 _GB = 1e9
+_HEALTHY = ("healthy", "finished")
 _OPTIONAL = {
     "datasets": "hub datasets: pip install 'arealite[hub]'",
     "tensorboard": "TensorBoard files: pip install 'arealite[tensorboard]'",
@@ -99,10 +113,39 @@ def _nearest_existing(path: Path) -> Path:
     return path if path.exists() else _nearest_existing(path.parent)
 
 
+def is_run_directory(path: Path) -> bool:
+    """Whether a folder is that of one run, not of many."""
+    run_dir = RunDir(path)
+    return any(found.exists() for found in (run_dir.config_path, run_dir.stats_path, run_dir.logs, path / FOLDER))
+
+
+def examine(path: Path, patience_s: float, as_json: bool, with_stacks: bool) -> int:
+    """Print what is wrong with a run; returns the exit code."""
+    case = collect(path, patience_s, with_stacks)
+    read_evidence(case)
+    findings = diagnose(case)
+    if as_json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings], "case": case.to_json()}, default=str))
+    else:
+        print(render(case, findings))
+    return int(findings[0].kind not in _HEALTHY)
+
+
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser("doctor", __doc__, "arealite doctor", "arealite doctor /shared/runs")
-    parser.add_argument("fileroot", nargs="?", default="runs", help="folder of run directories (default: runs)")
-    found = list(check_machine(Path(parser.parse_args(argv).fileroot)))
+    parser = ArgumentParser("doctor", __doc__, "arealite doctor runs/gsm8k/trial0", "arealite doctor")
+    parser.add_argument("path", nargs="?", default="runs", help="a run directory, or the folder of all of them")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds that a wait may take (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print all that is known as one line of JSON")
+    parser.add_argument("--no-stacks", action="store_true", help="do not ask processes for their stacks")
+    arguments = parser.parse_args(argv)
+    path = Path(arguments.path)
+    if not 0 < arguments.patience < float("inf"):
+        raise ConfigError(f"--patience {arguments.patience:g}: give a number of seconds above 0")
+    if is_run_directory(path):
+        return examine(path, arguments.patience, arguments.json, not arguments.no_stacks)
+    if arguments.json:
+        raise ConfigError(f"--json needs a run directory, and {path} is none (it has no config.yaml, logs or status)")
+    found = list(check_machine(path))
     for finding in found:
         print(f"{finding.state:5}  {finding.text}")
     return int(any(finding.state == "wrong" for finding in found))

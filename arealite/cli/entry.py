@@ -38,7 +38,7 @@ COMMANDS = {
     "config": Command("arealite.cli.config", "show a configuration with origins, its help, differences", _SET_UP),
     "plan": Command("arealite.cli.plan", "predict a run, or print what a script would start", _SET_UP),
     "completion": Command("arealite.cli.completion", "print a script for the completion of your shell", _SET_UP),
-    "doctor": Command("arealite.cli.doctor", "check versions, devices and free space of this machine", _SET_UP),
+    "doctor": Command("arealite.cli.doctor", "say why a run hangs or died; without one, check this machine", _SET_UP),
 }
 _EXAMPLES = """examples:
   arealite train trainer.grpo.actor.path=Qwen/Qwen2-0.5B --dry-run

@@ -1,0 +1,71 @@
+"""All rules, the most certain causes first: the first finding is the verdict, the others are listed after it."""
+
+from collections.abc import Callable, Iterable
+
+from arealite.doctor import rules_processes as processes
+from arealite.doctor import rules_waits as waits
+from arealite.doctor.case import Case, Finding
+
+RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
+    processes.full_disk,
+    processes.stopped,
+    processes.gil_held,
+    processes.memory_pressure,
+    processes.loop_blocked,
+    waits.network,
+    processes.dead,
+    waits.collectives,
+    waits.cycles,
+    waits.weight_update,
+    waits.version_skew,
+    waits.kv_full,
+    waits.slow_server,
+    waits.stuck_parts,
+    waits.slow_reward,
+    waits.nothing_admitted,
+    waits.stuck_agent,
+    processes.status_lag,
+)
+
+
+def diagnose(case: Case) -> list[Finding]:
+    """Return all findings; there is always one."""
+    if not case.processes:
+        return [_no_status(case)]
+    found = [finding for rule in RULES for finding in rule(case)]
+    # A killed worker is replaced: it is rarely why a run hangs.
+    found.sort(key=lambda finding: finding.kind == "worker_dead")
+    running = [process for process in case.processes if process.is_running and process.role != "job"]
+    if not running:
+        return [_over(case)]
+    return found or [_healthy(case)]
+
+
+def _no_status(case: Case) -> Finding:
+    evidence = [f"{name}: {text.splitlines()[-1]}" for name, text in case.logs.items() if text.strip()]
+    verdict = "no process of this run has written a status: it is older than this command, or has not started"
+    return Finding("no_status", verdict, evidence, "what logs, events and the machine say is below")
+
+
+def _over(case: Case) -> Finding:
+    dead = [process for process in case.processes if process.is_dead]
+    children = [child for launcher in case.role("launcher") for child in launcher.parts("children")]
+    codes = [f"{child.get('name')} ended with code {child['code']}" for child in children if child.get("code")]
+    ends = [f"{p.name}: {p.status['ended']}" for p in case.role("launcher") if p.has_ended]
+    logs = [f"{name}: {line}" for name, text in case.logs.items() for line in text.splitlines()[-2:]]
+    remedy = "fix what the log says, and continue with the same command and recover.mode=auto"
+    if dead:
+        names = ", ".join(process.name for process in dead)
+        verdict = f"the run is dead: {names} were killed (kill -9, out of memory, a lost machine)"
+        return Finding("run_killed", verdict, [*codes, *ends, *logs], f"see `dmesg` for the kernel's reason; {remedy}")
+    if codes:
+        return Finding("run_failed", f"the run has ended with an error: {codes[0]}", [*codes, *ends, *logs], remedy)
+    return Finding("finished", "the run has ended", ends, "nothing")
+
+
+def _healthy(case: Case) -> Finding:
+    trainer = case.trainer
+    facts = trainer.part("facts") if trainer else {}
+    step = f", step {facts['step'] + 1} of {facts['total_steps']}" if "step" in facts and "total_steps" in facts else ""
+    verdict = f"nothing is wrong: no wait is longer than {case.patience_s:g} s{step}"
+    return Finding("healthy", verdict, [], "nothing; for a slow run see `arealite report` and trace.json")
