@@ -1,4 +1,4 @@
-"""`Case`: everything that the doctor has collected about a run. `Finding`: one thing that is wrong with it."""
+"""`Case`: everything that is collected about a run. `Finding`: one thing that is wrong with it."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Collects what can be known about a run from outside: status, /proc, stacks, machine, servers, events, logs.
+"""Collects what can be seen of a run from outside: status, /proc, stacks, machine.
 
 Nothing here judges. What cannot be read becomes a line in `Case.notes`, never an error.
 """

@@ -20,7 +20,7 @@ _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.g
 
 
 def write_probe(case: Case) -> float:
-    """Write and remove a small file beside the status files; returns the time that the file system gave it."""
+    """Write and remove a small file beside the status files; returns the file system's time."""
     result: list[float] = []
     began = time.monotonic()
 
@@ -60,7 +60,7 @@ def read_disks(case: Case) -> list[dict[str, Any]]:
 
 
 def read_memory(case: Case) -> dict[str, Any]:
-    """Return total and available memory, the limit of the cgroup, and the time that tasks wait for memory."""
+    """Return memory of machine and cgroup, and the share of time that tasks wait for it."""
     memory = psutil.virtual_memory()
     found: dict[str, Any] = {
         "total": memory.total,

@@ -1,4 +1,4 @@
-"""All rules, the most certain causes first: the first finding is the verdict, the others are listed after it."""
+"""All rules, the most certain causes first: the first finding is the verdict."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,8 +12,8 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     processes.gil_held,
     processes.memory_pressure,
     processes.loop_blocked,
-    waits.network,
     processes.dead,
+    waits.network,
     waits.collectives,
     waits.cycles,
     waits.weight_update,

@@ -140,7 +140,7 @@ def status_lag(case: Case) -> Iterator[Finding]:
 
 
 def current_place(process: Process) -> list[str]:
-    """Return the innermost line of the thread that runs Python code; the main thread's if it is not known."""
+    """Return the innermost line of the thread that runs Python code, if it is known."""
     found = re.search(r"Current thread.*\n\s+(File .*)", process.stacks)
     return [found[1]] if found else top_lines(process)[:1]
 

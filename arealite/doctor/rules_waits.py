@@ -1,4 +1,4 @@
-"""Findings about waits: collectives, weight updates, servers, network, rewards, tools, agents, admission."""
+"""Findings about waits: collectives, weights, servers, network, rewards, tools, admission."""
 
 from collections.abc import Iterator
 from statistics import median

@@ -1,0 +1,393 @@
+"""Twenty ways in which a run hangs or is slow, each with real processes: `python -m tests.doctor.cases NAME RUN_DIR`.
+
+A case starts the processes of a small run that fails in one way, makes the file RUN_DIR.ready once it does, and stays
+so until it is killed. `EXPECTED` names what the doctor must find.
+"""
+
+import asyncio
+import ctypes
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arealite.api.cli_args import InferenceEngineConfig, ServerConfig
+from arealite.api.workflow_api import RolloutWorkflow
+from arealite.engine.remote.collecting import CollectingEngine
+from arealite.inference.engine import Engine
+from arealite.inference.sequence import Request, SamplingParams
+from arealite.reward.pool import RewardPool
+from arealite.utils import distributed
+from arealite.utils.pools.call_pool import CallPool
+from arealite.utils.pools.process_pool import never_import_script, start_fork_server
+from arealite.utils.status.waits import waiting
+from arealite.utils.status.writer import FOLDER, RUN_ENV, status
+from arealite.utils.trace.tracing import part_of_episode
+from tests.doctor.slow_calls import FOREVER_S, forever, hanging_score, slow_score
+
+EXPECTED = {
+    "collective": "collective_deadlock",
+    "stuck_reward": "reward_stuck",
+    "full_disk": "disk_full",
+    "dead_network": "network_dead",
+    "slow_server": "server_slow",
+    "blocked_loop": "loop_blocked",
+    "gil": "gil_held",
+    "memory": "memory_pressure",
+    "version_skew": "version_skew",
+    "stopped_rank": "process_stopped",
+    "dead_server": "server_dead",
+    "stuck_tool": "tool_stuck",
+    "stuck_agent": "agent_stuck",
+    "slow_reward": "reward_slow",
+    "weight_update": "weight_update_stuck",
+    "nothing_admitted": "nothing_admitted",
+    "kv_full": "kv_full",
+    "killed_worker": "worker_dead",
+    "late_files": "status_lag",
+    "stopped_launcher": "launcher_stopped",
+}
+
+
+class Workflow(RolloutWorkflow):
+    """An episode that awaits `play(row)`."""
+
+    def __init__(self, play: Any):
+        self.play = play
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
+        await self.play(data)
+
+
+class StubRollout(CollectingEngine):
+    """A rollout engine without servers: episodes do everything themselves."""
+
+    async def ask(self, progress: Any, count: int) -> Any:
+        raise AssertionError("these episodes ask nobody")
+
+    def update_weights(self, meta: Any) -> None: ...
+
+    def initialize(self, *args: Any) -> None: ...
+
+
+def child(run_dir: Path, name: str, role: str, body: Any) -> int:
+    """Fork a process of the run, which sleeps after `body`; returns its pid once it has begun."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if role == "trainer":
+            os.environ |= {"RANK": name.removeprefix("rank"), "WORLD_SIZE": "2"}
+        status.begin(run_dir, name, role)
+        os.write(writer, b"!")
+        body()
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    os.read(reader, 1)
+    return pid
+
+
+def rollout(run_dir: Path, play: Any, count: int = 4, **config: Any) -> StubRollout:
+    """Begin rank 0 with an executor whose episodes await `play`, and a thread that waits for the batch."""
+    os.environ[RUN_ENV] = str(run_dir)
+    status.begin(run_dir, "rank0", "trainer")
+    engine = StubRollout(InferenceEngineConfig(batch_timeout_s=FOREVER_S, **config))
+    engine.start_executor(count)
+    for number in range(count):
+        engine.submit({"x": number}, Workflow(play))
+    threading.Thread(target=engine.wait, args=(count,), daemon=True).start()
+    return engine
+
+
+def prepare_workers() -> None:
+    """Start what forks workers, without this script, which imports torch."""
+    never_import_script()
+    start_fork_server("tests.doctor.slow_calls")
+
+
+def engine(model: str, **settings: Any) -> Engine:
+    torch.set_num_threads(1)
+    made = Engine(ServerConfig(model_path=model, device="cpu", dtype="float32", **settings)).start()
+    status.add("engine", made.status)
+    return made
+
+
+def requests(server: Engine, count: int, tokens: int) -> None:
+    for i in range(count):
+        server.submit(Request([5 + i, 6, 7], SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
+
+
+def listen(answers: bool) -> str:
+    """Listen at a free port; returns the address. Without answers, connections wait for ever."""
+    sock = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            connection, _ = sock.accept()
+            if answers:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                connection.close()
+            else:
+                held.append(connection)
+
+    held: list[socket.socket] = []
+    threading.Thread(target=serve, daemon=True).start()
+    return "{}:{}".format(*sock.getsockname())
+
+
+async def forever_async(_: Any = None) -> None:
+    await asyncio.sleep(FOREVER_S)
+
+
+# ------------------------------------------------------------------------------------------------------- cases
+
+
+def collective(run_dir: Path, model: str) -> None:
+    store = str(run_dir / "store")
+
+    def rank(number: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=number, world_size=2)
+        if number == 0:
+            distributed.barrier()
+        else:
+            distributed.broadcast_json({"x": 1}, src=1)
+            distributed.all_gather_rows(torch.zeros(3))
+
+    child(run_dir, "rank1", "trainer", lambda: rank(1))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    status.begin(run_dir, "rank0", "trainer")
+    threading.Thread(target=rank, args=(0,), daemon=True).start()
+
+
+def stuck_reward(run_dir: Path, model: str) -> None:
+    prepare_workers()
+    pool = RewardPool(num_workers=1, timeout_s=FOREVER_S)
+    rollout(run_dir, lambda row: pool.run(hanging_score, [row]))
+
+
+def slow_reward(run_dir: Path, model: str) -> None:
+    prepare_workers()
+    pool = RewardPool(num_workers=1, timeout_s=FOREVER_S, max_workers=1)
+
+    async def play(row: dict[str, Any]) -> None:
+        await pool.run(slow_score, [row])
+        raise RuntimeError("not good enough: another one")
+
+    made = rollout(run_dir, play, count=4, max_failed_episodes=100_000)
+
+    def refill() -> None:
+        while True:
+            made.submit({"x": 0}, Workflow(play))
+            time.sleep(0.3)
+
+    threading.Thread(target=refill, daemon=True).start()
+
+
+def full_disk(run_dir: Path, model: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    status.begin(run_dir, "rank0", "trainer")
+    # A file system that is full: every write to this device fails like that.
+    path = run_dir / FOLDER / f".rank0.json.{os.getpid()}"
+    path.symlink_to("/dev/full")
+    status._file_due = 0.0
+    status.tick()
+    status._file_due = float("inf")
+
+
+def dead_network(run_dir: Path, model: str) -> None:
+    address = listen(answers=False)
+
+    def serve() -> None:
+        status.facts["address"] = address
+        status.add("engine", lambda: {"running": 0, "weight_version": "0"})
+
+    child(run_dir, "server0", "server", serve)
+
+    async def play(row: dict[str, Any]) -> None:
+        with part_of_episode("generate", server=address):
+            await forever_async()
+
+    rollout(run_dir, play)
+
+
+def slow_server(run_dir: Path, model: str) -> None:
+    def serve(delay_s: float) -> None:
+        server = engine(model, max_total_tokens=65536)
+        step = server.core.step
+        server.core.step = lambda: (time.sleep(delay_s), step())  # type: ignore[method-assign]
+
+        def load() -> None:
+            while True:
+                requests(server, 2, 400)
+                while server.scheduler.has_work:
+                    time.sleep(0.05)
+
+        threading.Thread(target=load, daemon=True).start()
+
+    for number, delay_s in enumerate((0.01, 0.01, 0.7)):
+        child(run_dir, f"server{number}", "server", lambda delay_s=delay_s: serve(delay_s))
+    rollout(run_dir, forever_async, count=1, episode_timeout_s=FOREVER_S).destroy()
+
+
+def blocked_loop(run_dir: Path, model: str) -> None:
+    async def play(row: dict[str, Any]) -> None:
+        await asyncio.sleep(0.5)
+        forever()
+
+    rollout(run_dir, play)
+
+
+def gil(run_dir: Path, model: str) -> None:
+    status.begin(run_dir, "rank0", "trainer")
+    # Catastrophic backtracking of a regular expression, as in a careless reward.
+    threading.Timer(1.5, lambda: re.match("(a+)+$", "a" * 60 + "b")).start()
+
+
+def memory(run_dir: Path, model: str) -> None:
+    status.begin(run_dir, "rank0", "trainer")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = int(pages * resource.getpagesize() * 1.01)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def version_skew(run_dir: Path, model: str) -> None:
+    def serve() -> None:
+        status.facts["address"] = "127.0.0.1:1"
+        engine(model, max_total_tokens=512)
+
+    child(run_dir, "server0", "server", serve)
+    made = rollout(run_dir, forever_async)
+    made.set_version(3)
+
+
+def stopped_rank(run_dir: Path, model: str) -> None:
+    pid = child(run_dir, "rank1", "trainer", forever)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    status.begin(run_dir, "rank0", "trainer")
+
+    def meet() -> None:
+        with waiting("collective", "barrier #9", ("ranks",)):
+            forever()
+
+    threading.Thread(target=meet, daemon=True).start()
+    os.kill(pid, signal.SIGSTOP)
+
+
+def dead_server(run_dir: Path, model: str) -> None:
+    def serve() -> None:
+        status.facts["address"] = "127.0.0.1:1"
+        engine(model, max_total_tokens=512)
+        status._file_due = 0.0
+        status.tick()
+
+    pid = child(run_dir, "server0", "server", serve)
+
+    async def play(row: dict[str, Any]) -> None:
+        with part_of_episode("generate", server="127.0.0.1:1"):
+            await forever_async()
+
+    rollout(run_dir, play)
+    while "127.0.0.1:1" not in (run_dir / FOLDER / "server0.json").read_text():
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def stuck_tool(run_dir: Path, model: str) -> None:
+    prepare_workers()
+    pool = CallPool(2)
+
+    async def play(row: dict[str, Any]) -> None:
+        with part_of_episode("tool", tool="browser"):
+            await pool.run(forever, timeout_s=FOREVER_S)
+
+    rollout(run_dir, play)
+
+
+def stuck_agent(run_dir: Path, model: str) -> None:
+    async def think(row: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    rollout(run_dir, think)
+
+
+def weight_update(run_dir: Path, model: str) -> None:
+    address = listen(answers=True)
+
+    def serve() -> None:
+        status.facts["address"] = address
+        server = engine(model, max_total_tokens=512)
+        server._updating.acquire()
+
+    child(run_dir, "server0", "server", serve)
+    status.begin(run_dir, "rank0", "trainer")
+
+    def update() -> None:
+        with waiting("load", "version 4", (address,)):
+            forever()
+
+    threading.Thread(target=update, daemon=True).start()
+
+
+def nothing_admitted(run_dir: Path, model: str) -> None:
+    made = StubRollout(InferenceEngineConfig(batch_timeout_s=FOREVER_S))
+    status.begin(run_dir, "rank0", "trainer")
+    made.start_executor(4)
+    made.pause()
+    made.submit({"x": 1}, Workflow(forever_async))
+    threading.Thread(target=made.wait, args=(4,), daemon=True).start()
+
+
+def kv_full(run_dir: Path, model: str) -> None:
+    def serve() -> None:
+        server = engine(model, max_total_tokens=512, block_size=16, context_length=500)
+        step = server.core.step
+        server.core.step = lambda: (time.sleep(0.02), step())  # type: ignore[method-assign]
+
+        def load() -> None:
+            while True:
+                requests(server, 8, 450)
+                while server.scheduler.num_waiting + server.scheduler.num_running > 4:
+                    time.sleep(0.05)
+
+        threading.Thread(target=load, daemon=True).start()
+
+    child(run_dir, "server0", "server", serve)
+    status.begin(run_dir, "rank0", "trainer")
+
+
+def killed_worker(run_dir: Path, model: str) -> None:
+    pid = child(run_dir, "worker-1", "worker", forever)
+    status.begin(run_dir, "rank0", "trainer")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def late_files(run_dir: Path, model: str) -> None:
+    status.begin(run_dir, "rank0", "trainer")
+    status._file_due = float("inf")
+    then = time.time() - 120
+    os.utime(run_dir / FOLDER / "rank0.json", (then, then))
+
+
+def stopped_launcher(run_dir: Path, model: str) -> None:
+    pid = child(run_dir, "node0", "launcher", forever)
+    status.begin(run_dir, "rank0", "trainer")
+    os.kill(pid, signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    # Whatever the case started ends with this process.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    globals()[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])
+    Path(sys.argv[2]).with_suffix(".ready").touch()
+    time.sleep(FOREVER_S)

@@ -1,0 +1,170 @@
+"""Every rule on hand-made snapshots, and what the command does with bad input."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from arealite.api.errors import ConfigError
+from arealite.cli import doctor
+from arealite.doctor.case import HERE, Case, Proc, Process
+from arealite.doctor.collect import collect
+from arealite.doctor.graph import find_cycle, find_edges
+from arealite.doctor.report import render
+from arealite.doctor.rules import diagnose
+
+ADDRESS = "10.0.0.1:30000"
+
+
+def wait(kind, what="", whom=(), age_s=100.0, count=1):
+    return {"kind": kind, "what": what, "whom": list(whom), "age_s": age_s, "count": count, "deadline_s": None}
+
+
+def process(name, role="trainer", state="S", waits=(), **status):
+    known = {"waits": list(waits), "interval_s": 1.0, "facts": {}, "loops": {}, **status}
+    known |= {"rank": int(name[4:])} if name.startswith("rank") else {}
+    proc = None if state is None else Proc(state)
+    return Process(name, role, 100, HERE, 0.0, known, proc, is_live=state is not None)
+
+
+def server(name="server0", state="S", **engine):
+    values = {"running": 1, "waiting": 0, "free_blocks": 50, "total_blocks": 100, "weight_version": "0", **engine}
+    return process(name, "server", state, engine=values, facts={"address": ADDRESS if name == "server0" else name})
+
+
+def batch(**executor):
+    values = {"running": 4, "version": 0, "capacity": 2, "is_paused": False, "episodes": [], **executor}
+    return process("rank0", waits=[wait("batch", "the next batch", ["episodes"])], executor=values)
+
+
+def episodes(*waits):
+    made = batch()
+    made.status["waits"] += waits
+    return made
+
+
+def silent(made, age_s=50.0):
+    made.age_s = age_s
+    return made
+
+
+def rated(name, rate):
+    made = server(name)
+    made.tokens_per_s = rate
+    return made
+
+
+def late(made):
+    made.file_age_s = 100.0
+    return made
+
+
+CASES = {
+    "healthy": [process("rank0")],
+    "collective_deadlock": [
+        process("rank0", waits=[wait("collective", "barrier #3", ["ranks"])]),
+        process("rank1", waits=[wait("collective", "all-gather #3", ["ranks"])]),
+    ],
+    "collective_stuck": [
+        process("rank0", waits=[wait("collective", "barrier #3", ["ranks"])]),
+        process("rank1", waits=[wait("collective", "barrier #3", ["ranks"])]),
+    ],
+    "cycle": [
+        process("rank0", waits=[wait("call", "x", ["rank1"])]),
+        process("rank1", waits=[wait("share", "y", ["rank0"])]),
+    ],
+    "process_stopped": [process("rank0"), process("rank1", state="T")],
+    "launcher_stopped": [process("rank0"), process("node0", "launcher", "T")],
+    "rank_dead": [process("rank0"), process("rank1", state=None)],
+    "server_dead": [process("rank0"), server(state=None)],
+    "worker_dead": [process("rank0"), process("worker-1", "worker", None)],
+    "gil_held": [silent(process("rank0", state="R"))],
+    "io_blocked": [silent(process("rank0", state="D"))],
+    "loop_blocked": [process("rank0", loops={"rollout": 80.0})],
+    "weight_update_stuck": [process("rank0", waits=[wait("load", "version 3", [ADDRESS])]), server()],
+    "version_skew": [batch(version=3), server()],
+    "kv_full": [server(free_blocks=1, waiting=5), process("rank0")],
+    "server_slow": [rated("server0", 5.0), rated("server1", 90.0), rated("server2", 100.0), process("rank0")],
+    "server_stuck": [server(step_s=90.0), process("rank0")],
+    "reward_stuck": [episodes(wait("reward", "mine"))],
+    "tool_stuck": [episodes(wait("tool", "browser"))],
+    "reward_slow": [episodes(wait("reward", "mine", age_s=2.0, count=9))],
+    "nothing_admitted": [batch(running=0, is_paused=True)],
+    "agent_stuck": [batch(episodes=[{"id": "1", "age_s": 90.0, "place": "episode 1 waits in act"}])],
+    "status_lag": [late(process("rank0"))],
+    "finished": [process("rank0", state=None, ended="ended")],
+    "run_killed": [process("rank0", state=None)],
+    "no_status": [],
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_verdict(kind):
+    case = Case(Path("/run"), 60.0, CASES[kind])
+    findings = diagnose(case)
+    assert findings[0].kind == kind, render(case, findings)
+    assert findings[0].verdict in render(case, findings)
+
+
+def test_network_disk_and_memory():
+    lost = episodes(wait("generate", "", [ADDRESS]))
+    case = Case(Path("/run"), 60.0, [lost, server()], health={ADDRESS: "timed out"})
+    assert diagnose(case)[0].kind == "network_dead"
+    case = Case(Path("/run"), 60.0, [lost], health={ADDRESS: "refused"})
+    assert diagnose(case)[0].kind == "server_unreachable"
+    case = Case(Path("/run"), 60.0, [process("rank0")], probe_error="No space left on device")
+    assert diagnose(case)[0].kind == "disk_full"
+    case = Case(Path("/run"), 60.0, [process("rank0")], memory={"total": 100 << 30, "available": 1 << 30})
+    assert diagnose(case)[0].kind == "memory_pressure"
+
+
+def test_waits_for_episodes_lead_to_their_servers():
+    case = Case(Path("/run"), 60.0, [episodes(wait("generate", "", [ADDRESS])), server()])
+    assert ("rank0", "server0") in [edge[:2] for edge in find_edges(case)]
+    assert not find_cycle(find_edges(case))
+
+
+def test_damaged_and_foreign_files_are_one_note_each(tmp_path, capsys):
+    folder = tmp_path / "status"
+    folder.mkdir()
+    good = {
+        "name": "rank0",
+        "role": "trainer",
+        "pid": 2**22 + 7,
+        "host": "elsewhere",
+        "started": 1.0,
+        "run": str(tmp_path),
+    }
+    good |= {"written": time.time(), "clock": 1.0, "waits": "none", "loops": [], "facts": None}
+    bad = {
+        "cut": json.dumps(good)[:40],
+        "list": "[1]",
+        "empty": "",
+        "deep": "[" * 100_000,
+        "text": '{"name": 1, "pid": "x"}',
+    }
+    for name, text in bad.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "binary.json").write_bytes(os.urandom(200))
+    (folder / "rank0.json").write_text(json.dumps(good))
+    case = collect(tmp_path, 60.0)
+    assert [made.name for made in case.processes] == ["rank0"]
+    assert len([note for note in case.notes if "is no status" in note]) == 6
+    assert any("elsewhere cannot be read from here" in note for note in case.notes)
+    assert doctor.main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["kind"] == "healthy"
+
+
+def test_a_run_without_status_and_wrong_arguments(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text("error: the model is gone\n")
+    (tmp_path / "run.sqlite").write_text("no database")
+    assert doctor.main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "[no_status]" in out and "the model is gone" in out and "cannot read the events" in out
+    with pytest.raises(ConfigError, match="above 0"):
+        doctor.main([str(tmp_path), "--patience", "-1"])
+    with pytest.raises(ConfigError, match="needs a run directory"):
+        doctor.main([str(tmp_path / "nothing"), "--json"])
