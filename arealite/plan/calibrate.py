@@ -96,7 +96,7 @@ def _fit_server(engine: Engine, vocab: int, device: str, short: int, long: int, 
 def _measure_training(path: str, size: ModelSize, device: str) -> TrainCost:
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = TrainEngineConfig(
-        path=path, device=device, dtype=dtype, param_dtype=dtype, optimizer=OptimizerConfig(lr=0.0)
+        path=path, device=device, dtype=dtype, param_dtype=dtype, optimizer=OptimizerConfig(lr=1e-9)
     )
     engine = FSDPLMEngine(config)
     engine.initialize(FinetuneSpec(1, 1000, 1))
