@@ -29,8 +29,8 @@ logger = logging.getLogger("arealite.dataset")
 class PromptFormat:
     """What the columns of a dataset mean, and how its prompts read.
 
-    `adapt` changes a row before the column map. `instruction` follows each prompt, unless worked examples show what is
-    wanted. `plain` is the text around a prompt for models without a chat template.
+    `adapt` changes a row before the column map. `instruction` follows each prompt, unless worked examples or a
+    `prompt_template` say what is wanted. `plain` is the text around a prompt for models without a chat template.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,8 @@ class PromptMaker:
     ):
         self.config, self.tokenizer = config, tokenizer
         self.columns, self.adapt = config.columns or how.columns, how.adapt if not config.columns else None
-        self.instruction = "" if config.few_shot else how.instruction
+        # A template of the user's is the whole prompt.
+        self.instruction = "" if config.few_shot or config.prompt_template else how.instruction
         self.template = config.prompt_template or (QUESTION if config.few_shot and not how.columns else how.plain)
         has_template = tokenizer is None or bool(tokenizer.chat_template)
         self.is_chat = has_template and config.prompt_template is None

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from arealite.api.cli_args import DatasetConfig
+from arealite.api.dataset_args import DataSourceConfig
 from arealite.api.errors import DatasetError
 from arealite.dataset.chat import render
-from arealite.dataset.prompts import AS_THEY_ARE, QUESTION, PromptFormat, load_prompts
+from arealite.dataset.prompts import AS_THEY_ARE, QUESTION, PromptFormat, PromptMaker, load_prompts
 
 ASKED = {"prompt": "q", "answer": "a"}
 
@@ -96,3 +97,10 @@ def test_the_length_limit_is_exact(load, tokenizer, chat):
 def test_rows_without_a_prompt_are_refused(load, row, options, message):
     with pytest.raises(DatasetError, match=message):
         load([row], **options)
+
+
+def test_a_template_of_the_users_is_the_whole_prompt():
+    how = PromptFormat({"prompt": "q"}, instruction=" Box it.")
+    made = PromptMaker(DataSourceConfig(path="x", prompt_template="Q: {prompt} A:"), how, None, [])({"q": "1 + 1?"})
+    assert made == {"prompt": "Q: 1 + 1? A:"}
+    assert PromptMaker(DataSourceConfig(path="x"), how, None, [])({"q": "2"})["messages"][0]["content"] == "2 Box it."
