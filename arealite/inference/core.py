@@ -230,8 +230,8 @@ class EngineCore:
     def swap(self, staged: Staged, version: int | None, flush_cache: bool, adapter_name: str) -> int:
         """Use new weights from the next step on. Returns the number of running sequences.
 
-        Running sequences keep their tokens; with `flush_cache` their keys and values are computed again. New requests
-        use no keys and values of earlier weights, unless `keep_prefix_across_updates` is set.
+        Running sequences keep their tokens; with `flush_cache` all of their keys and values are computed again. New
+        requests use no keys and values of earlier weights, unless `keep_prefix_across_updates` is set.
         """
         begin = time.perf_counter()
         runner = self.active_runner()
@@ -244,6 +244,8 @@ class EngineCore:
         num_running = self.scheduler.num_running
         if flush_cache:
             self._retract()
+            for seq in self.scheduler.preempted:
+                seq.uses_prefix_cache = False
         if not self.config.keep_prefix_across_updates:
             self.scheduler.pool.flush()
         self._mark_version(self._base_version if version is None else version)

@@ -223,7 +223,7 @@ class Scheduler:
         tokens = request.prompt
         if seq.saved_tokens is not None:
             tokens = np.concatenate([tokens, seq.saved_tokens])
-        shared, parent = pool.match(tokens[:-1], request.salt)
+        shared, parent = pool.match(tokens[:-1], request.salt) if seq.uses_prefix_cache else ([], 0)
         missing = -(-len(tokens) // pool.block_size) - len(shared)
         # The reserve keeps the new sequence from being preempted at once; an idle engine needs none.
         if missing + self._reserve() > pool.num_free:

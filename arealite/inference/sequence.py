@@ -259,6 +259,7 @@ class Sequence:
     cache_parent: int = 0
     pool_epoch: int = -1
     saved_tokens: np.ndarray | None = None  # of a preempted sequence
+    uses_prefix_cache: bool = True  # False: computes all of its keys and values, under the current weights
     saved_logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
     saved_raw: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)

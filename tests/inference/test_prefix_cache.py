@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arealite.inference.weights import WeightSource
-from tests.inference.conftest import forward_logprobs, make_model, run, submit
+from tests.inference.conftest import forward_logprobs, make_model, run, submit, submit_and_see_start
 
 TURNS = 6
 
@@ -92,3 +92,16 @@ def test_prefixes_are_kept_across_updates_on_request(make_engine, flush):
     assert run(engine, prompt, max_new_tokens=1)[0].cached_tokens == 80
     assert engine.flush_cache().result(10)
     assert run(engine, prompt, max_new_tokens=1)[0].cached_tokens == 0
+
+
+def test_retracted_sequences_compute_all_keys_again(make_engine):
+    engine, other = make_engine(make_model(), keep_prefix_across_updates=True), make_model(seed=1)
+    prompt = tokens(random.Random(5), 81)
+    run(engine, prompt, max_new_tokens=1)
+    running = submit_and_see_start(engine, prompt, max_new_tokens=300, ignore_eos=True)
+    engine.update(WeightSource.received(dict(other.named_parameters()), 1), flush_cache=True).result(30)
+    (output,) = running.result(60)
+    first = next(start for version, start, _ in output.version_spans if version == 1)
+    assert first > 0
+    expected = forward_logprobs(other, prompt, output.token_ids)[first:]
+    torch.testing.assert_close(torch.tensor(output.logprobs[first:]), expected, atol=1e-3, rtol=0)
