@@ -33,6 +33,8 @@ logger = logging.getLogger("arealite.record")
 _MAX_WAITING, _PUT_TIMEOUT_S = 8, 60.0
 # How long the end of a run waits for the disk; if it is not written to any more, for the thread alone.
 _CLOSE_TIMEOUT_S, _OFF_TIMEOUT_S = 120.0, 1.0
+# Files of attempts that are kept.
+_MAX_ATTEMPTS = 20
 # Of each tensor: CRC-32 of its bytes and mean, by name.
 Sums = dict[str, tuple[int, float]]
 
@@ -79,6 +81,10 @@ class Recorder:
                 else:
                     self._sizes[step] = step_path(self.folder, step).stat().st_size
             write_file(self.folder / f"{self._attempt}.json", json.dumps(environment), private=False)
+            # A run that is restarted again and again would fill its folder.
+            attempts = sorted(self.folder.glob("attempt*.json"), key=lambda path: path.stat().st_mtime_ns)
+            for old in attempts[:-_MAX_ATTEMPTS]:
+                old.unlink()
         except OSError as error:
             self._turn_off(error)
         self._thread.start()
