@@ -66,6 +66,14 @@ class ChildSpec:
     secret: str | None = None
 
 
+def _signal_name(number: int) -> str:
+    """Return SIGKILL for 9; real-time signals between the first and the last have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
+
+
 @dataclass
 class Child:
     """A started process. `code` is None while it runs, negative if a signal ended it."""
@@ -87,7 +95,7 @@ class Child:
     def describe_end(self) -> str:
         """Say how it ended, with the last lines of its log."""
         assert self.code is not None
-        how = f"exited with code {self.code}" if self.code >= 0 else f"was ended by {signal.Signals(-self.code).name}"
+        how = f"exited with code {self.code}" if self.code >= 0 else f"was ended by {_signal_name(-self.code)}"
         how, where = f"{self.name} {how} after {time.monotonic() - self.started:.1f} s", self.spec.log_path
         if self.spec.echo:
             return f"{how}; its output is above and in {where}"

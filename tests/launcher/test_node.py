@@ -12,7 +12,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import NodeFailure, NodePart, run_node
 from arealite.launcher.placement import cluster_slots
-from arealite.launcher.supervisor import Supervisor
+from arealite.launcher.supervisor import Supervisor, _signal_name
 from arealite.launcher.torchrun import TorchrunPart
 from arealite.utils.names import FileNames
 from tests.launcher.conftest import wait_until_gone
@@ -108,3 +108,8 @@ def test_nodes_that_have_ended_are_remembered_after_their_names_expire(make_job)
         names.publish("ended/2", "1")
         with pytest.raises(NodeFailure, match="node 2 failed"):
             part.check_other_nodes()
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (64, "SIGRTMAX")])
+def test_every_signal_has_a_name(number, name):
+    assert _signal_name(number) == name
