@@ -44,7 +44,7 @@ def _describe(process: Process) -> Iterator[str]:
 
 def _wait(wait: dict[str, Any]) -> str:
     count = f"{wait.get('count')} × " if wait.get("count", 1) > 1 else ""
-    whom = f" of {', '.join(map(str, wait['whom']))}" if wait.get("whom") else ""
+    whom = f" for {', '.join(map(str, wait['whom']))}" if wait.get("whom") else ""
     limit = f", deadline {wait['deadline_s']:g} s" if wait.get("deadline_s") else ""
     return f"waits: {count}{wait.get('kind')} {wait.get('what')}{whom} (since {wait['age_s']:.1f} s{limit})"
 

@@ -8,7 +8,7 @@ from arealite.doctor.case import Case, Finding, Process
 from arealite.doctor.graph import EPISODE_KINDS, find_cycle, find_edges, server_name
 from arealite.doctor.rules_processes import top_lines
 
-_REWARD = "give the reward a timeout (reward_timeout_s), look at its stack above, or call its service by hand"
+_REWARD = "give the reward a timeout (reward_timeout_s), look at its stack, or call its service by hand"
 # A server is slow if it makes fewer tokens a second for each request than a third of the others.
 _SLOW_SHARE = 1 / 3
 # KV blocks that are free in a full cache.
@@ -162,7 +162,9 @@ def stuck_parts(case: Case) -> Iterator[Finding]:
 
 
 def slow_reward(case: Case) -> Iterator[Finding]:
-    for process, batch in case.long_waits("batch"):
+    # Those that do not return at all are another finding.
+    is_stuck = any(case.long_waits("reward"))
+    for process, batch in () if is_stuck else case.long_waits("batch"):
         parts = [w for p in (process, *case.role("worker")) for w in p.waits if w.get("kind") in EPISODE_KINDS]
         counts = {kind: sum(w["count"] for w in parts if w["kind"] == kind) for kind in EPISODE_KINDS}
         total = sum(counts.values())

@@ -107,8 +107,9 @@ def rollout(run_dir: Path, play: Any, count: int = 4, **config: Any) -> StubRoll
     return engine
 
 
-def prepare_workers() -> None:
+def prepare_workers(run_dir: Path) -> None:
     """Start what forks workers, without this script, which imports torch."""
+    os.environ[RUN_ENV] = str(run_dir)
     never_import_script()
     start_fork_server("tests.doctor.slow_calls")
 
@@ -169,13 +170,13 @@ def collective(run_dir: Path, model: str) -> None:
 
 
 def stuck_reward(run_dir: Path, model: str) -> None:
-    prepare_workers()
+    prepare_workers(run_dir)
     pool = RewardPool(num_workers=1, timeout_s=FOREVER_S)
     rollout(run_dir, lambda row: pool.run(hanging_score, [row]))
 
 
 def slow_reward(run_dir: Path, model: str) -> None:
-    prepare_workers()
+    prepare_workers(run_dir)
     pool = RewardPool(num_workers=1, timeout_s=FOREVER_S, max_workers=1)
 
     async def play(row: dict[str, Any]) -> None:
@@ -303,7 +304,7 @@ def dead_server(run_dir: Path, model: str) -> None:
 
 
 def stuck_tool(run_dir: Path, model: str) -> None:
-    prepare_workers()
+    prepare_workers(run_dir)
     pool = CallPool(2)
 
     async def play(row: dict[str, Any]) -> None:

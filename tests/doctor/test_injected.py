@@ -55,20 +55,20 @@ def examine(run_dir):
     return case, diagnose(case)
 
 
-def find(run_dir, kind, deadline):
-    """Examine until the verdict is `kind`: on a loaded machine a hang takes a while to become one."""
+def first_verdict(run_dir, deadline):
+    """Examine until something is found: before a wait is long enough there is nothing. The first verdict counts."""
     while True:
         case, findings = examine(run_dir)
-        if findings[0].kind == kind or time.monotonic() > deadline:
+        if findings[0].kind != "healthy" or time.monotonic() > deadline:
             return case, findings
-        time.sleep(1.0)
+        time.sleep(0.5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_injected_hang_is_found(name, tmp_path):
     with injected([name], tmp_path) as run_dirs:
-        case, findings = find(run_dirs[name], EXPECTED[name], time.monotonic() + 30)
+        case, findings = first_verdict(run_dirs[name], time.monotonic() + 30)
     assert findings[0].kind == EXPECTED[name], render(case, findings)
     assert findings[0].evidence and findings[0].remedy
     others = [p for p in case.processes if p.proc and p.proc.state not in "T"]
@@ -80,7 +80,7 @@ def test_injected_hang_is_found(name, tmp_path):
 def test_eighteen_of_twenty_injected_cases_are_found(tmp_path):
     with injected([*EXPECTED], tmp_path) as run_dirs:
         deadline = time.monotonic() + 60
-        verdicts = {name: find(run_dirs[name], kind, deadline)[1][0].kind for name, kind in EXPECTED.items()}
+        verdicts = {name: first_verdict(run_dirs[name], deadline)[1][0].kind for name in EXPECTED}
     wrong = {name: (verdicts[name], kind) for name, kind in EXPECTED.items() if verdicts[name] != kind}
-    print(f"{len(EXPECTED) - len(wrong)} of {len(EXPECTED)}")
+    print(f"{len(EXPECTED) - len(wrong)} of {len(EXPECTED)}: {wrong}")
     assert len(wrong) <= 2, wrong
