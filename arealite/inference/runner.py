@@ -39,8 +39,8 @@ class StepResult:
     def take(self, index: np.ndarray) -> StepResult:
         """Return the rows `index`."""
         raw, top = (None if values is None else values[index] for values in (self.raw_logprobs, self.top))
-        parts = (self.slots, self.tickets, self.positions, self.tokens, self.logprobs)
-        return StepResult(*(part[index] for part in parts), raw, top)
+        slots, tickets, positions = self.slots[index], self.tickets[index], self.positions[index]
+        return StepResult(slots, tickets, positions, self.tokens[index], self.logprobs[index], raw, top)
 
 
 def keep_accepted(result: StepResult, slots: SlotTable) -> StepResult:

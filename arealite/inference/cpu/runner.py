@@ -184,7 +184,7 @@ class CpuRunner(Runner):
             start = 0
             # Neighbours with drafts of the same length share a tile, so that nothing is padded.
             for part in np.split(members, np.flatnonzero(np.diff(slots.num_drafts[members])) + 1):
-                at = slots.length[part, None] - 1 + np.arange(slots.num_drafts[part[0]] + 1)
+                at = slots.length[part, None] - 1 + np.arange(int(slots.num_drafts[part[0]]) + 1)
                 if shelf is None:
                     needed = int(at.max()) // self.block_size + 1
                     tile = self._blocks_tile(first, at, slots.block_table[part, :needed])
