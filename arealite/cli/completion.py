@@ -53,13 +53,21 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _DRY = ("--config", "--dry-run", "--help")
 # Options of each command; a test compares them with its help.
+# fmt: off
+_PLAN = (
+    "--model", "--gpu", "--gpus", "--layout", "--backend", "--eta", "--prompts", "--samples", "--prompt-lengths",
+    "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--fixed-lead", "--interrupt", "--crash",
+    "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--json",
+    "--help",
+)
+# fmt: on
 OPTIONS = {
     **dict.fromkeys(("train", "eval", "launch local", "launch torchrun", "launch ray", "launch slurm"), _DRY),
     "serve": ("--config", "--help"),
-    "plan": ("--config", "--help"),
+    "plan": _PLAN,
     "config": ("--config", "--set", "--help"),
     "evaluate": ("--once", "--help"),
-    "report": ("--steps", "--rollouts", "--help"),
+    "report": ("--steps", "--rollouts", "--what-if", "--json", "--help"),
     "dashboard": ("--port", "--host", "--token", "--no-token", "--help"),
     "replay": ("--from", "--to", "--steps", "--trainer-only", "--rollout-only", "--help"),
     "doctor": ("--patience", "--json", "--no-stacks", "--help"),
