@@ -158,6 +158,12 @@ def test_docstrings_start_with_one_short_sentence():
     assert not bad, "\n".join(bad)
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports test files by their names alone."""
+    names = Counter(file.name for file in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_launcher_imports_nothing_of_what_it_starts():
     for file in (ROOT / "launcher").rglob("*.py"):
         others = {n for n in imports_of(file) if n.split(".")[1:2] not in (["api"], ["utils"], ["launcher"])}

@@ -61,7 +61,7 @@ def test_no_command_shows_help_and_fails(capsys):
 
 def test_help_of_a_command_by_its_name(capsys):
     assert run_command(["help", "plan"]) == 0
-    assert "usage: arealite plan SCRIPT.py" in capsys.readouterr().out
+    assert "usage: arealite plan [-h]" in capsys.readouterr().out
 
 
 def test_every_command_has_a_main():
