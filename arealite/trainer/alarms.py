@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 # Steps kept.
 _HISTORY = 1000
@@ -28,6 +28,9 @@ _REARM = 5
 _NUM_STD = 6
 # The standard deviation of normal noise is so many times its median absolute deviation.
 _MAD_TO_STD = 1.4826
+
+# Needed to know the noise of a mean reward, besides the number of samples.
+_COUNTING_KEYS = ("reward", "reward/min", "reward/max")
 
 # The statistics of one step; those that are not finite may be None.
 StepStats = Mapping[str, float | None]
@@ -100,6 +103,10 @@ LIMITS = (
 )  # fmt: skip
 
 
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
 class History:
     """The statistics of the last steps, and the best reward (a mean over a few steps) of the whole run."""
 
@@ -121,10 +128,25 @@ class History:
         """Return a statistic of the last step; None if it has none (a step without any gradient has few)."""
         return self._steps[-1].get(key)
 
+    def counting_noise(self) -> float:
+        """Return the standard deviation of a step's mean reward that its number of samples implies.
+
+        0 if the number is unknown. Rewards between `low` and `high` have at most the variance
+        (high - mean)·(mean - low), and have it if each is one of both. The few steps at the start of a run may differ
+        less than this by chance.
+        """
+        steps = [stats for stats in self._steps if all(_is_finite(stats.get(key)) for key in _COUNTING_KEYS)]
+        counts = [stats.get("num_seqs") or stats.get("groups") or 0.0 for stats in steps]
+        if not steps or min(counts) <= 0:
+            return 0.0
+        means, lows, highs = ([stats[key] or 0.0 for stats in steps] for key in _COUNTING_KEYS)
+        low, high = min(*lows, *means), max(*highs, *means)
+        return math.sqrt(fmean((high - mean) * (mean - low) / n for mean, n in zip(means, counts, strict=True)))
+
     def values(self, key: str) -> list[float]:
         """Return the finite values of a statistic, the oldest first."""
         found = (stats.get(key) for stats in self._steps)
-        return [value for value in found if value is not None and math.isfinite(value)]
+        return [value for value in found if _is_finite(value)]
 
 
 class Alarms:
@@ -197,7 +219,7 @@ def _line(happened: str, cause: str, advice: str) -> str:
 
 
 class _RewardDrop(NamedTuple):
-    """Means of the reward over a few steps: the best so far and the last, and what noise explains."""
+    """Means of the reward over a few steps: the best less its noise, the last, and what noise explains."""
 
     best: float
     now: float
@@ -208,11 +230,18 @@ class _RewardDrop(NamedTuple):
         rewards = history.values("reward")
         if len(rewards) < _WINDOW + 3:
             return None
-        # Differences of neighbours measure noise also while the reward rises. A difference has twice the variance.
-        steps = [abs(b - a) for a, b in pairwise(rewards)]
-        std = _MAD_TO_STD * median(steps) / math.sqrt(2)
-        # The difference of two means; 4 because the best is the largest of many.
-        return cls(history.best_reward, fmean(rewards[-_WINDOW:]), 4 * std * math.sqrt(2 / _WINDOW))
+        std = max(_std_of_differences(rewards), history.counting_noise()) / math.sqrt(_WINDOW)
+        # The best is the largest of many means: noise alone lifts it by 2 to 3 standard deviations within 200 steps.
+        return cls(history.best_reward - 2 * std, fmean(rewards[-_WINDOW:]), _NUM_STD * std)
+
+
+def _std_of_differences(values: Sequence[float]) -> float:
+    """Return the standard deviation of the noise of a series, from differences of neighbours.
+
+    Slow changes are not in them. The difference of two normal values has the mean size 2·std/√π. Not by the median:
+    rewards of small batches have few different values, and the median of their differences may be 0.
+    """
+    return fmean(abs(b - a) for a, b in pairwise(values)) * math.sqrt(math.pi) / 2
 
 
 def reward_fell(history: History) -> Alarm | None:
@@ -220,7 +249,7 @@ def reward_fell(history: History) -> Alarm | None:
     drop = _RewardDrop.of(history)
     if drop is None or drop.best - drop.now <= max(drop.noise, abs(drop.best) / 3):
         return None
-    happened = f"the reward fell from {drop.best:.3g} (best mean of {_WINDOW} steps) to {drop.now:.3g}"
+    happened = f"the reward fell from {history.best_reward:.3g} (best mean of {_WINDOW} steps) to {drop.now:.3g}"
     advice = f"go back to an earlier checkpoint (on_collapse=rollback does), {_SMALLER_STEPS}"
     return Alarm("reward", _line(happened, "the policy is being destroyed by too large steps", advice), True)
 
@@ -264,4 +293,7 @@ RULES: tuple[Callable[[History], Alarm | None], ...] = (
     reward_fell, entropy_exploded, entropy_collapsed, update_too_large,
     *(partial(out_of_range, limits=limits) for limits in LIMITS),
 )  # fmt: skip
-_KEYS = ("reward", "entropy", "skipped_minibatches", UPDATE_KL.key, *(limits.key for limits in LIMITS))
+_KEYS = (
+    *_COUNTING_KEYS, "num_seqs", "groups", "entropy", "skipped_minibatches", UPDATE_KL.key,
+    *(limits.key for limits in LIMITS),
+)  # fmt: skip

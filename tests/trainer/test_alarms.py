@@ -7,6 +7,7 @@ healthy: the settings of the example) and of the demo.
 import json
 import random
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -58,6 +59,33 @@ def noisy(count: int, seed: int = 0, **changes) -> list[dict]:
 @pytest.mark.parametrize("seed", range(40))
 def test_noise_raises_no_alarm(seed):
     assert raised(noisy(300, seed)) == []
+
+
+def binomial(groups: int, rate: float, seed: int, num_samples: int = 1) -> list[dict]:
+    """200 steps without a trend; the samples of a group have the same reward, so that groups count."""
+    rng, steps = random.Random(seed), []
+    for _ in range(200):
+        rewards = [float(rng.random() < rate) for _ in range(groups)]
+        steps.append({
+            "reward": fmean(rewards), "reward/min": min(rewards), "reward/max": max(rewards),
+            "groups": float(groups), "num_seqs": float(groups * num_samples),
+        })  # fmt: skip
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("groups", "rate"), [(16, 0.2), (32, 0.05), (64, 0.1)])
+def test_counting_noise_of_small_batches_raises_no_alarm(groups, rate, seed):
+    assert raised(binomial(groups, rate, seed)) == []
+
+
+def test_groups_whose_samples_agree_have_the_noise_of_few_samples():
+    assert [raised(binomial(32, 0.2, seed, num_samples=8)) for seed in range(3)] == [[]] * 3
+
+
+def test_the_number_of_samples_does_not_hide_the_destroyed_run():
+    counted = {"reward/min": 0.0, "reward/max": 1.0, "groups": 64.0, "num_seqs": 512.0}
+    assert (8, "reward") in raised([step | counted for step in read("destroyed")])
 
 
 @pytest.mark.parametrize(
