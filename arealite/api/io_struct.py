@@ -31,6 +31,8 @@ Batch = dict[str, torch.Tensor]
 ROUTED_EXPERTS = "routed_experts"
 # The image set of each row, -1 for none.
 IMAGE_INDEX = "image_index"
+# Hashes of the encoded images of each set `[I, K]`, 0 for an image that is not kept, and the bytes of those that are.
+IMAGE_NAMES, IMAGE_FILES = "image_names", "image_files"
 # The index of an expert that marks a token without a record: all bits are 1. No expert has it.
 NO_EXPERT = {"uint8": 255, "int16": -1}
 # The columns of a batch with the statistics of workflows begin with it.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -15,7 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arealite.api.cli_args import GenerationHyperparameters
 from arealite.api.errors import RequestError
-from arealite.api.io_struct import IMAGE_INDEX, Batch
+from arealite.api.io_struct import IMAGE_FILES, IMAGE_INDEX, IMAGE_NAMES, Batch
+
+# Larger images are not kept beside rollouts.
+MAX_KEPT_IMAGE = 1 << 20
+_LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -95,4 +100,36 @@ def image_columns(rows: Sequence[Sequence[PlacedImage]]) -> Batch:
         columns[name] = pad_sequence(joined, batch_first=True)
     if "image_grid_thw" not in columns:
         columns["num_images"] = torch.tensor([len(row) for row in sets.values()])
+    columns |= _kept_columns([[image.data for image in row] for row in sets.values()])
     return columns | {IMAGE_INDEX: torch.tensor([numbers.get(key, -1) for key in keys])}
+
+
+def _kept_columns(sets: list[list[bytes]]) -> Batch:
+    """Return hashes `[I, K]` and files `[I, L]`: behind each other, each with its length in front."""
+    names, files = [], []
+    for images in sets:
+        kept = [image for image in images if len(image) <= MAX_KEPT_IMAGE]
+        names.append(torch.tensor([_hash(image) if len(image) <= MAX_KEPT_IMAGE else 0 for image in images]))
+        joined = b"".join(len(image).to_bytes(_LENGTH_BYTES, "little") + image for image in kept)
+        files.append(torch.frombuffer(bytearray(joined or b"\0"), dtype=torch.uint8))
+    return {IMAGE_NAMES: pad_sequence(names, batch_first=True), IMAGE_FILES: pad_sequence(files, batch_first=True)}
+
+
+def _hash(image: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "big") >> 1
+
+
+def kept_images(batch: Batch) -> dict[int, bytes]:
+    """Return the encoded images that a batch carries, by their hashes."""
+    found: dict[int, bytes] = {}
+    if IMAGE_NAMES not in batch or IMAGE_FILES not in batch:
+        return found
+    for names, files in zip(batch[IMAGE_NAMES].tolist(), batch[IMAGE_FILES], strict=True):
+        data, start = files.numpy(force=True).tobytes(), 0
+        for name in names:
+            if name:
+                length = int.from_bytes(data[start : start + _LENGTH_BYTES], "little")
+                start += _LENGTH_BYTES
+                found[name] = data[start : start + length]
+                start += length
+    return found

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from arealite.api.errors import TrainingError
-from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.io_struct import IMAGE_FILES, IMAGE_NAMES, STATS_PREFIX, Batch
 from arealite.api.reward_api import SOLVED
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.utils.data import IMAGE_INDEX, VISION_KEYS, concat_padded, sample_rewards, with_sample_columns
@@ -302,11 +302,22 @@ def to_bytes(batch: Batch) -> bytes:
     return save_tensors({k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in batch.items()})
 
 
+def _without_files(batches: list[Batch]) -> list[Batch]:
+    """Drop encoded images, which trainers do not need, and their names unless all image sets have some.
+
+    Image sets of a checkpoint of an older version have none.
+    """
+    dropped = {IMAGE_FILES}
+    if any(IMAGE_INDEX in batch and IMAGE_NAMES not in batch for batch in batches):
+        dropped.add(IMAGE_NAMES)
+    return [{key: value for key, value in batch.items() if key not in dropped} for batch in batches]
+
+
 def join_trajectories(episodes: list[Episode]) -> Batch:
     """Join the results of finished episodes to one batch; each episode is one group."""
     results = [episode.result for episode in episodes if episode.result is not None]
     try:
-        batch = concat_padded(with_sample_columns([result.batch for result in results]))
+        batch = concat_padded(with_sample_columns(_without_files([result.batch for result in results])))
     except (ValueError, RuntimeError) as error:
         raise TrainingError(
             f"the results of episodes {episodes[0].id} to {episodes[-1].id} cannot be joined to one batch: {error}. A "

@@ -127,6 +127,11 @@ def read_log(run: Run, name: str, since: int | None, end: int | None, size: int)
     }
 
 
+def has_image(run: Run, name: str) -> bool:
+    """Whether an image was kept."""
+    return _IMAGE_NAME.fullmatch(name) is not None and (run.path / "rollouts" / "images" / f"{name}.png").is_file()
+
+
 def read_image(run: Run, name: str) -> bytes:
     """Return an image of a prompt, which is named by a hash of its content."""
     folder = run.path / "rollouts" / "images"

@@ -17,6 +17,7 @@ from arealite.api.errors import AReaLiteError, RequestError
 from arealite.core.ledger import reading
 from arealite.core.ledger.database import SCHEMA_VERSION
 from arealite.dashboard.csv_export import to_csv
+from arealite.dashboard.files import has_image
 from arealite.dashboard.opening import is_regular
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run
@@ -177,7 +178,7 @@ def _key(query: Query) -> tuple[str, int, int]:
 def _detail(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """Name the columns of tokens `tokens`, their number `num_tokens`, and addresses of images `images`."""
     columns, names = found.pop("token_columns"), found.pop("image_names", ())
-    images = [f"api/runs/{run.id}/images/{name}" for name in names]
+    images = [f"api/runs/{run.id}/images/{name}" for name in names if has_image(run, name)]
     return {**found, "num_tokens": found["tokens"], "tokens": columns, "num_images": found["images"], "images": images}
 
 

@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import pad
 
 from arealite.api.errors import ConfigError
-from arealite.api.io_struct import IMAGE_INDEX, NO_EXPERT, ROUTED_EXPERTS, STATS_PREFIX, Batch
+from arealite.api.io_struct import IMAGE_FILES, IMAGE_INDEX, IMAGE_NAMES, NO_EXPERT, ROUTED_EXPERTS, STATS_PREFIX, Batch
 
 # Image inputs, one entry per image set: the images of one prompt. `image_index [B]` has the set of each row, -1 for
 # none, so that the answers to one prompt share its images. Dimension 1 counts images or patches, never tokens.
-VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images")
+VISION_KEYS = ("pixel_values", "image_grid_thw", "num_images", IMAGE_NAMES, IMAGE_FILES)
 
 
 def seq_lengths(batch: Batch) -> torch.Tensor:

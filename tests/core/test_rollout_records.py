@@ -290,7 +290,7 @@ def test_texts_of_tokens_follow_once_they_can_be_decoded(tmp_path, first):
     for step, (letters, tokenizer) in enumerate([("a" + (first or "b"), first and Fails()), ("ab", Fails())]):
         batch = concat_padded([make_batch(ord(letter), n=1) for letter in letters])
         batch["group_ids"] = torch.tensor([2 * step, 2 * step + 1])
-        recorder.give(batch, step, [SimpleNamespace(workflow=SimpleNamespace(tokenizer=tokenizer))])
+        recorder.give(batch, step, [SimpleNamespace(workflow=SimpleNamespace(tokenizer=tokenizer), result=None)])
         ledger.commit(recorder.take())
     ledger.close()
     with closing(open_ledger(ledger.path)) as db:

@@ -281,10 +281,11 @@ def test_images_of_prompts_are_png_files_of_one_folder(runs):
 
 
 def test_details_have_the_addresses_of_their_images(runs, monkeypatch):
-    read_rollout = reading.read_rollout
-    monkeypatch.setattr(
-        reading, "read_rollout", lambda *key: read_rollout(*key) | {"image_names": ["0123456789abcdef"]}
-    )
+    folder = runs / "exp" / "a" / "rollouts" / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "0123456789abcdef.png").write_bytes(b"\x89PNG\r\n\x1a\n rest")
+    read_rollout, names = reading.read_rollout, ["0123456789abcdef", "00000000", "../../a"]
+    monkeypatch.setattr(reading, "read_rollout", lambda *key: read_rollout(*key) | {"image_names": names})
     with Dashboard(runs) as page:
         run_id = page.run_id("exp/a")
         detail = page.json(f"/api/runs/{run_id}/rollouts/stream/0/0")

@@ -15,6 +15,7 @@ from arealite.api.errors import AReaLiteError
 from arealite.api.io_struct import Batch
 from arealite.core.episode import DirectCall, Episode, Source, join_trajectories
 from arealite.core.ledger.audit import Audit
+from arealite.core.ledger.images import ImageFolder
 from arealite.core.ledger.rollouts import RolloutRecorder
 from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger, TimesRow
 from arealite.core.record.recorder import Recorder
@@ -32,7 +33,7 @@ class EpisodeAccounts:
     def __init__(self, ledger: Ledger | None, dump_rollouts: bool, max_dump_tokens: int = 0):
         self.ledger = ledger
         self.dump_rollouts = dump_rollouts
-        self.rollouts = RolloutRecorder(max_dump_tokens)
+        self.rollouts = RolloutRecorder(max_dump_tokens, None if ledger is None else ImageFolder(ledger.path.parent))
         self.audit = Audit()
         # Writes what a replay needs, if the run is recorded.
         self.recorder: Recorder | None = None

@@ -54,6 +54,10 @@ CREATE TABLE IF NOT EXISTS rollout_data(    -- parts: statistics of the sample a
   id INTEGER PRIMARY KEY, completion TEXT, parts TEXT, record BLOB);
 CREATE TRIGGER IF NOT EXISTS delete_rollout_data AFTER DELETE ON rollouts BEGIN
   DELETE FROM rollout_data WHERE id = OLD.id; END;
+CREATE TABLE IF NOT EXISTS rollout_images(  -- names of files in rollouts/images of the run directory; see images.py
+  id INTEGER PRIMARY KEY, names TEXT);
+CREATE TRIGGER IF NOT EXISTS delete_rollout_images AFTER DELETE ON rollouts BEGIN
+  DELETE FROM rollout_images WHERE id = OLD.id; END;
 CREATE TABLE IF NOT EXISTS vocabulary(id INTEGER PRIMARY KEY, bytes BLOB);   -- texts of the tokens in records
 CREATE TABLE IF NOT EXISTS ages(            -- trained samples by the age of their oldest token, tokens by their own
   step INTEGER, age INTEGER, samples INTEGER, tokens INTEGER, PRIMARY KEY(step, age));

@@ -187,7 +187,19 @@ def read_rollout(
             tokens = _token_columns(db, record)
             messages = _messages(tokens["text"], record.versions >= 0)
     more = {"parts": json.loads(parts), "messages": messages, "token_columns": tokens, "same_prompt": same_prompt}
-    return _rollout_row(row) | more
+    return _rollout_row(row) | more | {"image_names": _image_names(db, source, episode, sample)}
+
+
+def _image_names(db: sqlite3.Connection, source: str, episode: int, sample: int) -> list[str]:
+    """Return the names of the images of a rollout that were kept; runs of older versions have none."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollout_images'").fetchone():
+        return []
+    found = db.execute(
+        "SELECT i.names FROM rollouts r JOIN rollout_images i ON i.id = r.id "
+        "WHERE r.source = ? AND r.episode = ? AND r.sample = ?",
+        (source, episode, sample),
+    ).fetchone()
+    return found[0].split() if found else []
 
 
 def read_group(

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from arealite.api.io_struct import STATS_PREFIX, Batch
+from arealite.api.io_struct import IMAGE_FILES, IMAGE_NAMES, STATS_PREFIX, Batch
+from arealite.api.vision_api import kept_images
 from arealite.core.episode import Episode, EpisodeId
+from arealite.core.ledger.images import ImageFolder, image_name
 from arealite.core.ledger.reading import MAX_PREVIEW, spaced
 from arealite.core.ledger.token_record import TokenRecord, token_bytes
 from arealite.utils.data import IMAGE_INDEX, group_rows
@@ -24,7 +26,7 @@ from arealite.utils.text import clean
 # Rows of a batch; a row costs about 0.2 ms, however short it is.
 MAX_ROWS = 128
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask", "versions", "logprobs", "train_logp", "advantages")
-_ROW_COLUMNS = ("rewards", "truncated", "group_ids", IMAGE_INDEX, "num_images")
+_ROW_COLUMNS = ("rewards", "truncated", "group_ids", IMAGE_INDEX, "num_images", "image_grid_thw", IMAGE_NAMES)
 
 
 def is_recorded(column: str) -> bool:
@@ -53,6 +55,8 @@ class RolloutRow(NamedTuple):
     record: bytes | None = None
     # Texts of the tokens in `record`, unless they are known from earlier rows.
     vocabulary: tuple[tuple[int, bytes], ...] = ()
+    # Hashes of the images that are kept, in order.
+    image_names: tuple[int, ...] = ()
 
 
 def prompt_id(text: str) -> int:
@@ -63,11 +67,13 @@ def prompt_id(text: str) -> int:
 class RolloutRecorder:
     """Makes rows of batches, at most `max_tokens` and `MAX_ROWS` of each, on the ledger's thread."""
 
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, images: ImageFolder | None = None):
+        self.max_tokens, self.images = max_tokens, images
         # The last batch that was given to the trainer, which adds columns to it, with its version and tokenizer.
         self._given: tuple[Batch, int] | None = None
         self._tokenizer: Any = None
+        # The encoded images of the episodes of that batch.
+        self._with_images: list[Batch] = []
         # Tokens whose texts are written. Grows once all rows of a batch are made: if one fails, none is written.
         self._known_tokens: set[int] = set()
 
@@ -79,6 +85,9 @@ class RolloutRecorder:
                 self._tokenizer = getattr(episode.workflow, "tokenizer", None)
                 break
         self._given = (batch, step) if self.max_tokens else None
+        results = [e.result.batch for e in episodes or () if e.result is not None] if self.max_tokens else []
+        # Not the pixels: they would stay in memory twice.
+        self._with_images = [{key: b[key] for key in (IMAGE_NAMES, IMAGE_FILES)} for b in results if IMAGE_FILES in b]
 
     def replace(self, share: Batch) -> None:
         """The trainer of this process gets `share` of the last batch only."""
@@ -91,11 +100,11 @@ class RolloutRecorder:
             return None
         (batch, step), self._given = self._given, None
         columns = {name: column for name, column in batch.items() if is_recorded(name)}
-        tokenizer = self._tokenizer
+        tokenizer, with_images, self._with_images = self._tokenizer, self._with_images, []
 
         def rows() -> Iterator[RolloutRow]:
             budget, num_rows = self.max_tokens, 0
-            known_tokens = self._known_tokens.copy()
+            known_tokens, used = self._known_tokens.copy(), set[int]()
             reader = _BatchReader(columns, tokenizer, known_tokens)
             for index, group in enumerate(group_rows(columns)):
                 group_id = int(columns["group_ids"][group[0]])
@@ -109,7 +118,9 @@ class RolloutRecorder:
                     if sizes[sample] <= budget or not (index or sample):
                         budget -= sizes[sample]
                         yield reader.row(owner, sample, row, step)
+                        used.update(reader.image_names(row))
             self._known_tokens = known_tokens
+            self._keep_images(with_images, used)
 
         return rows
 
@@ -125,9 +136,17 @@ class RolloutRecorder:
                 budget -= episode.result.num_tokens
                 for sample in range(episode.result.num_samples):
                     yield reader.row(episode.id, sample, sample, step, with_tokens=budget >= 0)
+                self._keep_images([episode.result.batch], None)
             self._known_tokens = known_tokens
 
         return rows
+
+    def _keep_images(self, batches: list[Batch], used: set[int] | None) -> None:
+        """Write the images of batches, only those in `used` if it is given."""
+        if self.images is None:
+            return
+        for batch in batches:
+            self.images.keep({n: data for n, data in kept_images(batch).items() if used is None or n in used})
 
 
 class _BatchReader:
@@ -171,6 +190,7 @@ class _BatchReader:
             parts,
             record,
             self._new_tokens(ids) if with_tokens else (),
+            self.image_names(row),
         )
 
     def _text(self, ids: np.ndarray) -> str:
@@ -185,10 +205,21 @@ class _BatchReader:
         self.known_tokens |= new
         return tuple((token, token_bytes(self.tokenizer, token)) for token in new)
 
+    def _image_set(self, row: int) -> int:
+        return int(self.columns[IMAGE_INDEX][row]) if IMAGE_INDEX in self.columns else -1
+
     def _num_images(self, row: int) -> int:
-        if IMAGE_INDEX not in self.columns or (index := int(self.columns[IMAGE_INDEX][row])) < 0:
+        if (index := self._image_set(row)) < 0:
             return 0
-        return int(self.columns["num_images"][index]) if "num_images" in self.columns else 1
+        if "num_images" in self.columns:
+            return int(self.columns["num_images"][index])
+        grids = self.columns.get("image_grid_thw")
+        return 1 if grids is None else int(np.count_nonzero(grids[index].prod(axis=-1)))
+
+    def image_names(self, row: int) -> tuple[int, ...]:
+        if (index := self._image_set(row)) < 0 or IMAGE_NAMES not in self.columns:
+            return ()
+        return tuple(name for name in self.columns[IMAGE_NAMES][index].tolist() if name)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -212,6 +243,9 @@ def write_rollouts(db: sqlite3.Connection, rows: list[RolloutRow]) -> None:
         parts = json.dumps(row.parts)
         db.execute("INSERT INTO rollout_data VALUES (?,?,?,?)", (new, row.completion, parts, row.record))
         db.executemany("INSERT OR REPLACE INTO vocabulary VALUES (?,?)", row.vocabulary)
+        if row.image_names:
+            names = " ".join(map(image_name, row.image_names))
+            db.execute("INSERT INTO rollout_images VALUES (?,?)", (new, names))
         if has_search:
             db.execute("INSERT INTO rollout_search(rowid, text) VALUES (?,?)", (new, spaced(row.completion)))
             if is_new:
