@@ -47,6 +47,11 @@ class OptimizerConfig(Section):
     gradient_clipping: float = _help("Largest global gradient norm; 0 is off.", 1.0, NOT_NEGATIVE)
 
 
+def untrainable_target(name: str) -> str:
+    """Return the message for a target whose adapter no gradient reaches."""
+    return f"lora_targets: adapters of {name} cannot be trained; leave out the head and the embedding of the model"
+
+
 @dataclass
 class TrainEngineConfig(Section):
     """A model that is trained, or only evaluated if it has no optimizer."""
@@ -105,6 +110,9 @@ class TrainEngineConfig(Section):
         for key in ("lora_targets", "lora_alpha"):
             if getattr(self, key) and not self.lora_rank:
                 yield f"{key} is set but lora_rank is 0: set lora_rank too"
+        ends = [name for name in self.lora_targets if name.rpartition(".")[2] in ("lm_head", "embed_tokens")]
+        if ends:
+            yield untrainable_target(ends[0])
         if self.cpu_offload and self.device == "cpu":
             yield "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu"
 

@@ -8,6 +8,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import DatasetConfig, SFTConfig
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.rw.rw_engine import FSDPRWEngine
 from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.utils import distributed
@@ -134,6 +135,18 @@ def test_adapters_on_two_ranks_train_like_one(model_dirs, two_ranks):
 def test_unknown_targets_are_rejected(model_dirs):
     with pytest.raises(ConfigError, match="q_proj"):
         lora_engine(model_dirs["qwen2"], lora_targets=["query"])
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_targets_that_no_gradient_reaches_are_rejected(model_dirs, target):
+    config = engine_config(model_dirs["qwen2"], lora_rank=4, lora_targets=["q_proj", target])
+    with pytest.raises(ConfigError, match=f"adapters of {target} cannot be trained"):
+        # Before servers start.
+        config.check()
+    # By the model itself, whose layers may have other names.
+    with pytest.raises(ConfigError, match=f"adapters of .*{target} cannot be trained"):
+        add_adapters(AutoModelForCausalLM.from_pretrained(model_dirs["qwen2"]), config)
 
 
 def test_tensor_parallel_is_rejected_before_servers_start(model_dirs, monkeypatch):

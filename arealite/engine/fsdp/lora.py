@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.api.train_args import untrainable_target
 from arealite.engine.fsdp.parallel import whole
 from arealite.utils.decoders import has_vision, language_model
 
@@ -46,11 +47,27 @@ def add_adapters(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         raise ConfigError(
             f"lora_targets={list(config.lora_targets)} fits no layer of the model: choose from {sorted(names)}"
         ) from error
+    _check_targets(model, config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or _is_head(name))
     if has_vision(model.config) and not config.freeze_vision:
         # Images bring gradients to the input of the first layer. FSDP needs them on ranks without images too.
         model.enable_input_require_grads()
+
+
+def _check_targets(model: PreTrainedModel, config: TrainEngineConfig) -> None:
+    """Reject adapters that no gradient would reach.
+
+    Log-probs are computed from the weight of the head in chunks, not by calling it. Adapters of embeddings have other
+    names, which servers do not read.
+    """
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is head and hasattr(module, "lora_A")]
+    names += [
+        name.partition(".lora_embedding_")[0] for name, _ in model.named_parameters() if "lora_embedding_" in name
+    ]
+    if names:
+        raise ConfigError(untrainable_target(names[0]))
 
 
 def _frozen_towers(model: PreTrainedModel, config: TrainEngineConfig) -> str | None:
