@@ -29,6 +29,8 @@ from arealite.utils.trace.episode_clock import Parts
 Source = Literal["stream", "submitted", "direct"]
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _KNOWN_KEYS = {*TOKEN_KEYS, "rewards"}
+# Newer than every version of the weights.
+_NEWEST = 1 << 62
 
 
 class TrajectoryError(ValueError):
@@ -162,23 +164,30 @@ class FinishedEpisodes:
     def __init__(self) -> None:
         # Flat tuples compare faster than nested ones.
         self._heap: list[tuple[str, int, Episode]] = []
+        # No token in the buffer is older than this version. Spares a scan each time the trainer wakes up.
+        self._oldest_version = _NEWEST
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, episode: Episode) -> None:
         heapq.heappush(self._heap, (episode.id.source, episode.id.number, episode))
+        if episode.result and episode.result.oldest_version < self._oldest_version:
+            self._oldest_version = episode.result.oldest_version
 
     def pop_oldest(self, count: int) -> list[Episode]:
         return [heapq.heappop(self._heap)[2] for _ in range(count)]
 
     def pop_stale(self, oldest_allowed: int) -> list[Episode]:
         """Remove and return the episodes that have a token of a version before `oldest_allowed`."""
+        if self._oldest_version >= oldest_allowed:
+            return []
         stale = [e for _, _, e in self._heap if e.result and e.result.oldest_version < oldest_allowed]
         if stale:
             removed = set(stale)
             self._heap = [item for item in self._heap if item[2] not in removed]
             heapq.heapify(self._heap)
+        self._oldest_version = min((e.result.oldest_version for _, _, e in self._heap if e.result), default=_NEWEST)
         return stale
 
     def in_order(self) -> list[Episode]:

@@ -140,7 +140,8 @@ class _Simulation:
         if not setup.crashes:
             # Health checks that cannot fail would cost most of the time of a large simulation.
             config = replace(config, health_timeout_s=1e6)
-        self.engine = SimulatedEngine(config, loop, self.models, setup.update, ledger, setup.seed)
+        may_fail = bool(setup.crashes)
+        self.engine = SimulatedEngine(config, loop, self.models, setup.update, ledger, setup.seed, may_fail)
         self.engine.initialize(train_batch_size=setup.workload.prompts)
         self.rows, self.workflow = Rows(setup.workload, setup.seed), SimulatedWorkflow()
         for crash in setup.crashes:

@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,12 @@ class SimulatedWorkflow(RolloutWorkflow):
         return answers
 
 
+@lru_cache(maxsize=64)
+def _zeros(*shape: int) -> torch.Tensor:
+    """Return zeros that many trajectories share: nobody changes them."""
+    return torch.zeros(shape)
+
+
 def make_batch(prompt: float, made: list[list[tuple[int, float]]]) -> Batch:
     """Return trajectories with one column for the prompt and one for each version of an answer's tokens."""
     width = 1 + max(len(parts) for parts in made)
@@ -184,16 +191,16 @@ def make_batch(prompt: float, made: list[list[tuple[int, float]]]) -> Batch:
     for row, parts in enumerate(made):
         for column, (version, count) in enumerate(parts, 1):
             versions[row, column], tokens[row, column] = version, count
-    generated = torch.from_numpy((versions >= 0).astype(np.int64))
-    mask = generated.clone()
-    mask[:, 0] = 1
-    columns = torch.from_numpy(versions)
+    generated = (versions >= 0).astype(np.int64)
+    filled = generated.copy()
+    filled[:, 0] = 1
+    mask = torch.from_numpy(filled)
     return {
         "input_ids": mask,
         "attention_mask": mask,
-        "loss_mask": generated,
-        "logprobs": torch.zeros(mask.shape),
-        "versions": columns,
-        "rewards": torch.zeros(len(made)),
+        "loss_mask": torch.from_numpy(generated),
+        "logprobs": _zeros(len(made), width),
+        "versions": torch.from_numpy(versions),
+        "rewards": _zeros(len(made)),
         TOKENS: torch.from_numpy(tokens),
     }

@@ -1,6 +1,7 @@
 """The router: least load, affinity, waiting for a server."""
 
 import asyncio
+import random
 import time
 
 import pytest
@@ -65,3 +66,29 @@ def test_a_server_that_opens_just_as_the_wait_for_it_ends_is_taken():
         return await task is server
 
     assert asyncio.run(stand_still())
+
+
+def test_the_choice_is_that_of_a_scan_over_all_servers():
+    """Least load first, the server that must be avoided last, then the one that was added first."""
+    rng, router, taken = random.Random(1), Router(), []
+    for number in range(7):
+        add_open(router, f"s{number}")
+    for turn in range(3000):
+        action = rng.random()
+        server = router.servers[rng.choice(list(router.servers))]
+        if action < 0.05:
+            router.close(server)
+        elif action < 0.12:
+            router.open(server)
+        elif action < 0.14:
+            router.remove(server.address)
+            add_open(router, f"new-{turn}")
+        elif action < 0.5 and taken:
+            router.release(*taken.pop(rng.randrange(len(taken))))
+        else:
+            avoid, weight = rng.choice([None, server]), rng.randint(1, 4)
+            usable = [s for s in router.servers.values() if s.is_open]
+            expected = min(usable, key=lambda s, avoid=avoid: (s is avoid, s.load), default=None)
+            assert router.try_acquire(weight, avoid=avoid) is expected
+            if expected is not None:
+                taken.append((expected, weight))

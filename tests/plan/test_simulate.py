@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
-from arealite.api.errors import ConfigError
+from arealite.api.errors import ConfigError, TrainingError
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
 from arealite.plan.simulate import Crash, Setup, simulate
@@ -146,6 +146,19 @@ def test_a_server_that_dies_loses_no_episode_and_costs_time():
     assert gone.step_s > crashed.step_s
     with pytest.raises(ConfigError, match="server 5 cannot crash: the servers are 0 to 1"):
         run(**parts, crashes=(crash._replace(server=5),))
+
+
+def test_requests_that_cannot_fail_take_the_same_time_as_those_that_can():
+    stop = UpdateCost(load_s=0.2, is_swap=False)
+    parts = dict(workload=MIXED, rollout=rollout(1, max_concurrent_rollouts=None), num_servers=2, update=stop)
+    never = Crash(at_s=1e6, server=0, restart_s=None)
+    assert run(**parts).steps == run(**parts, crashes=(never,)).steps
+
+
+def test_a_request_past_its_deadline_fails_its_episode():
+    config = rollout(0, request_timeout_s=0.5, max_failed_episodes=3)
+    with pytest.raises(TrainingError, match=r"request_timeout_s"):
+        run(rollout=config)
 
 
 def test_the_ledger_of_a_simulation_is_a_real_one(tmp_path):

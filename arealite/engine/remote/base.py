@@ -153,8 +153,10 @@ class RemoteEngine(CollectingEngine):
         errors: list[str] = []
         last: Server | None = None
         while len(errors) < self.config.request_retries:
-            with waiting("server", "an open server", (), self.config.request_timeout_s):
-                server = await self.router.acquire(wait, count, affinity=affinity, avoid=last)
+            server = self.router.try_acquire(count, affinity, last)
+            if server is None:
+                with waiting("server", "an open server", (), self.config.request_timeout_s):
+                    server = await self.router.acquire(wait, count, affinity, last)
             adapter = server.adapter
             try:
                 args = {"server": server.address, "samples": count}

@@ -141,6 +141,8 @@ class CollectingEngine(InferenceEngine):
             sample.add(piece)
         if all(s.stop_reason != "abort" for s in samples):
             return [s.response() for s in samples]
+        if len(samples) == 1:
+            return [await self._complete(samples[0])]
         return list(await asyncio.gather(*(self._complete(s) for s in samples)))
 
     async def _complete(self, progress: Progress) -> ModelResponse:

@@ -5,6 +5,7 @@ Used on the executor's event loop. `Fleet` opens and closes servers and records 
 """
 
 import asyncio
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -48,8 +49,10 @@ class ServerState(NamedTuple):
 class Server:
     """One inference server. Used on one event loop only."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, number: int = 0):
         self.address = address
+        # Among servers with the same load the one that was added first is chosen.
+        self.number = number
         self.info = ServerInfo()
         # Open servers get requests; the requests of a lost server are sent elsewhere.
         self.is_open = False
@@ -144,6 +147,10 @@ class Router:
 
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
+        self._num_added = 0
+        # A heap of (load, number, server): every open server with its present load, and entries that are outdated. A
+        # scan of all servers for each request would take most of the event loop's time with hundreds of them.
+        self._by_load: list[tuple[int, int, Server]] = []
         self._affinity: OrderedDict[str, Server] = OrderedDict()
         # Set, and replaced by a new event, when a server opens.
         self._opened = asyncio.Event()
@@ -152,7 +159,11 @@ class Router:
 
     def add(self, address: str) -> Server:
         """Add a server unless it is known. It gets requests only after `open`."""
-        return self.servers.setdefault(address, Server(address))
+        server = self.servers.get(address)
+        if server is None:
+            self._num_added += 1
+            server = self.servers[address] = Server(address, self._num_added)
+        return server
 
     def remove(self, address: str) -> None:
         """Remove a server. Its answers are still accepted; new requests go elsewhere."""
@@ -166,6 +177,7 @@ class Router:
 
     def open(self, server: Server) -> None:
         server.is_open, server.is_lost = True, False
+        self._change_load(server, 0)
         self._opened.set()
         self._opened = asyncio.Event()
         self.on_change()
@@ -174,30 +186,67 @@ class Router:
         self, wait: NamedWait, weight: int = 1, affinity: str | None = None, avoid: Server | None = None
     ) -> Server:
         """Choose a server and add `weight` to its load; waits while none is open. Pair with `release`."""
-        while (server := self._choose(affinity, avoid)) is None:
+        while (server := self.try_acquire(weight, affinity, avoid)) is None:
             if wait.expired:
                 raise wait.error(self.describe(), "no server is healthy: see the servers' logs")
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait.left_s):
                     await self._opened.wait()
-        server.load += weight
+        return server
+
+    def try_acquire(self, weight: int = 1, affinity: str | None = None, avoid: Server | None = None) -> Server | None:
+        """As `acquire`, but return None if no server is open."""
+        server = self._choose(affinity, avoid)
+        if server is not None:
+            self._change_load(server, weight)
         return server
 
     def release(self, server: Server, weight: int = 1) -> None:
-        server.load -= weight
+        self._change_load(server, -weight)
 
     def describe(self) -> str:
         return "; ".join(s.describe() for s in self.servers.values()) or "no server is known"
 
+    def _is_usable(self, server: Server) -> bool:
+        return server.is_open and self.servers.get(server.address) is server
+
+    def _change_load(self, server: Server, weight: int) -> None:
+        server.load += weight
+        if not server.is_open:
+            return
+        heap = self._by_load
+        heapq.heappush(heap, (server.load, server.number, server))
+        if len(heap) > 4 * len(self.servers) + 16:
+            heap[:] = [(s.load, s.number, s) for s in self.servers.values() if s.is_open]
+            heapq.heapify(heap)
+
+    def _least_loaded(self, avoid: Server | None) -> Server | None:
+        """Return the open server with the least load; `avoid` only if there is no other."""
+        heap, avoided = self._by_load, None
+        while heap:
+            entry = heap[0]
+            load, _, server = entry
+            if server is avoid and avoided is None and load == server.load and self._is_usable(server):
+                avoided = entry
+            elif server is not avoid and load == server.load and self._is_usable(server):
+                break
+            heapq.heappop(heap)
+        best = heap[0][2] if heap else avoided and avoided[2]
+        if avoided is not None:
+            heapq.heappush(heap, avoided)
+        return best
+
     def _choose(self, affinity: str | None, avoid: Server | None) -> Server | None:
-        usable = [s for s in self.servers.values() if s.is_open]
-        if not usable:
-            return None
-        best = min(usable, key=lambda s: (s is avoid, s.load))
-        if affinity is None:
+        best = self._least_loaded(avoid)
+        if best is None or affinity is None:
             return best
         known = self._affinity.get(affinity)
-        if known in usable and known is not avoid and known.load <= best.load + AFFINITY_SLACK:
+        if (
+            known is not None
+            and known is not avoid
+            and known.load <= best.load + AFFINITY_SLACK
+            and self._is_usable(known)
+        ):
             best = known
         self._affinity[affinity] = best
         self._affinity.move_to_end(affinity)
