@@ -97,14 +97,14 @@ def on_this_machine(options: argparse.Namespace, work: Path) -> list[dict[str, o
 
 
 def large(options: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    """Seconds that the simulation of a large job takes: 100,000 episodes in flight on 512 GPUs."""
+    """CPU seconds that the simulation of a large job takes: 100,000 episodes in flight on 512 GPUs."""
     work = Workload(20_000, 1, Distribution("constant", (500.0,)), Distribution("lognormal", (2000.0, 1.0, 8192.0)))
     layout = Layout.parse("sglang.d384+d128", find_model("7B"), GPUS["H100"], max_running=512)
     setup, _ = make_setup(layout, work, rollout(4))
-    began = time.perf_counter()
+    began = time.process_time()
     found = simulate(replace(setup, steps=3, warm_up=2))
-    took_s = time.perf_counter() - began
-    row = {"case": f"{found.most_in_flight:,} episodes in flight, 512 GPUs: seconds to simulate", "measured": 60.0}
+    took_s = time.process_time() - began
+    row = {"case": f"{found.most_in_flight:,} episodes in flight, 512 GPUs: CPU seconds, of 60", "measured": 60.0}
     return [row | {"predicted": took_s}]
 
 

@@ -19,10 +19,13 @@ from arealite.api.errors import ConfigError
 from arealite.api.generation_args import GenerationHyperparameters
 from arealite.api.io_struct import Batch, ModelRequest
 from arealite.api.workflow_api import RolloutWorkflow
+from arealite.core.episode import Trajectories
 from arealite.plan.simulated_engine import ANSWERS, Answers
 
 # Tokens of each column of a trajectory, in the batch.
 TOKENS = "segment_tokens"
+# Trajectories have a multiple of so many columns.
+_WIDTHS = 8
 _FORMS = "constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA,MAX or exponential:MEAN,MAX"
 _NUM_ARGUMENTS = {"constant": 1, "uniform": 2, "lognormal": 3, "exponential": 2}
 
@@ -129,7 +132,8 @@ class SimulatedWorkflow(RolloutWorkflow):
         self._num_running = 0
         self.most_running = 0
 
-    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch | None:
+    # The executor takes checked trajectories as it takes a batch.
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectories:  # type: ignore[override]
         self._num_running += 1
         self.most_running = max(self.most_running, self._num_running)
         try:
@@ -137,7 +141,7 @@ class SimulatedWorkflow(RolloutWorkflow):
         finally:
             self._num_running -= 1
 
-    async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> Batch:
+    async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectories:
         turns: list[list[float]] = data["answers"]
         if len(turns) == 1:
             answers = await self._generate(engine, turns[0], data["prompt"], data["prompt"], None)
@@ -147,7 +151,7 @@ class SimulatedWorkflow(RolloutWorkflow):
             made = list(await asyncio.gather(*plays))
         if data["reward_s"]:
             await asyncio.sleep(data["reward_s"])
-        return make_batch(data["prompt"], made)
+        return make_trajectories(data["prompt"], made)
 
     async def _play(self, engine: InferenceEngine, data: dict[str, Any], sample: int) -> list[tuple[int, float]]:
         """Play the turns of one sample, with a tool between two of them."""
@@ -176,31 +180,30 @@ class SimulatedWorkflow(RolloutWorkflow):
         return answers
 
 
-@lru_cache(maxsize=64)
-def _zeros(*shape: int) -> torch.Tensor:
-    """Return zeros that many trajectories share: nobody changes them."""
-    return torch.zeros(shape)
+@lru_cache(maxsize=4096)
+def _columns(counts: tuple[int, ...], width: int) -> Batch:
+    """Return the columns that depend only on how many versions made each answer; batches share them."""
+    is_made = np.arange(width)[None] < 1 + np.asarray(counts)[:, None]
+    mask = torch.from_numpy(is_made.astype(np.int64))
+    generated = mask.clone()
+    generated[:, 0] = 0
+    zeros = torch.zeros(mask.shape)
+    columns = {"input_ids": mask, "attention_mask": mask, "loss_mask": generated, "logprobs": zeros}
+    return columns | {"rewards": torch.zeros(len(counts))}
 
 
-def make_batch(prompt: float, made: list[list[tuple[int, float]]]) -> Batch:
+def _tensor(rows: list[list[Any]], dtype: Any) -> torch.Tensor:
+    # Faster than `torch.tensor` for nested lists.
+    return torch.from_numpy(np.array(rows, dtype))
+
+
+def make_trajectories(prompt: float, made: list[list[tuple[int, float]]]) -> Trajectories:
     """Return trajectories with one column for the prompt and one for each version of an answer's tokens."""
-    width = 1 + max(len(parts) for parts in made)
-    versions = np.full((len(made), width), -1, dtype=np.int64)
-    tokens = np.zeros((len(made), width), dtype=np.float32)
-    tokens[:, 0] = prompt
-    for row, parts in enumerate(made):
-        for column, (version, count) in enumerate(parts, 1):
-            versions[row, column], tokens[row, column] = version, count
-    generated = (versions >= 0).astype(np.int64)
-    filled = generated.copy()
-    filled[:, 0] = 1
-    mask = torch.from_numpy(filled)
-    return {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "loss_mask": torch.from_numpy(generated),
-        "logprobs": _zeros(len(made), width),
-        "versions": torch.from_numpy(versions),
-        "rewards": _zeros(len(made)),
-        TOKENS: torch.from_numpy(tokens),
-    }
+    counts = tuple(map(len, made))
+    # Batches of the same width are joined without padding.
+    width = -(-(1 + max(counts)) // _WIDTHS) * _WIDTHS
+    versions = [[-1, *(v for v, _ in parts), *[-1] * (width - 1 - len(parts))] for parts in made]
+    tokens = [[prompt, *(n for _, n in parts), *[0.0] * (width - 1 - len(parts))] for parts in made]
+    batch = _columns(counts, width) | {"versions": _tensor(versions, np.int64), TOKENS: _tensor(tokens, np.float32)}
+    oldest = min((version for parts in made for version, _ in parts), default=0)
+    return Trajectories(batch, len(made), len(made) + sum(counts), oldest, 0.0)
