@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import GRPOConfig
 from arealite.cli.main import MainConfig, flatten
-from arealite.launcher.launch_config import find_config_class, launch_config_of
+from arealite.launcher.launch_config import find_config_class
 from arealite.utils.config import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 CONFIGS = EXAMPLES / "configs"
 FILES = sorted(EXAMPLES.parent.rglob("*.yaml"))
+# Imports the trainer that it names, and torch with it.
+SLOW = ("custom_trainer",)
+PARAMETERS = [pytest.param(f, id=f.stem, marks=[pytest.mark.slow] if f.stem in SLOW else []) for f in FILES]
 # What a user must give: `path: ???` in the file.
 GIVEN = {
     "clevr_count_grpo": ["actor.path"],
@@ -48,15 +52,14 @@ def load_all(path: Path) -> list:
     return [load_config(arguments(path), config_class)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PARAMETERS)
 def test_the_loader_accepts_a_shipped_configuration(path, monkeypatch):
     # A file may name a class of the script beside it.
     monkeypatch.syspath_prepend(EXAMPLES)
     for config in load_all(path):
-        launch = launch_config_of(config)
-        assert launch.experiment_name == config.experiment_name and all(launch.model_paths.values())
+        assert config.experiment_name
         # A job with rollouts has servers; no other has.
-        assert bool(launch.mode.gen) == isinstance(config, GRPOConfig)
+        assert (AllocationMode.from_str(config.allocation_mode).gen is not None) == isinstance(config, GRPOConfig)
 
 
 def test_only_the_listed_files_leave_a_key_to_the_user():
