@@ -60,16 +60,20 @@ class Process:
         lasting = sum(sum(needs.lasting.values()) for needs in self.engines.values())
         return self.context + lasting + max(sum(needs.passing.values()) for needs in self.engines.values())
 
-    def describe(self) -> str:
-        parts: list[str] = []
+    def describe(self) -> list[str]:
+        """Return one line, or with several engines one for each of them too."""
         largest = max(self.engines, key=lambda name: sum(self.engines[name].passing.values()))
+        parts: dict[str, list[str]] = {}
         for name, needs in self.engines.items():
-            prefix = f"{name} " if len(self.engines) > 1 else ""
             shown = needs.lasting | (needs.passing if name == largest else {})
-            for part, size in shown.items():
-                note = f" ({needs.notes[part]})" if part in needs.notes else ""
-                parts.append(f"{prefix}{part} {_gib(size)}{note}")
-        return f"{self.name} {_gib(self.total)}: {', '.join([*parts, f'process {_gib(self.context)}'])}"
+            notes = {part: f" ({note})" for part, note in needs.notes.items()}
+            parts[name] = [f"{part} {_gib(size)}{notes.get(part, '')}" for part, size in shown.items()]
+        context, title = f"process {_gib(self.context)}", f"{self.name} {_gib(self.total)}"
+        if len(parts) == 1:
+            return [f"{title}: {', '.join([*parts.popitem()[1], context])}"]
+        return [f"{title}: {context}, and"] + [
+            f"  {name}: {', '.join(own) or 'on the host'}" for name, own in parts.items()
+        ]
 
 
 @dataclass
@@ -106,7 +110,7 @@ def describe_memory(job: Job, runs_here: bool) -> str:
         name = same[0].name if len(same) == 1 else f"{same[0].name} to {same[-1].name}, each"
         of = f" of {_gib(same[0].total)}" if same[0].total else ""
         lines.append(f"  {name}: {_gib(max(d.needed for d in same))}{of}")
-        lines += [f"    {process.describe()}" for process in same[0].processes]
+        lines += [f"    {line}" for process in same[0].processes for line in process.describe()]
     return "\n".join([*lines, *_verdict(job, values, devices)])
 
 
@@ -135,12 +139,15 @@ def _hosts(placement: Placement, devices: list[Device], total: float | None) -> 
         here = [p for device in devices if device.name.startswith(f"node {node} gpu") for p in device.processes]
         processes = []
         for process in here:
-            host = {k: v for needs in process.engines.values() for k, v in needs.host.items()}
-            weights = max(needs.lasting.get("weights", 0.0) for needs in process.engines.values())
+            engines = {name: Needs(needs.host) for name, needs in process.engines.items() if needs.host}
             loads = process.name == "rank 0" or process.name.startswith("server")
             size = len(placement.ranks) if process.name == "rank 0" else 1
-            passing = {"loading": weights * size} if loads else {}
-            processes.append(Process(process.name, PROCESS, {"host": Needs(host, passing)}))
+            largest = max((needs.lasting | needs.host).get("weights", 0.0) for needs in process.engines.values())
+            # Optimizer states and gradients come when nothing is loaded any more.
+            later = sum(v for needs in engines.values() for k, v in needs.lasting.items() if k != "weights")
+            loading = max(0.0, largest * size - later) if loads else 0.0
+            engines |= {"all": Needs({}, {"loading": loading})} if loading or not engines else {}
+            processes.append(Process(process.name, PROCESS, engines))
         hosts.append(Device(f"node {node} host", total, processes))
     return hosts
 
@@ -216,7 +223,7 @@ def _ranks(
         context = CUDA_CONTEXT if device is not None else PROCESS
         configs = {name: _engine_config(name, values[name]) for name in names}
         models = {name: sizes[str(values[name]["path"])] for name in names}
-        known = {name: size for name, size in models.items() if size is not None}
+        known = {n: s.with_scalar_head() if n == "critic" else s for n, s in models.items() if s is not None}
         stages = placement.mode.train.pipeline
         shards = placement.mode.train.world_size / stages
         weights = sum(

@@ -102,8 +102,8 @@ def test_further_models_add_their_weights(show, models):
     base = ("cluster.gpu_memory_gib=139.8", "actor.max_tokens_per_mb=4096")
     alone = total_of(show("0.5B", *base), "rank 0")
     text = show("0.5B", *base, f"ref.path={models / '0.5B'}", "actor.kl_ctl=0.1")
-    assert "ref weights 1.8" in text
-    with_ref = float(next(line for line in text.splitlines() if "rank 0 " in line and "actor" in line).split()[2][:-1])
+    assert "ref: weights 1.8" in text
+    with_ref = float(next(line for line in text.splitlines() if "rank 0 " in line).split()[2][:-1])
     assert with_ref == pytest.approx(alone + 1.84, abs=0.2)
 
 
@@ -111,6 +111,54 @@ def test_offloaded_states_count_for_the_host(show):
     text = show("7B", "cluster.gpu_memory_gib=139.8", "actor.cpu_offload=true")
     host = text.split("node 0 host")[1]
     assert "optimizer 56.7" in host and "optimizer" not in text.split("node 0 host")[0].split("rank 0 ")[-1]
+
+
+def gib(numbers: float, item: int = 4) -> str:
+    return f"{numbers * item / 2**30:.1f}"
+
+
+def test_every_engine_of_a_rank_has_a_line(show, models):
+    """A critic has no head of the vocabulary, a reference model no optimizer; four ranks have a quarter each."""
+    size = read_model_size(str(models / "7B"))
+    assert size is not None
+    extra = [
+        f"critic.path={models / '7B'}",
+        f"ref.path={models / '7B'}",
+        "actor.kl_ctl=0.1",
+        "ref.param_dtype=bfloat16",
+    ]
+    text = show("7B", "cluster.gpu_memory_gib=139.8", "actor.algorithm=ppo", *extra, sides="embedded.d1+d4")
+    lines = [line.strip() for line in text.split("rank 0 ", 1)[1].splitlines()]
+    actor, critic, ref = (
+        next(line for line in lines if line.startswith(name)) for name in ("actor:", "critic:", "ref:")
+    )
+    assert f"weights {gib(size.parameters / 4)}, optimizer {gib(size.parameters / 4, 8)}" in actor
+    shared = (size.parameters - size.embedding) / 4
+    assert f"weights {gib(shared)}, optimizer {gib(shared, 8)}" in critic
+    assert ref.startswith(f"ref: weights {gib(size.parameters / 4, 2)}") and "optimizer" not in ref
+
+
+def test_adapters_have_a_line_and_the_optimizer(show, models):
+    size = read_model_size(str(models / "7B"))
+    assert size is not None
+    adapters = size.adapter_parameters(64)
+    text = show("7B", "cluster.gpu_memory_gib=139.8", "actor.lora_rank=64")
+    assert f"weights {gib(size.parameters)}, adapters {gib(adapters)}, optimizer {gib(adapters, 8)}" in text
+    fewer = show("7B", "cluster.gpu_memory_gib=139.8", "actor.lora_rank=64", "actor.lora_targets=[q_proj,v_proj]")
+    assert f"adapters {gib(size.adapter_parameters(64, ['q_proj', 'v_proj']))}," in fewer
+
+
+def test_offloaded_states_of_all_engines_count_for_the_host(show, models):
+    text = show("7B", "cluster.gpu_memory_gib=139.8", "actor.cpu_offload=true", "actor.kl_ctl=0.1",
+                f"ref.path={models / '7B'}", "ref.cpu_offload=true")  # fmt: skip
+    size = read_model_size(str(models / "7B"))
+    assert size is not None
+    host = text.split("node 0 host")[1]
+    weights, states = gib(size.parameters), gib(size.parameters, 8)
+    assert f"actor: weights {weights}, optimizer {states}, gradients {weights}" in host
+    assert f"ref: weights {weights}" in host
+    total = float(host.split("rank 0 ")[1].split(":")[0])
+    assert total == pytest.approx(size.parameters * 20 / 2**30 + 0.65, abs=0.2)
 
 
 def test_without_a_gpu_the_size_can_be_given_and_unknown_models_are_said(show, tmp_path, monkeypatch):

@@ -5,12 +5,16 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import OptimizerConfig, ServerConfig, TrainEngineConfig
+from arealite.engine.fsdp.lora import add_adapters
 from arealite.utils.memory.estimate import CUDA_CONTEXT, MemoryPlan, Needs, server_needs, training_needs
 from arealite.utils.memory.model_size import ModelSize, read_model_size
 
@@ -75,6 +79,72 @@ def test_the_estimate_needs_no_torch():
 
     code = "import sys, arealite.launcher.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 128,
+}  # fmt: skip
+PLAN = MemoryPlan(1024, False, 256)
+
+
+def counted(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_small(cls, **settings):
+    with torch.device("meta"):
+        return cls.from_config(Qwen2Config(**SMALL, **settings))
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"], ["o_proj", "down_proj"]])
+def test_adapters_and_their_optimizer_are_those_of_the_real_model(targets):
+    pytest.importorskip("peft")
+    model = make_small(AutoModelForCausalLM, tie_word_embeddings=False)
+    config = TrainEngineConfig(path="", optimizer=OptimizerConfig(), lora_rank=8, lora_targets=targets)
+    size = ModelSize.of(model.config.to_dict(), counted(model))
+    base = counted(model)
+    add_adapters(model, config)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    needs = training_needs(size, config, PLAN, on_gpu=True)
+    assert needs.lasting["weights"] == 4 * base and needs.lasting["adapters"] == 4 * adapters == 4 * (
+        counted(model) - base
+    )
+    assert needs.lasting["optimizer"] == 8 * adapters
+    assert needs.passing.get("gradients", 0) in (0, 4 * adapters)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_has_the_weights_of_the_real_one(tied):
+    policy = make_small(AutoModelForCausalLM, tie_word_embeddings=tied)
+    critic = make_small(AutoModelForSequenceClassification, tie_word_embeddings=tied, num_labels=1)
+    size = ModelSize.of(policy.config.to_dict(), counted(policy))
+    config = TrainEngineConfig(path="", optimizer=OptimizerConfig())
+    needs = training_needs(size, config, PLAN, on_gpu=True, scalar_head=True)
+    # All but the head's one row.
+    assert needs.lasting["weights"] == 4 * (counted(critic) - SMALL["hidden_size"])
+    assert needs.lasting["optimizer"] == 2 * needs.lasting["weights"] and "logits" not in needs.passing
+
+
+def test_ranks_divide_weights_and_states_and_offload_moves_them_to_the_host():
+    size = ModelSize.of(SMALL)
+    config = TrainEngineConfig(path="", optimizer=OptimizerConfig())
+    one = training_needs(size, config, PLAN, True, ParallelStrategy(data=1))
+    four = training_needs(size, config, PLAN, True, ParallelStrategy(data=2, context=2))
+    for part in ("weights", "optimizer"):
+        assert four.lasting[part] == one.lasting[part] / 4
+    frozen = training_needs(size, TrainEngineConfig(path="", optimizer=None), PLAN, True)
+    assert frozen.lasting["weights"] == 4 * size.parameters and not {"optimizer", "gradients"} & {
+        *frozen.lasting,
+        *frozen.passing,
+    }
+    away = training_needs(size, replace(config, cpu_offload=True), PLAN, True)
+    assert away.host == {
+        "weights": 4 * size.parameters,
+        "optimizer": 8 * size.parameters,
+        "gradients": 4 * size.parameters,
+    }
+    assert not {"weights", "optimizer"} & away.lasting.keys()
 
 
 def write_weights(file: Path, count: int) -> None:

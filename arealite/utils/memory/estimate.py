@@ -137,20 +137,19 @@ def training_needs(
 ) -> Needs:
     """Return what one rank needs to train a model, or to evaluate it if it has no optimizer.
 
-    `step_tokens` are the most tokens of one optimizer step; None: more than one micro-batch.
+    `step_tokens` are the most tokens of one optimizer step; None: more than one micro-batch. With LoRA the weights are
+    frozen, and gradients and optimizer states are those of the adapters. `scalar_head`: a critic.
     """
     layout = parallel or ParallelStrategy()
     tensor, shards, stages = layout.tensor, layout.data * layout.context, layout.pipeline
-    whole = stage_parameters(size, stages) / tensor
-    own = whole / shards
-    trained = own if config.optimizer is not None else 0.0
-    if config.lora_rank:
-        trained = size.adapter_parameters(config.lora_rank) / stages / tensor / shards
-        own += trained
+    size = size.with_scalar_head() if scalar_head else size
+    own = stage_parameters(size, stages) / tensor / shards
+    adapters = size.adapter_parameters(config.lora_rank, config.lora_targets) / stages / tensor / shards
+    trained = (adapters or own) if config.optimizer is not None else 0.0
     item, small = ITEM_BYTES[config.param_dtype], ITEM_BYTES[config.dtype]
     is_plain = layout.world_size == 1 and item == small and not config.cpu_offload
     state = _STATE_BYTES.get(config.optimizer.type, 2.0 * item) if config.optimizer else 0.0
-    stays = {"weights": item * own, "optimizer": state * trained}
+    stays = {"weights": item * own, "adapters": item * adapters, "optimizer": state * trained}
     if on_gpu and not is_plain:
         stays["communication"] = _NCCL
     tokens = plan.max_tokens_per_mb / layout.context
@@ -170,7 +169,8 @@ def training_needs(
         passing["fragmentation"] = _FRAGMENTS * sum(passing.values())
     host = {}
     if config.cpu_offload:
-        host = {name: stays.pop(name) for name in ("weights", "optimizer")} | {"gradients": item * trained}
+        host = _nonzero({name: stays.pop(name) for name in list(stays) if name != "communication"})
+        host |= _nonzero({"gradients": item * trained})
         passing["gradients"] = 0.0
     notes = {"activations": f"{tokens:,.0f} tokens" + (", recomputed" if plan.gradient_checkpointing else "")}
     return Needs(_nonzero(stays), _nonzero(passing), host, notes)

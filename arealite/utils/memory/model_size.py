@@ -5,8 +5,8 @@ same class for the model that they have loaded.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from huggingface_hub import try_to_load_from_cache
 _LONGEST_HEADER = 1 << 28
 # Families whose layers have two matrices after attention instead of three.
 _WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "phi", "falcon", "bloom", "starcoder2")
+
+# Linear layers of Llama and most others, by their second width besides `hidden`.
+_KEY_LAYERS, _INNER_LAYERS = ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,20 @@ class ModelSize:
     def key_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of LoRA adapters of all linear layers but the head."""
-        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
-        return rank * self.layers * (attention + 3 * (self.hidden + self.inner))
+    def with_scalar_head(self) -> "ModelSize":
+        """Return the sizes of a critic or reward model: its head has one row, so an untied one is not there."""
+        return self if self.is_tied else replace(self, parameters=self.parameters - self.embedding, is_tied=True)
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
+        """Parameters of LoRA adapters of these layers, by default of all linear layers but the head.
+
+        A name that is not one of Llama's counts as all layers.
+        """
+        widths = {"q_proj": self.query_width, "o_proj": self.query_width} | dict.fromkeys(_KEY_LAYERS, self.key_width)
+        widths |= dict.fromkeys(_INNER_LAYERS, self.inner)
+        names = [target.rpartition(".")[2] for target in targets]
+        chosen = names if names and widths.keys() >= set(names) else list(widths)
+        return rank * self.layers * sum(self.hidden + widths[name] for name in chosen)
 
 
 def read_model_size(path: str) -> ModelSize | None:
