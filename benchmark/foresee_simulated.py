@@ -47,7 +47,8 @@ def published(options: argparse.Namespace, folder: Path) -> list[dict[str, objec
     cases = {"8 x H800": ("sglang.d6+d2", short, EIGHT_GPUS), "64 x H800": ("sglang.d48+d16", long, MANY_GPUS)}
     rows = []
     for name, (mode, work, measured) in cases.items():
-        layout = Layout.parse(mode, find_model("1.5B"), GPUS["H800"])
+        # AReaL recomputes log-probs before the update.
+        layout = Layout.parse(mode, find_model("1.5B"), GPUS["H800"], prox_logp="recompute")
         speeds = {}
         for eta in measured:
             setup, _ = make_setup(layout, work, rollout(eta))

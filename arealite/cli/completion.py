@@ -56,7 +56,7 @@ _DRY = ("--config", "--dry-run", "--help")
 # fmt: off
 _PLAN = (
     "--model", "--gpu", "--gpus", "--layout", "--backend", "--eta", "--prompts", "--samples", "--prompt-lengths",
-    "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--fixed-lead", "--interrupt", "--crash",
+    "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--prox-logp", "--fixed-lead", "--interrupt", "--crash",
     "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--json",
     "--help",
 )

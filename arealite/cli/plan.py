@@ -28,6 +28,7 @@ _EXAMPLES = (
     "arealite plan --from runs/demo/reverse --eta 2",
 )
 SWEPT = ("eta", "servers", "prompts", "samples", "lengths", "reward-s")
+_PROX = ("first_pass", "recompute", "interpolate")
 
 
 def main(argv: list[str]) -> int:
@@ -61,6 +62,7 @@ def _parser() -> ArgumentParser:
     add("--turns", type=int, metavar="N", help="turns of an episode (default: 1)")
     add("--tool-s", metavar="D", help="seconds of a tool between two turns (default: 0)")
     add("--max-running", type=int, default=256, metavar="N", help="sequences that a server decodes at once")
+    add("--prox-logp", default=_PROX[0], choices=_PROX, help="actor.prox_logp (recompute: one more pass a step)")
     add("--fixed-lead", action="store_true", help="rollout.adaptive_lead=false")
     add("--interrupt", action="store_true", help="servers stop for weight updates, also embedded ones")
     add("--crash", action="append", default=[], metavar="SERVER@S[:RESTART_S]", help="a server dies; may be repeated")

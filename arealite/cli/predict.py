@@ -57,8 +57,9 @@ def _search(options: Namespace) -> int:
         raise ConfigError(f"--gpus is {options.gpus}; give 2 to 4096: servers and trainers have their own")
     gpu, work = find_gpu(options.gpu), _workload(options)
     found = search(
-        options.gpus, _model(options), gpu, work, _rollout(options), options.backend, options.max_running, options.seed
-    )
+        options.gpus, _model(options), gpu, work, _rollout(options), options.backend, options.max_running, options.seed,
+        options.prox_logp,
+    )  # fmt: skip
     best = found[:_NUM_SHOWN]
     if options.json:
         rows = [{"layout": c.layout.name, "reason": c.reason(), **as_json(c.prediction)} for c in best]
@@ -115,7 +116,7 @@ def _model(options: Namespace) -> ModelSize:
 
 
 def _layout(options: Namespace) -> Layout:
-    return Layout.parse(options.layout, _model(options), find_gpu(options.gpu), options.max_running)
+    return Layout.parse(options.layout, _model(options), find_gpu(options.gpu), options.max_running, options.prox_logp)
 
 
 def _workload(options: Namespace, recorded: Workload | None = None) -> Workload:

@@ -57,13 +57,17 @@ class Layout:
     model: ModelSize
     gpu: Gpu
     max_running: int = 256
+    # `actor.prox_logp`, with one minibatch: only `recompute` takes a pass of its own for log-probs.
+    prox_logp: str = "first_pass"
 
     @classmethod
-    def parse(cls, text: str, model: ModelSize, gpu: Gpu, max_running: int = 256) -> "Layout":
+    def parse(
+        cls, text: str, model: ModelSize, gpu: Gpu, max_running: int = 256, prox_logp: str = "first_pass"
+    ) -> "Layout":
         mode = AllocationMode.from_str(text)
         if mode.gen is None or mode.train is None:
             raise ConfigError(f"--layout {text} must name servers and trainers, for example sglang.d6+d2")
-        return cls(mode, model, gpu, max_running)
+        return cls(mode, model, gpu, max_running, prox_logp)
 
     @property
     def gen(self) -> ParallelStrategy:
@@ -133,10 +137,10 @@ class Layout:
         )
 
     def train_cost(self, memory: Memory) -> TrainCost:
-        """Return the costs of a training step: forward for log-probs, forward and backward, recomputation."""
+        """Return the costs of a training step: forward and backward, log-probs, recomputation."""
         size, gpu, layout = self.model, self.gpu, self.train
         shards, active = layout.instance_size, active_parameters(size)
-        passes = 8 + (2 if memory.sizes.gradient_checkpointing else 0)
+        passes = 6 + 2 * (self.prox_logp == "recompute") + 2 * memory.sizes.gradient_checkpointing
         flops = gpu.flops * hardware.TRAIN_EFFICIENCY * shards
         compute_s = passes * active / flops
         # A forward and a backward pass of attention over the causal half.

@@ -75,13 +75,13 @@ def evaluate(
 
 def search(
     num_gpus: int, model: ModelSize, gpu: Gpu, workload: Workload, rollout: InferenceEngineConfig, backend: str,
-    max_running: int = 256, seed: int = 1,
+    max_running: int = 256, seed: int = 1, prox_logp: str = "first_pass",
 ) -> list[Candidate]:  # fmt: skip
     """Return the best layouts, the fastest first."""
     fitting: list[tuple[float, Layout, Setup, Memory]] = []
     problems: list[str] = []
     for mode in _modes(num_gpus, backend):
-        layout = Layout(mode, model, gpu, max_running)
+        layout = Layout(mode, model, gpu, max_running, prox_logp)
         if workload.prompts < layout.train.data:
             continue
         memory = layout.memory(workload)
