@@ -137,7 +137,11 @@ def _workload(options: Namespace, recorded: Workload | None = None) -> Workload:
         number = getattr(options, name)
         if number is not None and not 1 <= number <= 1_000_000:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; give 1 to 1000000")
-    return replace(recorded or usual, **{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen.keys() - {"prompts"}:
+        # Recorded episodes have their own lengths and waits: draw others instead.
+        chosen["episodes"] = ()
+    return replace(recorded or usual, **chosen)
 
 
 def _rollout(options: Namespace, eta: int = 4) -> InferenceEngineConfig:
@@ -177,9 +181,13 @@ def _measured_setup(options: Namespace) -> tuple[Setup, str]:
         raise ConfigError(f"--servers is {servers}; give at least 1")
     update = replace(measured.update, is_swap=measured.update.is_swap and not options.interrupt)
     eta = measured.eta if options.eta is None else options.eta
+    has_lead = measured.adaptive_lead and not options.fixed_lead
+    # A limit of concurrency that the run had is a limit of what is asked, too.
+    limits = {"adaptive_lead": has_lead, "max_concurrent_rollouts": measured.max_concurrent}
+    rollout = replace(_rollout(options, eta), **limits)
     setup = Setup(
         _workload(options, measured.workload), servers, measured.server, measured.train, update,
-        _rollout(options, eta), options.steps, None, _crashes(options), measured.cores, options.seed,
+        rollout, options.steps, None, _crashes(options), measured.cores, options.seed,
     )  # fmt: skip
     return setup, f"{servers} servers, eta {eta}, costs of {options.run_dir or options.calibrated}"
 

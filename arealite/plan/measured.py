@@ -24,6 +24,9 @@ class Measured:
     eta: int = 4
     # Cores that servers and trainer share; None: each has its own devices.
     cores: float | None = None
+    # The run's own limits besides eta.
+    adaptive_lead: bool = True
+    max_concurrent: int | None = None
 
 
 def describe_costs(measured: Measured) -> str:
@@ -59,6 +62,8 @@ def read_measured(path: Path) -> Measured:
             UpdateCost(**values["update"]),
             values["eta"],
             values["cores"],
+            values.get("adaptive_lead", True),
+            values.get("max_concurrent"),
         )
     except FileNotFoundError:
         raise ConfigError(

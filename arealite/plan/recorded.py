@@ -1,7 +1,8 @@
 """Costs and workload of a recorded run: `read_run(RUN_DIR)`, for `arealite plan --from`.
 
-From the statistics: training and weight updates. From the ledger: tokens of episodes, and how many sequences servers
-decoded at which speed. From the trace: how long rewards took after generation.
+Episodes are those of the recording (`core.foresee.recording`) with the tokens of each of their samples. First costs
+come from the servers' counters and the statistics; `match` then scales them until the simulated run takes the recorded
+time.
 """
 
 import contextlib
@@ -9,24 +10,27 @@ import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import yaml
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.errors import ConfigError
+from arealite.core.foresee.recording import PlayedEpisode, Recording, read_recording
 from arealite.core.ledger.reading import open_ledger
 from arealite.plan.costs import ServerCost, TrainCost, UpdateCost
+from arealite.plan.match import Target, match
 from arealite.plan.measured import Measured, fit
-from arealite.plan.workload import Distribution, Workload
+from arealite.plan.recorded_episodes import SampleTokens, make_shapes
+from arealite.plan.workload import Distribution, EpisodeShape, Workload
 from arealite.utils.rundir import RunDir
-from arealite.utils.trace.trace_file import Lane, read_trace
 
 # The first steps load, compile and fill the pipeline.
 _FILLING_STEPS = 2
-_MOST_VALUES = 4096
-_TRAINING = ("time/logp", "time/update")
+_MOST_EPISODES = 4096
+# Steps with a longer evaluation or checkpoint, as a share of their time, are left out.
+_PAUSE_SHARE = 0.05
 
 
 def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
@@ -34,101 +38,102 @@ def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     run_dir = RunDir(folder)
     if not run_dir.path.is_dir():
         raise ConfigError(f"there is no run directory {run_dir.path}")
-    for path in (run_dir.config_path, run_dir.trace_path, run_dir.db_path):
-        if not path.exists():
-            raise ConfigError(
-                f"{run_dir.path} has no {path.name}: give the directory of a run with a trace and a ledger"
-            )
-    warm = [step for step in steps if step["step"] >= _FILLING_STEPS]
+    warm = [step for step in steps if step.get("step", -1) >= _FILLING_STEPS]
     if len(warm) < 3:
         raise ConfigError(f"{run_dir.path} has {len(steps)} steps; at least {_FILLING_STEPS + 3} are needed")
+    recording = read_recording(run_dir.path, steps)
     config: dict[str, Any] = yaml.safe_load(run_dir.config_path.read_text())
     mode = AllocationMode.from_str(config.get("allocation_mode") or "embedded.d1+d1")
     with contextlib.closing(open_ledger(run_dir.db_path)) as database:
-        workload = _workload(config, database, read_trace(run_dir.trace_path), warm)
-        server = _server_cost(config, database, run_dir.path)
+        shapes = _read_shapes(recording, database)
     on_gpu = str((config.get("actor") or {}).get("device", "cpu")).startswith("cuda")
-    pauses = mean(step.get("time/weights", 0.0) for step in warm)
-    return Measured(
-        workload,
-        max(1, mode.num_servers),
-        server,
-        _train_cost(warm, mode.train.data if mode.train else 1),
-        UpdateCost(publish_s=pauses / 2, load_s=pauses / 2, is_swap=mode.gen_backend == "embedded"),
-        int((config.get("rollout") or {}).get("max_head_offpolicyness") or 0),
+    update_s = mean(step.get("time/weights", 0.0) for step in warm)
+    target = _target(recording, warm)
+    first = Measured(
+        _workload(config, recording, shapes),
+        recording.settings.servers,
+        _server_cost(config, recording),
+        _train_cost(warm, target, update_s, mode.train.data if mode.train else 1),
+        UpdateCost(publish_s=update_s / 2, load_s=update_s / 2, is_swap=mode.gen_backend == "embedded"),
+        recording.settings.max_head_offpolicyness,
         None if on_gpu else float(os.cpu_count() or 1),
+        recording.settings.lead is None,
+        recording.settings.max_concurrent_rollouts,
     )
+    return match(first, target)
 
 
-def _workload(config: dict[str, Any], database: sqlite3.Connection, lanes: list[Lane], warm: Sequence[Any]) -> Workload:
-    query = (
-        "SELECT tokens * 1.0 / samples FROM episodes WHERE source = 'stream' AND samples > 0 AND tokens > 0 "
-        f"ORDER BY id DESC LIMIT {_MOST_VALUES}"
-    )
-    lengths = [row[0] for row in database.execute(query)]
-    if not lengths:
+def _read_shapes(recording: Recording, database: sqlite3.Connection) -> list[EpisodeShape]:
+    query = "SELECT episode, tokens, answer_tokens FROM rollouts WHERE source != 'direct' ORDER BY episode, sample"
+    samples: dict[int, list[SampleTokens]] = {}
+    for episode, tokens, answer in database.execute(query):
+        samples.setdefault(episode, []).append(SampleTokens(tokens, answer))
+    played = [e for e in recording.episodes if e.state not in ("failed", "rejected") and e.tokens > 0]
+    shapes = make_shapes(played[-_MOST_EPISODES:], samples, _num_generated(database))
+    if not shapes:
         raise ConfigError("the ledger of the run has no finished episode")
-    answer = mean(step.get("answer_len", 0.0) for step in warm) or mean(lengths)
-    prompt = max(1.0, mean(lengths) - answer)
-    answers = [max(1.0, length - prompt) for length in lengths]
-    gconfig, data = config.get("gconfig") or {}, config.get("train_dataset") or {}
+    return shapes
+
+
+def _num_generated(database: sqlite3.Connection) -> float | None:
+    """Return the tokens that servers generated for training; None if that is not known."""
+    if database.execute("SELECT 1 FROM episodes WHERE source = 'direct' LIMIT 1").fetchone():
+        # Evaluations count, too.
+        return None
+    query = "SELECT SUM(most) FROM (SELECT MAX(generated_tokens) AS most FROM servers GROUP BY address)"
+    return database.execute(query).fetchone()[0]
+
+
+def _workload(config: dict[str, Any], recording: Recording, shapes: list[EpisodeShape]) -> Workload:
+    samples = round(mean(len(shape.kept) for shape in shapes))
+    totals = [sum(turn[i] for turn in shape.answers) for shape in shapes for i in range(len(shape.kept))]
     return Workload(
-        int(data.get("batch_size") or 8),
-        int(gconfig.get("n_samples") or 1),
-        Distribution("constant", (prompt,)),
-        Distribution.of(answers),
-        Distribution.of(_reward_seconds(lanes)),
+        recording.settings.batch_size,
+        int((config.get("gconfig") or {}).get("n_samples") or samples),
+        Distribution.of([shape.prompt for shape in shapes]),
+        Distribution.of(totals[:_MOST_EPISODES]),
+        Distribution.of([shape.reward_s for shape in shapes]),
+        episodes=tuple(shapes),
     )
 
 
-def _reward_seconds(lanes: list[Lane]) -> list[float]:
-    """Return how long traced episodes went on after their last generation."""
-    found: list[float] = []
-    for lane in (lane for lane in lanes if lane.group == "rollout" and "+" not in lane.name):
-        parts = [span for other in lanes if other.name.split(" +")[0] == lane.name for span in other.spans]
-        generations = [(span[0], span[0] + span[1]) for span in parts if span[2] == "generate" and span[1] is not None]
-        for began, seconds, name, _ in lane.spans:
-            if seconds is None or not name.startswith("episode"):
-                continue
-            inside = [end for start, end in generations if began <= start and end <= began + seconds + 1e-3]
-            if inside:
-                found.append(max(0.0, began + seconds - max(inside)))
-    return found[-_MOST_VALUES:] or [0.0]
+def _target(recording: Recording, warm: Sequence[dict[str, Any]]) -> Target:
+    """Return the times that a simulation of the run must have."""
+    pauses = {s["step"]: (s.get("time/evaluate") or 0.0) + (s.get("time/save") or 0.0) for s in warm}
+    totals = {s["step"]: s.get("time/step") or 0.0 for s in warm}
+    steps = [step for step in recording.steps if step.number in totals]
+    steps = [s for s in steps if pauses[s.number] <= _PAUSE_SHARE * totals[s.number]] or steps
+    numbers = {step.number for step in steps}
+    generated = [_generate_s(e) for e in recording.episodes if e.step in numbers]
+    return Target(mean(s.waited_s for s in steps), mean(s.work_s for s in steps), mean(generated or [0.0]))
 
 
-def _server_cost(config: dict[str, Any], database: sqlite3.Connection, path: Path) -> ServerCost:
+def _generate_s(episode: PlayedEpisode) -> float:
+    return sum(seconds for kind, seconds in episode.parts if kind == "generate")
+
+
+def _server_cost(config: dict[str, Any], recording: Recording) -> ServerCost:
     """Fit the seconds of a step to the number of sequences, between two samples of a server."""
-    query = (
-        "SELECT address, time, running, generated_tokens, busy_s FROM servers WHERE running IS NOT NULL AND "
-        "generated_tokens IS NOT NULL AND busy_s IS NOT NULL ORDER BY address, time"
-    )
-    rows, seconds = [], []
-    before: tuple[Any, ...] | None = None
-    for row in database.execute(query):
-        if before is not None and before[0] == row[0]:
-            tokens, busy_s = row[3] - before[3], row[4] - before[4]
-            running = (row[2] + before[2]) / 2
-            if tokens > 0 and busy_s > 0 and running > 0:
-                rows.append((1.0, running))
-                seconds.append(running * busy_s / tokens)
-        before = row
-    if len(rows) < 3:
-        raise ConfigError(
-            f"{path} has {len(rows)} usable samples of its servers; 3 are needed: embedded servers, and a run of at "
-            "least ten seconds"
-        )
-    step_s, sequence_s = fit(rows, seconds)
-    if step_s + sequence_s <= 0:
-        step_s = median(seconds)
+    rates = [rate for rate in recording.rates if rate.running > 0]
     running = int((config.get("server") or {}).get("max_running_requests") or 256)
+    if len(rates) < 3:
+        # `match` finds the speed; how it depends on the load is not known then.
+        return ServerCost(step_s=1e-3, max_running=running)
+    seconds = [rate.running * rate.seconds / rate.tokens for rate in rates]
+    step_s, sequence_s = fit([(1.0, rate.running) for rate in rates], seconds)
+    if step_s + sequence_s <= 0:
+        step_s = mean(seconds)
     return ServerCost(step_s=step_s, sequence_s=sequence_s, max_running=running)
 
 
-def _train_cost(warm: Sequence[dict[str, Any]], num_replicas: int) -> TrainCost:
+def _train_cost(warm: Sequence[dict[str, Any]], target: Target, update_s: float, num_replicas: int) -> TrainCost:
+    """Divide the trainer's time into a part for each token and a fixed one."""
     work = [step for step in warm if step.get("time/update")]
     if not work:
         raise ConfigError("the statistics of the run have no time/update: it did not train")
     tokens = [step.get("num_seqs", 1.0) * step.get("seq_len", step.get("answer_len", 1.0)) for step in work]
-    seconds = [sum(step.get(name) or 0.0 for name in _TRAINING) for step in work]
-    step_s, token_s = fit([(1.0, count) for count in tokens], seconds)
-    return TrainCost(token_s * num_replicas, step_s=step_s, num_replicas=num_replicas)
+    seconds = [(step.get("time/logp") or 0.0) + step["time/update"] for step in work]
+    fixed_s, token_s = fit([(1.0, count) for count in tokens], seconds)
+    # Advantages, statistics and what else a step does.
+    rest_s = max(0.0, target.work_s - update_s - mean(seconds))
+    return TrainCost(token_s * num_replicas, step_s=fixed_s + rest_s, num_replicas=num_replicas)

@@ -100,6 +100,8 @@ class Prediction:
     num_preemptions: int
     most_in_flight: int
     counts: dict[str, float]
+    # Mean seconds that an episode generates.
+    generate_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -206,6 +208,7 @@ def _run(simulation: _Simulation) -> Prediction:
     for number in range(num_fill + num_steps):
         if number == num_fill:
             began, busy_before = loop.time(), simulation.busy()
+            simulation.workflow.reset()
         step, batch = simulation.step(number)
         most_in_flight = max(most_in_flight, simulation.workflow.most_running)
         if number >= num_fill:
@@ -224,6 +227,7 @@ def _run(simulation: _Simulation) -> Prediction:
         sum(model.num_preemptions for model in simulation.models.values()),
         most_in_flight,
         counts,
+        simulation.workflow.generate_s / max(1, simulation.workflow.num_ended),
     )
 
 

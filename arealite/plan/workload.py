@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from arealite.api.io_struct import Batch, ModelRequest
 from arealite.api.workflow_api import RolloutWorkflow
 from arealite.core.episode import Trajectories
 from arealite.plan.simulated_engine import ANSWERS, Answers
+from arealite.utils import clock
 
 # Tokens of each column of a trajectory, in the batch.
 TOKENS = "segment_tokens"
@@ -77,6 +79,17 @@ class Distribution:
         return self.arguments[0] if self.kind == "constant" else max(self.arguments[1:] or self.arguments)
 
 
+class EpisodeShape(NamedTuple):
+    """A recorded episode. Requests of a turn wait for `tools` of that turn first."""
+
+    prompt: float
+    # Generated tokens by turn and sample, and the share of them that is in the trajectory of each sample.
+    answers: list[list[float]]
+    kept: list[float]
+    tools: list[float]
+    reward_s: float
+
+
 @dataclass(frozen=True)
 class Workload:
     """A training task: `prompts` groups of `samples` answers make a batch."""
@@ -89,6 +102,8 @@ class Workload:
     reward_s: Distribution = Distribution("constant", (0.0,))
     turns: int = 1
     tool_s: Distribution = Distribution("constant", (0.0,))
+    # Episodes of a recorded run, which are played in their order instead of drawn ones.
+    episodes: tuple[EpisodeShape, ...] = ()
 
     @property
     def sequence_tokens(self) -> float:
@@ -108,6 +123,11 @@ class Rows:
         self._rng = np.random.default_rng(seed)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        if self.workload.episodes:
+            played = cycle(self.workload.episodes)
+            while True:
+                shapes = islice(played, self.workload.prompts)
+                yield [{"seed": 0, **shape._asdict()} for shape in shapes]
         w, rng = self.workload, self._rng
         while True:
             prompts = np.maximum(1.0, np.rint(w.prompt_tokens.draw(rng, w.prompts)))
@@ -131,6 +151,8 @@ class SimulatedWorkflow(RolloutWorkflow):
         self._num_requests = 0
         self._num_running = 0
         self.most_running = 0
+        # Since `reset`: episodes that have ended, and their seconds of generation.
+        self.num_ended, self.generate_s = 0, 0.0
 
     # The executor takes checked trajectories as it takes a batch.
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectories:  # type: ignore[override]
@@ -141,14 +163,24 @@ class SimulatedWorkflow(RolloutWorkflow):
         finally:
             self._num_running -= 1
 
+    def reset(self) -> None:
+        """Measure the time of generation from now on."""
+        self.num_ended, self.generate_s = 0, 0.0
+
     async def _run(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectories:
         turns: list[list[float]] = data["answers"]
+        began = clock.monotonic()
         if len(turns) == 1:
             answers = await self._generate(engine, turns[0], data["prompt"], data["prompt"], None)
             made = answers.made
         else:
             plays = [self._play(engine, data, i) for i in range(len(turns[0]))]
             made = list(await asyncio.gather(*plays))
+        self.num_ended += 1
+        self.generate_s += clock.monotonic() - began - sum(data["tools"][1:])
+        if "kept" in data:
+            pairs = zip(made, data["kept"], strict=True)
+            made = [[(version, count * share) for version, count in parts] for parts, share in pairs]
         if data["reward_s"]:
             await asyncio.sleep(data["reward_s"])
         return make_trajectories(data["prompt"], made)

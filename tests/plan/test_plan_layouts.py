@@ -130,12 +130,6 @@ def test_a_malformed_layout_shows_where(capsys):
         command.main(["--model", "7B", "--layout", "sglang.x4+d4"])
 
 
-def test_run_directories_without_trace_are_refused(tmp_path):
-    (tmp_path / "config.yaml").write_text("allocation_mode: embedded.d1+d1\n")
-    with pytest.raises(ConfigError, match=r"has no trace.json"):
-        command.main(["--from", str(tmp_path)])
-
-
 SMALL = ["--model", "0.5B", "--prompts", "8", "--samples", "2", "--lengths", "uniform:50,150", "--steps", "3"]
 
 

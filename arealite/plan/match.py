@@ -1,0 +1,94 @@
+"""Scales costs until a simulation of a recorded run, at its own settings, takes the recorded time.
+
+Counters of servers and times of phases are measured while servers and trainer disturb each other, and some runs have
+few of them. Ratios between settings come from the model; the level comes from here.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from arealite.api.cli_args import InferenceEngineConfig
+from arealite.plan.costs import ServerCost, TrainCost
+from arealite.plan.measured import Measured
+from arealite.plan.simulate import Prediction, Setup, simulate
+
+_MAX_ROUNDS = 10
+_CLOSE = 0.02
+# Below this share of waiting the step time says nothing about the servers; the time of generation does.
+_WAITS = 0.1
+_MAX_ANSWERS = 12_000
+_NO_LIMIT_S = 1e7
+
+
+class Target(NamedTuple):
+    """Mean seconds of a recorded run: waiting and working in a step, generation of an episode."""
+
+    wait_s: float
+    work_s: float
+    generate_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.wait_s + self.work_s
+
+
+def own_setup(measured: Measured) -> Setup:
+    """Return the setup of the run itself."""
+    limits = dict.fromkeys(("request_timeout_s", "episode_timeout_s", "batch_timeout_s"), _NO_LIMIT_S)
+    rollout = InferenceEngineConfig(
+        max_head_offpolicyness=measured.eta, adaptive_lead=measured.adaptive_lead,
+        max_concurrent_rollouts=measured.max_concurrent, **limits,
+    )  # fmt: skip
+    work = measured.workload
+    steps = min(20, max(4, _MAX_ANSWERS // (work.prompts * work.samples)))
+    costs = measured.server, measured.train, measured.update
+    return Setup(work, measured.num_servers, *costs, rollout, steps, cores=measured.cores)
+
+
+def match(measured: Measured, target: Target) -> Measured:
+    """Return the costs with which a step of the run comes nearest to its recorded time."""
+    best, least = measured, float("inf")
+    servers, trainer = _Search(), _Search()
+    for number in range(_MAX_ROUNDS):
+        found = simulate(own_setup(measured))
+        work_s = found.step_s - found.mean("wait_s")
+        error = abs(found.step_s / target.step_s - 1) + 0.5 * abs(work_s / target.work_s - 1)
+        if error < least:
+            best, least = measured, error
+        if error < _CLOSE:
+            break
+        slower = servers.next_ratio(_server_ratio(measured.eta, found, target, is_first=number == 0))
+        train = _scaled_train(measured.train, trainer.next_ratio(target.work_s / max(work_s, 1e-9)))
+        measured = replace(measured, server=_scaled_server(measured.server, slower), train=train)
+    return best
+
+
+class _Search:
+    """Turns ratios of target to result into those of costs; smaller ones after each change of direction."""
+
+    def __init__(self) -> None:
+        self._power, self._last = 1.0, 1.0
+
+    def next_ratio(self, ratio: float) -> float:
+        ratio = min(max(ratio, 0.01), 100.0)
+        if (ratio - 1) * (self._last - 1) < 0:
+            self._power /= 2
+        self._last = ratio
+        return ratio**self._power
+
+
+def _server_ratio(eta: int, found: Prediction, target: Target, is_first: bool) -> float:
+    """Return by how much slower servers must be."""
+    nobody_waits = target.wait_s < _WAITS * target.step_s and found.mean("wait_s") < _WAITS * found.step_s
+    if target.generate_s > 0 and (is_first or nobody_waits):
+        return target.generate_s / max(found.generate_s, 1e-9)
+    return target.wait_s / max(found.mean("wait_s"), 1e-9) if eta == 0 else target.step_s / found.step_s
+
+
+def _scaled_server(cost: ServerCost, ratio: float) -> ServerCost:
+    names = ("step_s", "weights_s", "compute_s", "sequence_s", "context_s", "prompt_s", "request_s")
+    return replace(cost, **{name: getattr(cost, name) * ratio for name in names})
+
+
+def _scaled_train(cost: TrainCost, ratio: float) -> TrainCost:
+    return replace(cost, token_s=cost.token_s * ratio, pair_s=cost.pair_s * ratio, step_s=cost.step_s * ratio)

@@ -1,0 +1,110 @@
+"""The shapes of recorded episodes: tokens of each sample and turn, and the waits between them.
+
+Used by `recorded`. The ledger has the tokens of samples whose text was kept; those of others follow from the sum of
+their episode. A workflow may also generate what is not in a trajectory (a check of the answer, a dropped turn): servers
+count these tokens, and they are divided among episodes by the time for which these generated.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from statistics import mean
+from typing import NamedTuple
+
+from arealite.core.foresee.recording import PlayedEpisode
+from arealite.plan.workload import EpisodeShape
+
+# Servers count this much more than trajectories have before other generation is assumed.
+_NOTICEABLE = 1.15
+# A shorter wait between two generations does not make them two turns.
+_SHORT_S = 1e-3
+
+
+class SampleTokens(NamedTuple):
+    """Tokens of a sample, with its prompt, and those of its answer."""
+
+    tokens: float
+    answer: float
+
+
+class _Lengths(NamedTuple):
+    prompt: float
+    answers: list[float]
+
+
+def make_shapes(
+    episodes: Sequence[PlayedEpisode], samples: Mapping[int, Sequence[SampleTokens]], num_generated: float | None
+) -> list[EpisodeShape]:
+    """Return the shapes of episodes. `num_generated` are all tokens that servers have counted."""
+    lengths = _all_lengths(episodes, samples)
+    step_s = _step_s(episodes, lengths, num_generated)
+    shapes = []
+    for episode, known in zip(episodes, lengths, strict=True):
+        turns, waits, last_s = _turns(episode)
+        longest = max(known.answers)
+        extra = 0.0 if step_s is None else max(0.0, sum(turns) / step_s - longest)
+        total_s = sum(turns) or 1.0
+        shares = [seconds / total_s for seconds in turns] if sum(turns) else [1.0]
+        answers = [[(answer + extra) * share for answer in known.answers] for share in shares]
+        kept = [answer / (answer + extra) for answer in known.answers]
+        shapes.append(EpisodeShape(known.prompt, answers, kept, waits, last_s))
+    return shapes
+
+
+def _all_lengths(episodes: Sequence[PlayedEpisode], samples: Mapping[int, Sequence[SampleTokens]]) -> list[_Lengths]:
+    known = {number: _known(found) for number, found in samples.items() if found}
+    prompt = mean(lengths.prompt for lengths in known.values()) if known else 1.0
+    # Samples of episodes without text differ as those of others do.
+    others = cycle(list(known.values()) or [_Lengths(prompt, [1.0])])
+    result = []
+    for episode in episodes:
+        found = known.get(episode.number)
+        if found is None:
+            like, average = next(others), max(1.0, episode.sample_tokens - prompt)
+            scale, count = average / mean(like.answers), max(1, episode.samples)
+            repeated = cycle(like.answers)
+            found = _Lengths(prompt, [max(1.0, next(repeated) * scale) for _ in range(count)])
+        result.append(found)
+    return result
+
+
+def _known(found: Sequence[SampleTokens]) -> _Lengths:
+    prompt = mean(sample.tokens - sample.answer for sample in found)
+    return _Lengths(max(1.0, prompt), [max(1.0, sample.answer) for sample in found])
+
+
+def _turns(episode: PlayedEpisode) -> tuple[list[float], list[float], float]:
+    """Return the seconds of each generation, of the wait before it, and of all other waits."""
+    turns: list[float] = []
+    waits: list[float] = []
+    waited_s = before_s = 0.0
+    for kind, seconds in episode.parts:
+        if kind != "generate":
+            waited_s += seconds
+            continue
+        if turns and waited_s < _SHORT_S:
+            turns[-1] += seconds
+        else:
+            before_s += 0.0 if turns else waited_s
+            waits.append(waited_s if turns else 0.0)
+            turns.append(seconds)
+        waited_s = 0.0
+    return turns or [0.0], waits or [0.0], before_s + waited_s
+
+
+def _step_s(
+    episodes: Sequence[PlayedEpisode], lengths: Sequence[_Lengths], num_generated: float | None
+) -> float | None:
+    """Return the seconds of a token with which the times of all episodes account for `num_generated`.
+
+    None if trajectories alone account for it.
+    """
+    total = sum(sum(known.answers) for known in lengths)
+    if not num_generated or num_generated < _NOTICEABLE * total:
+        return None
+    rows = [(sum(_turns(e)[0]), max(k.answers), len(k.answers)) for e, k in zip(episodes, lengths, strict=True)]
+    low, high = 1e-9, 1e3
+    for _ in range(80):
+        middle = (low * high) ** 0.5
+        extra = sum(count * max(0.0, seconds / middle - longest) for seconds, longest, count in rows)
+        low, high = (middle, high) if extra > num_generated - total else (low, middle)
+    return high

@@ -1,0 +1,100 @@
+"""`arealite plan --from RUN_DIR`: a simulation of a recorded run takes the time that the run took.
+
+`data/` holds what two short runs of benchmark/async_task.py on a CPU have recorded.
+"""
+
+import json
+import sqlite3
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import yaml
+
+from arealite.api.errors import ConfigError
+from arealite.cli import plan as command
+from arealite.core.foresee.recording import PlayedEpisode, RecordingError
+from arealite.core.ledger.store import EpisodeRow, Ledger, ServerSample, TimesRow
+from arealite.plan.match import own_setup
+from arealite.plan.recorded import read_run
+from arealite.plan.recorded_episodes import SampleTokens, make_shapes
+from arealite.plan.simulate import simulate
+
+DATA = Path(__file__).parent / "data"
+
+
+def write_run(folder, name):
+    """Write the run directory of a recorded run; returns its statistics."""
+    run = json.loads((DATA / f"{name}.json").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(run["config"]))
+    (folder / "stats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run["stats"]))
+    ledger, rollouts = Ledger(folder / "run.sqlite"), []
+    for number, state, version, step, samples, tokens, began, ended, finished, parts, lengths in run["episodes"]:
+        numbers = version, version, step, samples, tokens
+        ledger.record(EpisodeRow(number, state, None, *numbers, 0.0, began, ended))
+        ledger.record_times(TimesRow(number, finished, json.dumps(parts)))
+        rollouts += [("stream", number, sample, *pair) for sample, pair in enumerate(lengths)]
+    for at, version, running, waiting, generated, busy_s in run["servers"]:
+        ledger.sample([ServerSample(at, "server:1", version, True, running, waiting, 0.0, 0, 0, generated, busy_s)])
+    ledger.close()
+    with sqlite3.connect(folder / "run.sqlite") as database:
+        query = "INSERT INTO rollouts(source, episode, sample, tokens, answer_tokens) VALUES (?, ?, ?, ?, ?)"
+        database.executemany(query, rollouts)
+    database.close()
+    return run["stats"]
+
+
+@pytest.mark.parametrize(("name", "eta", "cores"), [("synchronous", 0, 8), ("hidden_generation", 1, 2)])
+def test_a_run_simulated_at_its_own_settings_takes_its_own_time(tmp_path, monkeypatch, name, eta, cores):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    stats = write_run(tmp_path, name)
+    setup = own_setup(read_run(tmp_path, stats))
+    assert (setup.eta, setup.rollout.adaptive_lead, setup.workload.prompts, setup.workload.samples) == (eta, True, 8, 8)
+    found = simulate(setup)
+    took_s = mean(line["wait_s"] + line["time/step"] - line["time/rollout"] for line in stats[2:])
+    assert found.step_s == pytest.approx(took_s, rel=0.15)
+    wait_s = mean(line["wait_s"] for line in stats[2:])
+    assert found.mean("wait_s") == pytest.approx(wait_s, rel=0.25)
+    trained = mean(line["num_seqs"] * line["seq_len"] for line in stats[2:])
+    assert found.mean("tokens") == pytest.approx(trained, rel=0.2)
+
+
+def test_the_run_s_own_limits_are_the_default_of_a_prediction(tmp_path, capsys):
+    write_run(tmp_path, "synchronous")
+    command.main(["--from", str(tmp_path), "--steps", "4", "--json"])
+    own = json.loads(capsys.readouterr().out)
+    command.main(["--from", str(tmp_path), "--steps", "4", "--json", "--lengths", "constant:200"])
+    longer = json.loads(capsys.readouterr().out)
+    assert longer["step_s"] > 1.5 * own["step_s"]
+
+
+def test_runs_that_tell_too_little_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run directory"):
+        read_run(tmp_path / "missing", [])
+    with pytest.raises(ConfigError, match="at least 5 are needed"):
+        read_run(tmp_path, [{"step": 0}])
+    with pytest.raises(RecordingError, match=r"has no run.sqlite"):
+        read_run(tmp_path, [{"step": step} for step in range(6)])
+
+
+def episode(number, tokens, parts, samples=2):
+    return PlayedEpisode(number, "trained", 0, 0, samples, tokens, 0.0, 10.0, tuple(parts))
+
+
+def test_samples_keep_their_lengths_and_turns_their_waits():
+    parts = [("workflow", 0.25), ("generate", 3.0), ("tool", 2.0), ("generate", 1.0), ("reward", 0.5)]
+    known = {7: [SampleTokens(30, 20), SampleTokens(50, 40)]}
+    first, second = make_shapes([episode(7, 80, parts), episode(8, 140, [("generate", 1.0)])], known, None)
+    assert first.prompt == 10 and first.answers == [[15, 30], [5, 10]] and first.kept == [1, 1]
+    assert first.tools == [0, 2] and first.reward_s == 0.75
+    # No text was kept of it: samples differ as those of the other episode do.
+    assert second.prompt == 10 and second.answers == [[40, 80]]
+
+
+def test_generation_outside_of_trajectories_has_its_length():
+    known = {number: [SampleTokens(20, 10)] * 2 for number in (1, 2)}
+    rows = [episode(1, 40, [("generate", 1.0)]), episode(2, 40, [("generate", 3.0)])]
+    one, three = make_shapes(rows, known, 2 * (20 + 60))
+    assert one.answers == [pytest.approx([20, 20])] and one.kept == pytest.approx([0.5, 0.5])
+    assert three.answers == [pytest.approx([60, 60])]
+    assert make_shapes(rows, known, 42)[0].kept == [1, 1]
