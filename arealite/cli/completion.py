@@ -56,8 +56,8 @@ _DRY = ("--config", "--dry-run", "--help")
 # fmt: off
 _PLAN = (
     "--model", "--gpu", "--gpus", "--layout", "--backend", "--eta", "--prompts", "--samples", "--prompt-lengths",
-    "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--prox-logp", "--fixed-lead", "--interrupt", "--crash",
-    "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--json",
+    "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--prox-logp", "--fixed-lead", "--interrupt",
+    "--crash", "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--json",
     "--help",
 )
 # fmt: on
