@@ -90,8 +90,8 @@ class Run:
         if rank() == 0:
             if ATTEMPT_ENV not in os.environ:  # no launcher holds the lock
                 self._lock.enter_context(self.dir.lock())
-                self._lock.callback(status.end)
             self.dir.create(config)
+        self._lock.callback(status.end)
         status.begin_rank(self.dir.path)
         known = ("dataloader", dataloader), ("rollout", rollout)
         parts = {name: part for name, part in known if hasattr(part, "state_dict")}

@@ -72,3 +72,14 @@ def test_collectives_are_numbered():
     with waits.collective("barrier"):
         (second,) = [wait["what"] for wait in waits.describe() if wait["kind"] == "collective"]
     assert int(second.split("#")[1]) == int(first.split("#")[1]) + 1
+
+
+def test_a_run_leaves_no_variable_behind(tmp_path, monkeypatch):
+    monkeypatch.delenv(RUN_ENV, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    own = Status()
+    for name in ("first", "second"):
+        own.begin_rank(tmp_path / name)
+        assert os.environ[RUN_ENV] == str(tmp_path / name)
+    own.end()
+    assert RUN_ENV not in os.environ

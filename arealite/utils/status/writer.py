@@ -47,6 +47,8 @@ class Status:
         self._memory = -1
         self._file_due = 0.0
         self._problem = ""
+        # Whether `end` removes the variable again: a notebook may go on with other things.
+        self._sets_environment = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,12 +77,15 @@ class Status:
 
     def begin_rank(self, run_dir: str | Path) -> None:
         """Begin in a trainer rank, if a launcher has not had it begin before."""
-        if RUN_ENV not in os.environ or os.environ[RUN_ENV] != str(Path(run_dir).absolute()):
-            if os.environ.get("RANK", "0") == "0":
-                clear_status(run_dir)
-            # Its workers inherit it.
-            os.environ[RUN_ENV] = str(Path(run_dir).absolute())
+        run = str(Path(run_dir).absolute())
+        is_named = os.environ.get(RUN_ENV) == run
+        if not is_named and os.environ.get("RANK", "0") == "0":
+            clear_status(run_dir)
         self.begin(run_dir, f"rank{os.environ.get('RANK', '0')}", "trainer")
+        if not is_named:
+            # Its workers inherit it.
+            os.environ[RUN_ENV] = run
+            self._sets_environment = True
 
     def begin_launcher(self, run_dir: str | Path, node: int, children: Source) -> None:
         """Begin in the launcher of a node, which calls `tick`: it starts processes, and best without threads."""
@@ -158,6 +163,9 @@ class Status:
         self._file_due = 0.0
         self.tick()
         os.close(self._memory)
+        if self._sets_environment:
+            self._sets_environment = False
+            os.environ.pop(RUN_ENV, None)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the status as it is now. Ages are in seconds, so that no clock matters."""
