@@ -207,6 +207,9 @@ def start_fork_server() -> None:
     if _fork_server_pid is not None and threading.active_count() > 1:
         return
     if server._forkserver_pid not in (None, _fork_server_pid):
+        # Processes of a fixture would end without their exit code.
+        if multiprocessing.active_children():
+            return
         server._stop()
 
     def fork(path: str, args: list[Any], passfds: Sequence[int]) -> int:

@@ -72,7 +72,8 @@ def test_a_curriculum_learns_the_pass_rate_of_rejected_groups():
     finally:
         executor.stop()
     assert loader.curriculum.rates == {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.0}
-    assert executor.stats()["rejected"] >= 4
+    # All but the one whose answers differ.
+    assert executor.stats()["rejected"] >= 3
 
 
 @pytest.mark.parametrize("rewards", [[1.0], torch.tensor(1.0), torch.tensor([])])
