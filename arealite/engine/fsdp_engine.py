@@ -27,6 +27,7 @@ from arealite.api.errors import ConfigError, TrainingError
 from arealite.api.io_struct import Batch, FinetuneSpec, SaveLoadMeta, Stat, Stats, WeightUpdateMeta
 from arealite.engine.fsdp import checkpoint, sharded_checkpoint, weight_sums
 from arealite.engine.fsdp import model as hf_model
+from arealite.engine.fsdp.expert_parallel import apply_expert_parallel
 from arealite.engine.fsdp.flops import FlopCounter, peak_flops
 from arealite.engine.fsdp.memory import MemoryPlan, apply_plan, plan_memory
 from arealite.engine.fsdp.micro_batches import MicroBatch, can_share_prefix, make_micro_batches
@@ -159,6 +160,8 @@ class FSDPEngine(TrainEngine):
         with torch.device("meta"):
             empty = self._load(replace(self.config, init_from_scratch=True))
         partial = apply_tensor_parallel(empty, self.layout) if self.parallel.tensor > 1 else []
+        if self.layout.experts is not None:
+            apply_expert_parallel(empty, self.layout)
         self._compile_layers(empty)
         self._flops = FlopCounter(empty)
         if self.parallel.pipeline > 1:
@@ -166,7 +169,7 @@ class FSDPEngine(TrainEngine):
             self.pipeline.fill(full)
         else:
             self.module = PackedModel(empty, self.config, self.layout)
-            shard(self.module, self.layout.fsdp, self.config)
+            shard(self.module, self.layout, self.config)
             empty.tie_weights()
             fill(empty, full, self.device, all_tensors(empty))
         self._partial = [p for name, p in self.model.named_parameters() if name in partial]
@@ -311,9 +314,8 @@ class FSDPEngine(TrainEngine):
 
     def _clip_gradients(self) -> float:
         """Clip the gradients to the configured norm; return the norm before."""
-        groups = (self.layout.tp_group, self.layout.pp_group) if self.layout is not None else (None, None)
         limit = self.config.optimizer.gradient_clipping if self.config.optimizer else 0.0
-        return clip_gradients(self.model, limit, self._partial, *groups)
+        return clip_gradients(self.model, limit, self._partial, self.layout)
 
     def _step(self, norm: float) -> None:
         """Run the optimizer and clear gradients. All ranks skip the step if the norm is not finite."""

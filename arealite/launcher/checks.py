@@ -11,11 +11,11 @@ from pathlib import Path
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.backends import BACKENDS
 from arealite.api.dataset_args import DATA_FILES, GENERATED
-from arealite.api.errors import AllocationError, ConfigError
+from arealite.api.errors import ConfigError
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.launcher.servers import check_installed
-from arealite.utils.model_config import check_model, check_stages_of
+from arealite.utils.model_config import check_layout_of, check_model
 
 
 def check_job(job: Job, servers_run_here: bool) -> None:
@@ -30,8 +30,8 @@ def check_job(job: Job, servers_run_here: bool) -> None:
     for key, path in config.model_paths.items():
         try:
             check_model(path)
-            if mode.train is not None and mode.train.pipeline > 1 and key in config.stages_per_rank:
-                check_stages_of(path, mode.train.pipeline * config.stages_per_rank[key])
+            if mode.train is not None and key in config.stages_per_rank:
+                check_layout_of(path, mode.train, config.stages_per_rank[key])
         except ConfigError as error:
             raise type(error)(f"{key}: {error}") from error
     for key, path in config.dataset_paths.items():
@@ -53,11 +53,6 @@ def _runs_elsewhere(config: LaunchConfig) -> bool:
 
 
 def _check_allocation(config: LaunchConfig, mode: AllocationMode) -> None:
-    if mode.train is not None and mode.train.expert > 1:
-        raise AllocationError(
-            f"allocation_mode={config.allocation_mode}: training has data (d), pipeline (p), tensor (t) and context "
-            f"(c) parallelism, no expert parallelism: leave out e{mode.train.expert}; t spreads experts over ranks"
-        )
     if config.server_addrs and mode.gen_backend is None:
         raise ConfigError(
             f"rollout.server_addrs names servers, but allocation_mode={config.allocation_mode} does not name their "

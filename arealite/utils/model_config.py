@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError, ConfigError
 
 _AGAIN = "copy or download the model again"
@@ -34,6 +35,9 @@ STAGED_FAMILIES = (
     "cohere", "cohere2", "exaone4", "gemma", "gemma3_text", "glm4", "granite", "llama", "mistral", "olmo2", "olmo3",
     "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
 )  # fmt: skip
+
+# Keys of the number of routed experts of a layer.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(path: str | Path) -> None:
@@ -75,12 +79,36 @@ def check_stages(family: str, num_layers: int | None, num_stages: int) -> None:
         )
 
 
-def check_stages_of(path: str, num_stages: int) -> None:
-    """Call `check_stages` for the model in a local folder; what a hub name holds is not known yet."""
+def check_experts(family: str, num_experts: int, layout: ParallelStrategy) -> None:
+    """Raise `AllocationError` if a model's experts cannot be divided over the expert groups of this layout."""
+    expert, tensor = layout.expert, layout.tensor
+    if expert == 1:
+        return
+    if num_experts == 0:
+        raise AllocationError(f"{layout} divides experts over ranks, but model type {family!r} has none: leave out e")
+    ranks = layout.data * layout.context
+    if ranks % expert or (expert % layout.context and layout.context % expert):
+        raise AllocationError(
+            f"{layout}: the ranks of an expert group are ranks of c and d, so e must divide d·c ({ranks}), and be a "
+            f"multiple or a divisor of c ({layout.context}): change e{expert}, or give those ranks to d"
+        )
+    if num_experts % (expert * tensor):
+        raise AllocationError(
+            f"{layout} divides the experts of a layer over e·t = {expert * tensor} ranks, but the model has "
+            f"{num_experts}: e·t must be a divisor of it"
+        )
+
+
+def check_layout_of(path: str, layout: ParallelStrategy, stages_per_rank: int) -> None:
+    """Check stages and experts of the model in a local folder; what a hub name holds is not known yet."""
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
         config = _read_object(file)
-        check_stages(str(config.get("model_type")), config.get("num_hidden_layers"), num_stages)
+        family = str(config.get("model_type"))
+        if layout.pipeline > 1:
+            check_stages(family, config.get("num_hidden_layers"), layout.pipeline * stages_per_rank)
+        text = config.get("text_config", config)
+        check_experts(family, next((text[key] for key in EXPERT_COUNTS if text.get(key)), 0), layout)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from arealite.utils.decoders import language_model
+from arealite.utils.model_config import EXPERT_COUNTS
 
 
 class ExpertBlock(NamedTuple):
@@ -26,8 +27,7 @@ class ExpertBlock(NamedTuple):
 def num_experts(config: PreTrainedConfig) -> int:
     """Return the number of routed experts of a layer; 0 for a dense model."""
     text = config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((count for name in names if (count := getattr(text, name, None))), 0)
+    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
 
 
 def expert_blocks(model: PreTrainedModel) -> list[ExpertBlock]:

@@ -21,7 +21,7 @@ from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.engine.ppo.critic import FSDPPPOCritic
 from arealite.engine.sft.lm_engine import FSDPLMEngine, lm_loss
 from arealite.utils.data import num_trained_tokens, select_rows
-from arealite.utils.model_config import STAGED_FAMILIES, check_stages_of
+from arealite.utils.model_config import STAGED_FAMILIES, check_layout_of
 from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
 from tests.engine.test_families import FAMILIES, SIZES
 
@@ -54,8 +54,9 @@ def _make(cls, config, layout):
 
 
 def _share(engine, batch):
-    """This rank's rows; the last rows make fillers necessary."""
-    return select_rows(batch, [[0, 1, 2, 3, 4, 5], [6, 7]][engine.layout.dp_rank]) if engine.dp_size == 2 else batch
+    """This rank's rows; ranks with few rows make fillers necessary."""
+    rows = {2: [[0, 1, 2, 3, 4, 5], [6, 7]], 4: [[0, 1, 2], [3, 4], [5, 6], [7]]}
+    return select_rows(batch, rows[engine.dp_size][engine.layout.dp_rank]) if engine.dp_size > 1 else batch
 
 
 def _keep_gradients(engine, kept, stats):
@@ -204,6 +205,6 @@ def test_what_cannot_be_divided_is_refused(four_layers, noisy_model_dirs):
     with pytest.raises(AllocationError, match="6 pipeline stages need as many layers, but the model has 4"):
         check_layout(ParallelStrategy(pipeline=2), config, 2, stages_per_rank=3)
     with pytest.raises(AllocationError, match="6 pipeline stages"):
-        check_stages_of(four_layers["tied"], 6)
+        check_layout_of(four_layers["tied"], ParallelStrategy(pipeline=3), 2)
     with pytest.raises(ConfigError, match="pipeline_stages_per_rank=2 with p1"):
         engine_config(four_layers["tied"], pipeline_stages_per_rank=2).check_parallel(ParallelStrategy(data=2))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from arealite.api.cli_args import OptimizerConfig
-from arealite.engine.fsdp.parallel import local
+from arealite.engine.fsdp.expert_parallel import is_expert
+from arealite.engine.fsdp.parallel import Layout, local
 
 # Entries along the last dimension that share a scale.
 _BLOCK = 128
@@ -81,18 +82,20 @@ def clip_gradients(
     model: torch.nn.Module,
     limit: float,
     partial: list[torch.nn.Parameter],
-    tensor_group: dist.ProcessGroup | None,
-    stages: dist.ProcessGroup | None,
+    layout: Layout | None,
 ) -> float:
     """Clip the gradients to the norm `limit`, if that is not 0; return the norm before.
 
-    Gradients of `partial` parameters are first summed over the tensor group.
+    Gradients of `partial` parameters are first summed over the tensor group. Those of experts are means over the ranks
+    with the same experts, and become means over all ranks of d and c.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in partial:
-        if parameter.grad is not None:
-            dist.all_reduce(local(parameter.grad), group=tensor_group)
-    norm = grad_norm(parameters, stages)
+        if parameter.grad is not None and layout is not None:
+            dist.all_reduce(local(parameter.grad), group=layout.tp_group)
+    if layout is not None and layout.experts is not None:
+        scale_grads([p for p in parameters if is_expert(p)], 1.0 / layout.strategy.expert)
+    norm = grad_norm(parameters, layout.pp_group if layout is not None else None)
     if limit and limit < norm < math.inf:
         scale_grads(parameters, limit / (norm + 1e-6))
     return norm

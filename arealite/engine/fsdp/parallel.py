@@ -3,8 +3,8 @@
 `check_layout` checks it against the model before anything is loaded. Ranks with the same data-parallel index get the
 same batch. Context parallelism splits the packed tokens into equal pieces; around attention, ranks exchange pieces for
 heads with an all-to-all (Ulysses), or pass keys and values around a ring if the heads cannot be divided. The tensor
-group splits linear layers, experts and the vocabulary (`tensor_parallel`). Used by `FSDPEngine` and
-`packed_attention`.
+group splits linear layers, experts and the vocabulary (`tensor_parallel`). Expert groups are made of the ranks of d
+and c (`expert_parallel`). Used by `FSDPEngine` and `packed_attention`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.errors import AllocationError
 from arealite.utils.decoders import has_vision, tensor_plan
-from arealite.utils.model_config import check_stages
+from arealite.utils.model_config import check_experts, check_stages
 from arealite.utils.routing import num_experts
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
@@ -28,11 +28,6 @@ def check_layout(
     strategy: ParallelStrategy, config: PreTrainedConfig, world_size: int, stages_per_rank: int = 1
 ) -> None:
     """Raise `AllocationError` if the layout does not fit the ranks or the model."""
-    if strategy.expert > 1:
-        raise AllocationError(
-            f"the fsdp backend has data (d), pipeline (p), tensor (t) and context (c) parallelism, but {strategy} has "
-            f"e{strategy.expert}: set e1"
-        )
     if strategy.world_size != world_size:
         raise AllocationError(
             f"the training side is {strategy} ({strategy.world_size} ranks), but {world_size} ranks were started"
@@ -42,7 +37,13 @@ def check_layout(
             f"images cannot be split over context-parallel ranks, but {strategy} has c{strategy.context}: set c1 and "
             "give those ranks to d or t"
         )
+    if has_vision(config) and strategy.expert > 1:
+        raise AllocationError(
+            f"expert parallelism of vision-language models is not supported, but {strategy} has e{strategy.expert}: "
+            "leave out e, FSDP shards the experts over d"
+        )
     tensor, text = strategy.tensor, config.get_text_config()
+    check_experts(text.model_type, num_experts(config), strategy)
     if strategy.pipeline > 1:
         check_stages(config.model_type, text.num_hidden_layers, strategy.pipeline * stages_per_rank)
     if tensor == 1:
@@ -78,7 +79,11 @@ def trades_heads(config: PreTrainedConfig, strategy: ParallelStrategy) -> bool:
 
 
 class Layout:
-    """The mesh `(dp, pp, cp, tp)` of one engine. Parameters are sharded over dp and cp together (`fsdp`)."""
+    """The mesh `(dp, pp, cp, tp)` of one engine. Parameters are sharded over dp and cp together (`fsdp`).
+
+    With expert parallelism `experts` is a second mesh `(efsdp, pp, ep, tp)` of the same ranks: dp and cp together are
+    `ep`, whose ranks have different experts, and `efsdp`, over which each expert is sharded.
+    """
 
     def __init__(self, strategy: ParallelStrategy, device: str):
         self.strategy = strategy
@@ -91,6 +96,17 @@ class Layout:
         self.dp_rank = self.mesh.get_local_rank("dp")
         self.pp_group = self.mesh.get_group("pp")
         self.pp_rank = self.mesh.get_local_rank("pp")
+        self.experts = _expert_mesh(strategy, self.mesh, device) if strategy.expert > 1 else None
+
+
+def _expert_mesh(strategy: ParallelStrategy, mesh: DeviceMesh, device: str) -> DeviceMesh:
+    data, pipeline, context, tensor = mesh.mesh.shape
+    # Context ranks first: they are neighbours.
+    own_context = min(strategy.expert, context)
+    own_data = strategy.expert // own_context
+    ranks = mesh.mesh.reshape(data // own_data, own_data, pipeline, context // own_context, own_context, tensor)
+    ranks = ranks.permute(0, 3, 2, 1, 4, 5).reshape(-1, pipeline, strategy.expert, tensor)
+    return DeviceMesh(device, ranks, mesh_dim_names=("efsdp", "pp", "ep", "tp"))
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -170,6 +186,25 @@ class _SumPieces(torch.autograd.Function):
 
 def sum_pieces(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _SumPieces.apply(value, group)
+
+
+class _SumGrads(torch.autograd.Function):
+    """Identity whose gradient is summed over ranks: each rank used `value` for its own part of a sum."""
+
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad = grads[0].contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_gradients(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _SumGrads.apply(value, group)
 
 
 def _shift(x: torch.Tensor, group: dist.ProcessGroup, step: int) -> torch.Tensor:

@@ -4,6 +4,8 @@ Used by `FSDPEngine` and by pipeline stages. Only rank 0 has the full weights; i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.engine.fsdp.expert_parallel import sharded_dimension
 from arealite.engine.fsdp.model import PackedModel
-from arealite.engine.fsdp.parallel import local, slice_of
+from arealite.engine.fsdp.parallel import Layout, local, slice_of
 from arealite.utils import distributed
 from arealite.utils.decoders import language_model
+from arealite.utils.routing import expert_blocks
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -36,23 +40,33 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def shard(module: PackedModel, mesh: DeviceMesh, config: TrainEngineConfig, stays_gathered: bool = False) -> None:
+def shard(module: PackedModel, layout: Layout, config: TrainEngineConfig, stays_gathered: bool = False) -> None:
     """Shard the meta `module` layer by layer and allocate its parameters, which `fill` then fills.
 
     With `stays_gathered` weights are kept after a forward pass until the caller shards them again.
     """
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    module.is_one_shard = mesh.size() == 1
+    options: dict[str, Any] = {"mesh": layout.fsdp, "mp_policy": policy}
+    module.is_one_shard = layout.fsdp.size() == 1
     if module.is_one_shard or stays_gathered:
         options["reshard_after_forward"] = False
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    if layout.experts is not None:
+        _shard_experts(module.model, layout.experts["efsdp"], options)
     for layer in decoder_layers(module.model):
         fully_shard(layer, **options)
     fully_shard(module, **options)
     register_fsdp_forward_method(module, "check_logprobs")
-    module.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
+    module.to_empty(device="cpu" if config.cpu_offload else layout.fsdp.device_type)
+
+
+def _shard_experts(model: PreTrainedModel, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Shard experts over the ranks that have the same ones. Their inputs keep their types."""
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    for block in expert_blocks(model):
+        placement = partial(sharded_dimension, mesh=mesh)
+        fully_shard(block.experts, **options | {"mesh": mesh, "mp_policy": policy}, shard_placement_fn=placement)
 
 
 class keep_gathered:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from arealite.engine.fsdp.parallel import Layout, local, sum_pieces
+from arealite.engine.fsdp.parallel import Layout, local, sum_gradients, sum_pieces
 from arealite.utils.decoders import tensor_plan
 
 # torch warns in each run that gathering a weight split by both FSDP and the tensor group takes two collectives.
@@ -37,7 +37,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layout: Layout) -> list[str]:
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if style in styles and isinstance(module, nn.Linear):
             parallelize_module(module, layout.mesh["tp"], styles[style]())
-        elif style == "moe_tp_experts":
+        elif style == "moe_tp_experts" and layout.experts is None:
             _distribute_experts(module, layout)
         elif style == "replicated_with_grad_allreduce":
             partial |= set(map(id, module.parameters()))
@@ -52,21 +52,6 @@ def _split_rows(module: nn.Module, layout: Layout) -> None:
         module.register_parameter(name, nn.Parameter(split))
 
 
-class _SumGrads(torch.autograd.Function):
-    """Identity whose gradient is summed over ranks: each rank used `value` for its own part of a sum."""
-
-    @staticmethod
-    def forward(ctx, value, group):
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        grad = grads[0].contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 def _distribute_experts(experts: Any, layout: Layout) -> None:
     """Give each rank a range of the experts; it skips tokens of other ranks, and outputs are summed."""
     group, original = layout.tp_group, experts.forward
@@ -77,8 +62,8 @@ def _distribute_experts(experts: Any, layout: Layout) -> None:
     count, first = experts.num_experts, experts.num_experts * dist.get_rank(group)
 
     def forward(hidden_states, top_k_index, top_k_weights):
-        hidden_states = _SumGrads.apply(hidden_states, group)
-        top_k_weights = _SumGrads.apply(top_k_weights, group)
+        hidden_states = sum_gradients(hidden_states, group)
+        top_k_weights = sum_gradients(top_k_weights, group)
         here = (top_k_index >= first) & (top_k_index < first + count)
         index = torch.where(here, top_k_index - first, count)
         whole = dict(experts._parameters)

@@ -46,7 +46,7 @@ class PipelinedModel(nn.Module):
         parts.drop_others(self.rank)
         self.model = empty
         for stage in stages:
-            shard(stage, layout.fsdp, config, stays_gathered=True)
+            shard(stage, layout, config, stays_gathered=True)
         self.stages: list[StageModel] = stages
         self._registered = nn.ModuleList(stages)
         # Families with experts have no stages: there is nothing to count.
