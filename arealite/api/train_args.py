@@ -133,6 +133,11 @@ class TrainEngineConfig(Section):
                 f"lora_rank={self.lora_rank} with t{layout.tensor}: layers with adapters cannot be split over tensor "
                 "ranks. Use t1 and give those ranks to d (FSDP shards the weights over them too) or c"
             )
+        if layout.expert > 1 and self.lora_rank:
+            raise ConfigError(
+                f"lora_rank={self.lora_rank} with e{layout.expert}: experts with adapters cannot be divided over "
+                "expert ranks. Leave out e: FSDP shards the experts over d"
+            )
 
 
 @dataclass

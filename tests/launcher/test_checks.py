@@ -34,8 +34,6 @@ def refused(request, work, arguments, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("d1e2", "no expert parallelism: leave out e2"),
-        ("sglang.d1+d2e2", "no expert parallelism: leave out e2"),
         ("sglang.d1e2+d1", "write t2e2, or leave out e"),
         ("vllm.d1c2+d1", "leave out c on the generating side"),
         ("embedded.d1p2t2+d1", "no pipeline stages; write t4 for p2t2"),
@@ -87,6 +85,16 @@ def test_damaged_and_foreign_models(refused, work, config, message):
     (work / "model" / "config.json").write_text(config)
     refused(rf"actor\.path: .*{message}", f"actor.path={work / 'model'}")
     refused(rf"ref\.path: .*{message}", f"ref.path={work / 'model'}", "actor.kl_ctl=0.1")
+
+
+def test_layouts_that_do_not_fit_the_model(refused, work):
+    (work / "model").mkdir()
+    path = f"actor.path={work / 'model'}"
+    (work / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    refused(r"actor\.path: .*'gpt2' has none: leave out e", path, mode="d2e2")
+    refused(r"actor\.path: .*'gpt2' cannot be divided into 2 pipeline stages", path, mode="p2")
+    (work / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 6}))
+    refused(r"actor\.path: .*e·t = 4 ranks, but the model has 6", path, mode="d4e4")
 
 
 def test_control_characters(refused):

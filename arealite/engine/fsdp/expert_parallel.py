@@ -1,8 +1,8 @@
 """Expert parallelism: the ranks of an expert group have different experts and send tokens to them.
 
-A group is made of ranks of d and c, which have different tokens. In each layer a rank sends every token once to each rank
-that has experts of it (all-to-all), computes what it received, and sends the results back, where they are summed. With
-tensor parallelism the experts are divided over e·t ranks; ranks of a tensor group have the same tokens, and each
+A group is made of ranks of d and c, which have different tokens. In each layer a rank sends every token once to each
+rank that has experts of it (all-to-all), computes what it received, and sends the results back, where they are summed.
+With tensor parallelism the experts are divided over e·t ranks; ranks of a tensor group have the same tokens, and each
 handles those of its own experts. FSDP shards an expert over the other ranks of d and c. `FSDPEngine` applies it to a
 model on the meta device, before sharding.
 
@@ -77,7 +77,8 @@ class _Dispatcher:
         token, index, counts = self._plan(top_k_index)
         states, weights = _exchange_rows((hidden_states[token], top_k_weights[token]), counts, self.group)
         outputs = self._compute(states, _send_rows(index, counts, self.group), weights)
-        (returned,) = _exchange_rows((outputs,), counts[::-1], self.group)
+        sent, received = counts
+        (returned,) = _exchange_rows((outputs,), (received, sent), self.group)
         total = hidden_states.new_zeros(hidden_states.shape, dtype=torch.float32)
         result = total.index_add(0, token, returned.float()).to(hidden_states.dtype)
         return result if self.tensor_group is None else sum_pieces(result, self.tensor_group)

@@ -79,10 +79,7 @@ def grad_norm(parameters: list[torch.nn.Parameter], stages: dist.ProcessGroup | 
 
 
 def clip_gradients(
-    model: torch.nn.Module,
-    limit: float,
-    partial: list[torch.nn.Parameter],
-    layout: Layout | None,
+    model: torch.nn.Module, limit: float, partial: list[torch.nn.Parameter], layout: Layout | None
 ) -> float:
     """Clip the gradients to the norm `limit`, if that is not 0; return the norm before.
 

@@ -150,6 +150,9 @@ class Routing:
             "moe/idle_experts": (load == 0).float().mean().item(),
             "moe/router_entropy": entropy / max(tokens, 1.0),
         }
+        if layout is not None and layout.experts is not None:
+            ranks = load.unflatten(1, (layout.strategy.expert * layout.strategy.tensor, -1)).sum(dim=2)
+            stats["moe/rank_imbalance"] = (ranks.amax(dim=1) / ranks.mean(dim=1).clamp(min=1e-9)).mean().item()
         if recorded:
             changed /= recorded * self.top_k
             stats |= {"moe/replayed": recorded / tokens, "moe/changed_experts": changed}
