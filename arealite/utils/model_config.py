@@ -80,7 +80,7 @@ def check_stages(family: str, num_layers: int | None, num_stages: int) -> None:
 
 
 def check_experts(family: str, num_experts: int, layout: ParallelStrategy) -> None:
-    """Raise `AllocationError` if a model's experts cannot be divided over the expert groups of this layout."""
+    """Raise `AllocationError` if the layout's expert groups cannot divide a model's experts."""
     expert, tensor = layout.expert, layout.tensor
     if expert == 1:
         return
