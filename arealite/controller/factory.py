@@ -24,6 +24,7 @@ from arealite.launcher.job import Job
 from arealite.launcher.ray import connect
 from arealite.utils.config import LOG_FILE_ENV
 from arealite.utils.process import ATTEMPT_ENV, CONTROLLER_ENV, MARK_ENV, python_path
+from arealite.utils.status.writer import status
 
 # Variables that ranks need: the job's servers, and the mark by which the launcher finds processes of the job.
 _ENVIRONMENT = ("AREALITE_SERVER_ADDRS", "AREALITE_NAMES", ATTEMPT_ENV, MARK_ENV, "OMP_NUM_THREADS")
@@ -115,6 +116,7 @@ class Driver:
         env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
         env |= {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
         env |= {LOG_FILE_ENV: str(self.runtime.log_path(name, rank))}
+        env |= status.environment(f"{name}.rank{rank}")
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         options = {"num_cpus": 1, "num_gpus": int(on_gpu), "scheduling_strategy": where}
         actor = self.ray.remote(RankActor).options(runtime_env={"env_vars": env}, **options)

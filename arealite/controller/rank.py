@@ -37,6 +37,7 @@ from arealite.utils.network import free_port, host_address
 from arealite.utils.process import CONTROLLER_ENV, STORE_ENV
 from arealite.utils.rundir import RunDir
 from arealite.utils.startup import prepare_process
+from arealite.utils.status.writer import status
 from arealite.weights.process_group import fill_outbox, get_outbox
 
 
@@ -140,10 +141,14 @@ class RankActor:
         known = {None: batch, **self.objects}
         args = [known[a.number] if isinstance(a, Placeholder) else a for a in request.args]
         kwargs = {k: known[a.number] if isinstance(a, Placeholder) else a for k, a in request.kwargs.items()}
+        status.facts["method"] = request.method
         value = getattr(self.engine, request.method)(*args, **kwargs)
         if inspect.iscoroutine(value):
             wait = NamedWait(request.method, "its result", self.engine.config.request_timeout_s)
             value = self.engine.executor.run_coroutine(value, wait)
+        if request.method == "destroy":
+            # The driver kills this process next.
+            status.end()
         return value
 
 

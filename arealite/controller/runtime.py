@@ -16,6 +16,7 @@ import torch
 from arealite.api.errors import AReaLiteError, TrainingError
 from arealite.api.io_struct import Batch
 from arealite.controller.messages import Report, cut, load, store
+from arealite.utils.status.waits import waiting
 
 # One call on one rank, for the trace: its name, when it began (`time.time()`), its seconds, its track.
 Span = tuple[str, float, float, str]
@@ -47,8 +48,10 @@ class Runtime:
 
         Has no deadline of its own: Ray reports actors that died, and the methods that run in them have deadlines.
         """
-        while any(ref in self._pending for ref in reports):
-            ended, _ = self.ray.wait(list(self._pending), num_returns=1)
+        while waited := [self._pending[ref] for ref in reports if ref in self._pending]:
+            call, whom = waited[0][0], [f"{call.engine}.rank{rank}" for call, rank in waited]
+            with waiting("call", f"{call.engine}.{call.method}", whom):
+                ended, _ = self.ray.wait(list(self._pending), num_returns=1)
             for ref in ended:
                 self._finish(ref, *self._pending.pop(ref))
 

@@ -6,7 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arealite.utils.status.writer import pid_space
+
 HERE = os.uname().nodename
+PID_SPACE = pid_space()
+# Files are written every five seconds.
+LATE_FILE_S = 20.0
 
 
 @dataclass
@@ -32,6 +37,8 @@ class Process:
     status: dict[str, Any]
     # None: it is gone, or on another machine.
     proc: Proc | None = None
+    # What its launcher saw; negative after a signal. None while it runs, or without a launcher.
+    exit_code: int | None = None
     # Whether the status was read from its memory, and how old status and file are.
     is_live: bool = False
     age_s: float = 0.0
@@ -44,7 +51,23 @@ class Process:
 
     @property
     def is_local(self) -> bool:
-        return self.host == HERE
+        """Whether its pid means this process here: the same machine, not another container on it."""
+        return self.host == HERE and self.status.get("pid_space", PID_SPACE) == PID_SPACE
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What no two processes of a run share."""
+        return self.host, str(self.status.get("pid_space", "")), self.pid
+
+    @property
+    def where(self) -> str:
+        """` on HOST` for a process of another machine, for sentences."""
+        return "" if self.is_local else f" on {self.host}"
+
+    @property
+    def engine(self) -> str:
+        """In controller mode the engine that a rank belongs to (actor.rank0); empty for ordinary ranks."""
+        return self.name.rpartition(".")[0] if self.role == "trainer" else ""
 
     @property
     def has_ended(self) -> bool:
@@ -53,12 +76,18 @@ class Process:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is gone from this machine without having said so."""
-        return self.is_local and self.proc is None and not self.has_ended
+        """Whether it is gone without having said so: seen here, or by its launcher."""
+        is_gone = self.exit_code is not None or (self.is_local and self.proc is None)
+        return is_gone and not self.has_ended
 
     @property
     def is_running(self) -> bool:
-        return self.proc is not None if self.is_local else not self.has_ended
+        return self.proc is not None if self.is_local else not self.has_ended and self.exit_code is None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is on another machine and has not written its file for long: what it says is old."""
+        return not self.is_local and self.age_s > LATE_FILE_S
 
     @property
     def waits(self) -> list[dict[str, Any]]:
@@ -113,14 +142,19 @@ class Case:
 
     @property
     def trainer(self) -> Process | None:
-        """Rank 0, which runs the executor; the first rank that is known without it."""
-        ranks = sorted(self.role("trainer"), key=lambda process: process.status.get("rank") or 0)
+        """Rank 0, or the driver of controller mode; the first rank that is known without it."""
+        ranks = sorted(self.role("trainer"), key=lambda p: (p.engine, p.status.get("rank") or 0))
         return ranks[0] if ranks else None
+
+    @property
+    def collector(self) -> Process | None:
+        """The process that runs the executor: rank 0, in controller mode the rollout's actor."""
+        return next((process for process in self.role("trainer") if process.part("executor")), None)
 
     def long_waits(self, *kinds: str) -> Iterator[tuple[Process, dict[str, Any]]]:
         """Yield (process, wait) of the running processes, beyond the patience."""
         for process in self.processes:
-            if process.is_running:
+            if process.is_running and not process.is_silent:
                 for wait in process.waits:
                     if wait.get("kind") in kinds and wait["age_s"] >= self.patience_s:
                         yield process, wait

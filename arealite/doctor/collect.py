@@ -28,13 +28,16 @@ def collect(run_dir: Path, patience_s: float, with_stacks: bool = True) -> Case:
     """Look at a run for about a second."""
     case = Case(RunDir(run_dir).path, patience_s)
     case.folder_clock = write_probe(case)
-    found: dict[tuple[str, int], Process] = {}
-    for process in _read_files(case):
-        found[process.host, process.pid] = process
+    found = {process.key: process for process in _read_files(case)}
     for process in _read_memory(case):
-        known = found.get((process.host, process.pid))
+        known = found.get(process.key)
         process.file_age_s = known.file_age_s if known else None
-        found[process.host, process.pid] = process
+        found[process.key] = process
+    for launcher in (process for process in list(found.values()) if process.role == "launcher"):
+        for child in launcher.parts("children"):
+            started = found.get((*launcher.key[:2], child.get("pid", 0)))
+            if started is not None and isinstance(child.get("code"), int):
+                started.exit_code = child["code"]
     case.processes = sorted(found.values(), key=lambda process: (process.role, process.name))
     for process in case.processes:
         if process.is_local:

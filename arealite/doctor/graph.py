@@ -30,7 +30,8 @@ def _targets(case: Case, process: Process, wait: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for whom in wait.get("whom") or ():
         if whom == "ranks":
-            found += [rank.name for rank in case.role("trainer") if rank is not process and not _is_in(rank, wait)]
+            others = [r for r in case.role("trainer") if r is not process and r.engine == process.engine]
+            found += [rank.name for rank in others if not _is_in(rank, wait)]
         elif whom == "episodes":
             others = [process, *case.role("worker")]
             for wait_of in (w for other in others for w in other.waits if w.get("kind") in EPISODE_KINDS):

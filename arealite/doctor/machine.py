@@ -71,6 +71,9 @@ def read_memory(case: Case) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         found["cgroup_used"] = int((group / "memory.current").read_text())
         found["cgroup_limit"] = int((group / "memory.max").read_text())
+    with contextlib.suppress(OSError, ValueError):
+        events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
+        found["oom_kills"] = int(events.get("oom_kill", 0))
     with contextlib.suppress(OSError, ValueError, IndexError):
         full = next(line for line in Path("/proc/pressure/memory").read_text().splitlines() if line.startswith("full"))
         found["pressure"] = float(full.split()[1].split("=")[1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from arealite.doctor import rules_ends as ends
 from arealite.doctor import rules_processes as processes
 from arealite.doctor import rules_waits as waits
 from arealite.doctor.case import Case, Finding
@@ -12,7 +13,8 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     processes.gil_held,
     processes.memory_pressure,
     processes.loop_blocked,
-    processes.dead,
+    ends.dead,
+    ends.lost_machines,
     waits.network,
     waits.collectives,
     waits.cycles,
@@ -21,9 +23,10 @@ RULES: tuple[Callable[[Case], Iterable[Finding]], ...] = (
     waits.kv_full,
     waits.slow_server,
     waits.stuck_parts,
-    waits.slow_reward,
+    waits.slow_parts,
     waits.nothing_admitted,
     waits.stuck_agent,
+    ends.stopping,
     processes.status_lag,
 )
 
@@ -37,7 +40,7 @@ def diagnose(case: Case) -> list[Finding]:
     found.sort(key=lambda finding: finding.kind == "worker_dead")
     running = [process for process in case.processes if process.is_running and process.role != "job"]
     if not running:
-        return [_over(case)]
+        return [ends.over(case)]
     return found or [_healthy(case)]
 
 
@@ -45,22 +48,6 @@ def _no_status(case: Case) -> Finding:
     evidence = [f"{name}: {text.splitlines()[-1]}" for name, text in case.logs.items() if text.strip()]
     verdict = "no process of this run has written a status: it is older than this command, or has not started"
     return Finding("no_status", verdict, evidence, "what logs, events and the machine say is below")
-
-
-def _over(case: Case) -> Finding:
-    dead = [process for process in case.processes if process.is_dead]
-    children = [child for launcher in case.role("launcher") for child in launcher.parts("children")]
-    codes = [f"{child.get('name')} ended with code {child['code']}" for child in children if child.get("code")]
-    ends = [f"{p.name}: {p.status['ended']}" for p in case.role("launcher") if p.has_ended]
-    logs = [f"{name}: {line}" for name, text in case.logs.items() for line in text.splitlines()[-2:]]
-    remedy = "fix what the log says, and continue with the same command and recover.mode=auto"
-    if dead:
-        names = ", ".join(process.name for process in dead)
-        verdict = f"the run is dead: {names} were killed (kill -9, out of memory, a lost machine)"
-        return Finding("run_killed", verdict, [*codes, *ends, *logs], f"see `dmesg` for the kernel's reason; {remedy}")
-    if codes:
-        return Finding("run_failed", f"the run has ended with an error: {codes[0]}", [*codes, *ends, *logs], remedy)
-    return Finding("finished", "the run has ended", ends, "nothing")
 
 
 def _healthy(case: Case) -> Finding:

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from arealite.doctor.case import Case, Finding, Process
+from arealite.doctor.case import LATE_FILE_S, Case, Finding, Process
 
 _MIB = 1 << 20
 # A status in memory older than this means that no thread of the process runs Python code.
 _MIN_SILENCE_S, _MAX_SILENCE_S = 4.0, 10.0
-# Files are written every five seconds.
-_LATE_FILE_S = 20.0
 _CLOCK_SKEW_S = 10.0
 
 
@@ -63,26 +61,6 @@ def stopped(case: Case) -> Iterator[Finding]:
             yield Finding(kind, verdict, evidence, f"continue it: kill -CONT {process.pid} (or `fg` in its terminal)")
 
 
-def dead(case: Case) -> Iterator[Finding]:
-    """Processes that are gone although others of the run still live."""
-    if not any(process.is_running and process.role in ("trainer", "launcher") for process in case.processes):
-        return
-    for process in case.processes:
-        if process.is_dead:
-            kind = {"server": "server_dead", "trainer": "rank_dead"}.get(process.role, "worker_dead")
-            evidence = [f"process {process.pid} is gone; its last status is {process.age_s:.0f} s old"]
-            evidence += [f"{child['name']} ended with code {child['code']}" for child in _ends(case, process.pid)]
-            evidence += [f"its log ends with: {line}" for line in case.logs.get(process.name, "").splitlines()[-2:]]
-            remedy = {
-                "server_dead": "the launcher starts a server again (launcher.server_restarts); without one, start it "
-                "with `arealite serve join=RUN_DIR`. Killed by the kernel (code -9)? Lower server.mem_fraction",
-                "rank_dead": "stop the run and start it again with recover.mode=auto: other ranks wait for this one",
-                "worker_dead": "its pool starts another one, and its episodes run again. If it happens again and "
-                "again, it needs too much memory: see `dmesg`",
-            }[kind]
-            yield Finding(kind, f"{process.name} was killed or has crashed", evidence, remedy)
-
-
 def gil_held(case: Case) -> Iterator[Finding]:
     limit_s = min(_MAX_SILENCE_S, max(_MIN_SILENCE_S, case.patience_s))
     for process in case.processes:
@@ -108,9 +86,10 @@ def gil_held(case: Case) -> Iterator[Finding]:
 def loop_blocked(case: Case) -> Iterator[Finding]:
     for process in case.processes:
         for name, lag_s in process.part("loops").items():
-            lag_s += process.age_s
-            if process.proc and process.proc.state not in "Tt" and lag_s >= max(case.patience_s, 3.0):
-                evidence = [f"the event loop {name} has not answered for {lag_s:.0f} s"]
+            lag_s += process.age_s if process.is_local else 0.0
+            is_stopped = process.proc is not None and process.proc.state in "Tt"
+            if process.is_running and not is_stopped and lag_s >= max(case.patience_s, 3.0):
+                evidence = [f"the event loop {name}{process.where} has not answered for {lag_s:.0f} s"]
                 evidence += [f"it is in {place}" for place in loop_place(process)]
                 verdict = (
                     f"code that does not await blocks the event loop of {process.name}: no episode or request goes on"
@@ -124,13 +103,13 @@ def status_lag(case: Case) -> Iterator[Finding]:
     for process in case.processes:
         file_age_s = process.file_age_s or 0.0
         has_file = process.status.get("interval_s") and not process.has_ended
-        if has_file and process.is_live and process.age_s < _MAX_SILENCE_S and file_age_s > _LATE_FILE_S:
+        if has_file and process.is_live and process.age_s < _MAX_SILENCE_S and file_age_s > LATE_FILE_S:
             late.append(f"{process.name} lives, and its file is {file_age_s:.0f} s old")
-        if process.is_running and not process.is_local and process.age_s > _LATE_FILE_S:
+        if process.is_running and process.is_silent:
             late.append(f"{process.name} on {process.host}: its file is {process.age_s:.0f} s old")
         if process.is_running and abs(process.clock_skew_s) > _CLOCK_SKEW_S:
             skewed.append(f"{process.name} on {process.host}: its clock is {process.clock_skew_s:+.0f} s off")
-    if late:
+    if late and not all(process.is_silent for process in case.processes if process.is_running):
         verdict = "status files are late: the shared folder is slow or cached, or those machines are down"
         remedy = "check the mount (NFS: actimeo) and those machines; what is said about them here is old"
         yield Finding("status_lag", verdict, late, remedy)
@@ -165,8 +144,3 @@ def _waited_for(case: Case, process: Process) -> list[str]:
         names.add("ranks")
     waits = [(p, w) for p in case.processes for w in p.waits if names & set(map(str, w.get("whom") or ()))]
     return [f"{p.name} waits for it: {w.get('what')} ({w['age_s']:.0f} s)" for p, w in waits if p is not process][:4]
-
-
-def _ends(case: Case, pid: int) -> list[dict[str, object]]:
-    children = [child for launcher in case.role("launcher") for child in launcher.parts("children")]
-    return [child for child in children if child.get("pid") == pid and child.get("code") is not None]

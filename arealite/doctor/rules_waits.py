@@ -11,32 +11,40 @@ from arealite.doctor.rules_processes import top_lines
 _REWARD = "give the reward a timeout (reward_timeout_s), look at its stack, or call its service by hand"
 # A server is slow if it makes fewer tokens a second for each request than a third of the others.
 _SLOW_SHARE = 1 / 3
+# A wait is like others that have ended if those took more than this share of it.
+_SAME_SIZE = 0.2
 # KV blocks that are free in a full cache.
 _FULL_SHARE = 0.05
 
 
 def collectives(case: Case) -> Iterator[Finding]:
-    waiting = list(case.long_waits("collective"))
-    if not waiting:
-        return
+    # Engines of controller mode have groups of their own.
+    for engine in dict.fromkeys(process.engine for process, _ in case.long_waits("collective")):
+        yield _collective(case, engine)
+
+
+def _collective(case: Case, engine: str) -> Finding:
+    waiting = [(p, w) for p, w in case.long_waits("collective") if p.engine == engine]
     names = {wait["what"] for _, wait in waiting}
-    evidence = [f"{p.name} has waited {w['age_s']:.0f} s in {w['what']}" for p, w in waiting]
-    missing = [rank for rank in case.role("trainer") if rank.name not in {p.name for p, _ in waiting}]
+    evidence = [f"{p.name}{p.where} has waited {w['age_s']:.0f} s in {w['what']}" for p, w in waiting]
+    ranks = [rank for rank in case.role("trainer") if rank.engine == engine]
+    missing = [rank for rank in ranks if rank.name not in {p.name for p, _ in waiting}]
     for rank in missing:
         doing = "; ".join(entry.get("text", "") for entry in rank.parts("doing")) or "something else"
-        evidence.append(f"{rank.name} is not in it: {doing}{''.join(f'; {line}' for line in top_lines(rank)[:1])}")
+        evidence.append(
+            f"{rank.name}{rank.where} is not in it: {doing}{''.join(f'; {line}' for line in top_lines(rank)[:1])}"
+        )
     if len(names) > 1:
         verdict = "ranks wait in different collective operations, each for the others: a deadlock"
         remedy = "all ranks must make the same calls in the same order: look for a branch that depends on the rank or "
         remedy += "on its data, where the stacks differ"
-        yield Finding("collective_deadlock", verdict, evidence, remedy)
-    elif missing:
-        who = ", ".join(rank.name for rank in missing)
+        return Finding("collective_deadlock", verdict, evidence, remedy)
+    if missing:
+        who = ", ".join(f"{rank.name}{rank.where}" for rank in missing)
         verdict = f"ranks wait in {names.pop()} for {who}, which does not come: a deadlock if it waits for them"
-        yield Finding("collective_deadlock", verdict, evidence, f"see what {who} does (its stack is below)")
-    else:
-        verdict = f"all ranks are in {names.pop()}, and it does not end: the network between them, or NCCL, hangs"
-        yield Finding("collective_stuck", verdict, evidence, "check the network (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)")
+        return Finding("collective_deadlock", verdict, evidence, f"see what {who} does (its stack is below)")
+    verdict = f"all ranks are in {names.pop()}, and it does not end: the network between them, or NCCL, hangs"
+    return Finding("collective_stuck", verdict, evidence, "check the network (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)")
 
 
 def cycles(case: Case) -> Iterator[Finding]:
@@ -91,14 +99,17 @@ def weight_update(case: Case) -> Iterator[Finding]:
 
 
 def version_skew(case: Case) -> Iterator[Finding]:
-    trainer = case.trainer
+    trainer = case.collector
     version = trainer.part("executor").get("version") if trainer else None
     if trainer is None or version is None or any(w.get("kind") in ("load", "publish") for w in trainer.waits):
         return
+    updated_s = float((trainer.part("completed").get("load") or {}).get("age_s", float("inf"))) + trainer.age_s
     for server in case.role("server"):
         held = server.part("engine").get("weight_version")
-        if server.is_running and held is not None and str(held) != str(int(version)):
-            evidence = [f"the trainer is at version {version:.0f}, {server.name} holds {held}"]
+        # What it wrote before the last update says nothing.
+        is_newer = server.is_running and server.age_s < updated_s
+        if is_newer and held is not None and str(held) != str(int(version)):
+            evidence = [f"the trainer is at version {version:.0f}, {server.name}{server.where} holds {held}"]
             verdict = (
                 f"{server.name} generates with other weights than the trainer's: version {held}, not {version:.0f}"
             )
@@ -151,9 +162,12 @@ def stuck_parts(case: Case) -> Iterator[Finding]:
         "environment": "give the environment a timeout, and look at its stack",
     }
     for process, wait in case.long_waits(*remedies):
+        if _is_queue(case, process, wait):
+            continue
         kind = wait["kind"]
         name = f"{kind} {wait.get('what')}".strip()
-        evidence = [f"{process.name}: {wait['count']} in {name}, the oldest for {wait['age_s']:.0f} s"]
+        evidence = [f"{process.name}{process.where}: {wait['count']} in {name}, the oldest for {wait['age_s']:.0f} s"]
+        evidence.append(_describe_completed(process, kind))
         workers = [p for p in case.processes if p.role == "job" and p.proc]
         evidence += [f"worker process {p.pid} is in {line}" for p in workers for line in top_lines(p)[:1]][:3]
         verdict = f"{name} does not return: the episodes that called it wait"
@@ -161,19 +175,39 @@ def stuck_parts(case: Case) -> Iterator[Finding]:
         return
 
 
-def slow_reward(case: Case) -> Iterator[Finding]:
-    # Those that do not return at all are another finding.
-    is_stuck = any(case.long_waits("reward"))
-    for process, batch in () if is_stuck else case.long_waits("batch"):
-        parts = [w for p in (process, *case.role("worker")) for w in p.waits if w.get("kind") in EPISODE_KINDS]
-        counts = {kind: sum(w["count"] for w in parts if w["kind"] == kind) for kind in EPISODE_KINDS}
-        total = sum(counts.values())
-        if total and counts["reward"] > total / 2:
-            evidence = [f"{process.name} has waited {batch['age_s']:.0f} s for {batch.get('what')}"]
-            evidence.append(f"{counts['reward']} of {total} episodes that wait are in a reward")
-            verdict = "rewards are the bottleneck: episodes are generated faster than they are scored"
-            remedy = "more workers (RewardPool(num_workers=…)), a coroutine reward for services, a cheaper check first"
-            yield Finding("reward_slow", verdict, evidence, remedy)
+def slow_parts(case: Case) -> Iterator[Finding]:
+    """Rewards or tools for which most episodes wait, and which return."""
+    what = {"reward": "rewards are", "tool": "tools are", "environment": "environments are"}
+    for process, batch in case.long_waits("batch"):
+        waits = [(p, w) for p in (process, *case.role("worker")) for w in p.waits if w.get("kind") in EPISODE_KINDS]
+        counts = {kind: sum(w["count"] for _, w in waits if w["kind"] == kind) for kind in EPISODE_KINDS}
+        kind = max(what, key=lambda name: counts[name])
+        of_kind = [(p, w) for p, w in waits if w["kind"] == kind]
+        is_stuck = any(w["age_s"] >= case.patience_s and not _is_queue(case, p, w) for p, w in of_kind)
+        if is_stuck or counts[kind] <= sum(counts.values()) / 2:
+            continue
+        evidence = [f"{process.name}{process.where} has waited {batch['age_s']:.0f} s for {batch.get('what')}"]
+        evidence.append(f"{counts[kind]} of {sum(counts.values())} episodes that wait are in a {kind}")
+        evidence += [_describe_completed(p, kind) for p in {p.name: p for p, _ in of_kind}.values()][:3]
+        verdict = f"{what[kind]} the bottleneck: episodes are generated faster than their {kind}s return"
+        remedy = "more workers (RewardPool(num_workers=…)), a coroutine for services, a cheaper check first"
+        yield Finding(f"{'tool' if kind == 'environment' else kind}_slow", verdict, evidence, remedy)
+
+
+def _is_queue(case: Case, process: Process, wait: dict[str, Any]) -> bool:
+    """Whether a long wait is one of many that end: others ended just now, after a time of the same size."""
+    done = process.part("completed").get(wait["kind"]) or {}
+    since_s = float(done.get("age_s", float("inf"))) + process.age_s
+    return since_s < case.patience_s and float(done.get("mean_s", 0)) > _SAME_SIZE * wait["age_s"]
+
+
+def _describe_completed(process: Process, kind: str) -> str:
+    done = process.part("completed").get(kind)
+    if not done:
+        return f"no {kind} has ended yet in {process.name}"
+    since_s = float(done.get("age_s", 0)) + process.age_s
+    took = f"they took {float(done.get('mean_s', 0)):.1f} s"
+    return f"{done.get('count')} have ended in {process.name}, the last one {since_s:.0f} s ago; {took}"
 
 
 def nothing_admitted(case: Case) -> Iterator[Finding]:

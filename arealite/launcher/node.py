@@ -68,14 +68,16 @@ def run_node(job: Job, node: int, make_part: Callable[..., NodePart] | None = No
             code = 128 + interrupt.number
         except AReaLiteError as error:
             print(clean(f"error: {error}"), file=sys.stderr, flush=True)
+            status.note_error(error)
             code = error.code if isinstance(error, NodeFailure) else 1
         part.elastic.close()
-        status.end(f"ended with code {code}")
         # The other nodes read this and end too.
         try:
             names.publish(f"ended/{node}", str(code))
         except OSError as error:
             print(clean(f"warning: cannot notify the other nodes: {error}"), file=sys.stderr, flush=True)
+    # With the exit codes of all children.
+    status.end(f"ended with code {code}")
     return code
 
 
@@ -192,6 +194,7 @@ class NodePart:
 
     def interrupt_ranks(self, interrupt: Interrupted) -> None:
         """Have the ranks save a checkpoint and end; raises without ranks, and if they were asked before."""
+        status.mark(signal=signal.Signals(interrupt.number).name)
         if self.interrupted or not (self.ranks or self.only_serves) or interrupt.number == signal.SIGHUP:
             raise interrupt
         self.interrupted = interrupt
@@ -208,8 +211,7 @@ class NodePart:
 
     def have_ranks_ended(self) -> bool:
         """Whether ranks have ended, or are not waited for: one is stopped, or their time to save is over."""
-        is_late = time.monotonic() > self.save_deadline
-        if self.ranks and is_late:
+        if (is_late := time.monotonic() > self.save_deadline) and self.ranks:
             print("warning: ranks still run after launcher.save_timeout_s: they are ended", file=sys.stderr, flush=True)
         return not self.ranks or is_late or any(map(is_stopped, self.rank_pids()))
 
@@ -260,8 +262,7 @@ class NodePart:
     def start_server(self, server: ServerPlacement) -> None:
         backend = self.placement.mode.gen_backend
         assert backend is not None
-        place = [node for node, _ in server.places].index(self.node)
-        devices = server.places[place][1]
+        place, devices = next((i, devices) for i, (node, devices) in enumerate(server.places) if node == self.node)
         threads = {"OMP_NUM_THREADS": str(self.placement.threads)}
         env = threads | prepare_server(self.config, backend) | self.mps_env
         if self.gpus and devices:
@@ -341,8 +342,7 @@ class NodePart:
     def start_ranks(self) -> None:
         """Start this node's ranks when the addresses of all servers and of the rendezvous are known."""
         servers, master = self.meet_servers()
-        mine = self.placement.ranks_on(self.node)
-        meeting: dict[str, str] = {}
+        mine, meeting = self.placement.ranks_on(self.node), dict[str, str]()
         if len(self.job.devices) == 1:
             # Every user can connect to a port; only this one can enter the folder.
             meeting[STORE_ENV] = tempfile.mkdtemp(prefix="arealite-store-")

@@ -26,7 +26,7 @@ from typing import Any
 from arealite.api.errors import AReaLiteError
 from arealite.launcher.watchdog import remove_paths
 from arealite.utils.activity import activity
-from arealite.utils.process import MARK_ENV, die_with_parent, end_families, last_error, tail
+from arealite.utils.process import MARK_ENV, describe_exit, die_with_parent, end_families, last_error, tail
 from arealite.utils.status.writer import status
 from arealite.utils.text import clean_stream, text_decoder
 
@@ -66,14 +66,6 @@ class ChildSpec:
     secret: str | None = None
 
 
-def _signal_name(number: int) -> str:
-    """Return SIGKILL for 9; real-time signals between the first and the last have no name of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
-
-
 @dataclass
 class Child:
     """A started process. `code` is None while it runs, negative if a signal ended it."""
@@ -95,8 +87,8 @@ class Child:
     def describe_end(self) -> str:
         """Say how it ended, with the last lines of its log."""
         assert self.code is not None
-        how = f"exited with code {self.code}" if self.code >= 0 else f"was ended by {_signal_name(-self.code)}"
-        how, where = f"{self.name} {how} after {time.monotonic() - self.started:.1f} s", self.spec.log_path
+        how, where = f"{self.name} {describe_exit(self.code)}", self.spec.log_path
+        how += f" after {time.monotonic() - self.started:.1f} s"
         if self.spec.echo:
             return f"{how}; its output is above and in {where}"
         return f"{how}; the last lines of {where}:\n{self.last_lines()}"

@@ -125,10 +125,10 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> bool:
+    def __exit__(self, error: type[BaseException] | None, value: BaseException | None = None, *_: object) -> bool:
+        status.note_error(value if error is not ReplayEnd else None)
         with ExitStack() as stack:
-            # Also if waiting is interrupted.
-            stack.callback(self._close)
+            stack.callback(self._close)  # also if waiting is interrupted
             # After an error other ranks may be gone.
             if error is None or world_size() == 1:
                 stack.callback(self._try, self.recover.wait)

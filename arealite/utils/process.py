@@ -129,6 +129,19 @@ def end_families(pids: Collection[int], grace_s: float, marks: Collection[str] =
     return len(asked)
 
 
+def describe_exit(code: int) -> str:
+    """Say how a process ended: `exited with code 3`, `was ended by SIGKILL`. Negative codes are signals."""
+    return f"exited with code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9; real-time signals between the first and the last have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"
+
+
 def is_computing(pid: int | None) -> bool:
     """Whether a process or one of its descendants is runnable now, rather than waiting."""
     try:

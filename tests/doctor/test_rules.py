@@ -61,6 +61,11 @@ def late(made):
     return made
 
 
+def completed(made, kind, mean_s, age_s=1.0):
+    made.status["completed"] = {kind: {"count": 9, "mean_s": mean_s, "age_s": age_s}}
+    return made
+
+
 CASES = {
     "healthy": [process("rank0")],
     "collective_deadlock": [
@@ -91,6 +96,7 @@ CASES = {
     "reward_stuck": [episodes(wait("reward", "mine"))],
     "tool_stuck": [episodes(wait("tool", "browser"))],
     "reward_slow": [episodes(wait("reward", "mine", age_s=2.0, count=9))],
+    "tool_slow": [completed(episodes(wait("tool", "browser", count=9)), "tool", mean_s=60.0)],
     "nothing_admitted": [batch(running=0, is_paused=True)],
     "agent_stuck": [batch(episodes=[{"id": "1", "age_s": 90.0, "place": "episode 1 waits in act"}])],
     "status_lag": [late(process("rank0"))],

@@ -12,9 +12,10 @@ from arealite.launcher.job import Job
 from arealite.launcher.launch_config import read_launch_config
 from arealite.launcher.node import NodeFailure, NodePart, run_node
 from arealite.launcher.placement import cluster_slots
-from arealite.launcher.supervisor import Supervisor, _signal_name
+from arealite.launcher.supervisor import Supervisor
 from arealite.launcher.torchrun import TorchrunPart
 from arealite.utils.names import FileNames
+from arealite.utils.process import signal_name
 from tests.launcher.conftest import wait_until_gone
 
 SIZES = ("cluster.n_gpus_per_node=2", "server.device=cpu", "actor.device=cpu")
@@ -112,4 +113,4 @@ def test_nodes_that_have_ended_are_remembered_after_their_names_expire(make_job)
 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (64, "SIGRTMAX")])
 def test_every_signal_has_a_name(number, name):
-    assert _signal_name(number) == name
+    assert signal_name(number) == name

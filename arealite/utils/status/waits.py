@@ -1,7 +1,8 @@
-"""What the threads and episodes of this process wait for now.
+"""What the threads and episodes of this process wait for now, and how long their last waits took.
 
 Code that may wait long says so with `waiting`. That costs a dict entry while the wait is open. `describe` groups equal
-waits, because tens of thousands of episodes may wait for the same server.
+waits, because tens of thousands of episodes may wait for the same server. `describe_completed` tells waits that are
+slow from those that never end.
 """
 
 import itertools
@@ -29,7 +30,18 @@ class Wait(NamedTuple):
     thread: str
 
 
+class Completed(NamedTuple):
+    """The waits of one kind that have ended: their number, recent mean duration, and when the last one ended."""
+
+    count: int
+    mean_s: float
+    last: float
+
+
+# Weight of the newest duration in the mean.
+_NEWEST = 0.2
 _open: dict[int, Wait] = {}
+_completed: dict[str, Completed] = {}
 _numbers = itertools.count()
 # Collectives of this process so far: ranks that wait in different ones wait for each other.
 _num_collectives = 0
@@ -41,11 +53,19 @@ def waiting(
 ) -> Iterator[None]:
     """Name what is waited for in this block, since `began` (`time.monotonic()`) or now."""
     number, thread = next(_numbers), threading.current_thread().name
-    _open[number] = Wait(kind, what, tuple(whom), began or time.monotonic(), deadline_s, thread)
+    began = began or time.monotonic()
+    _open[number] = Wait(kind, what, tuple(whom), began, deadline_s, thread)
     try:
         yield
     finally:
         _open.pop(number, None)
+        _count(kind, began)
+
+
+def _count(kind: str, began: float) -> None:
+    now, before = time.monotonic(), _completed.get(kind)
+    mean_s = now - began if before is None else before.mean_s + _NEWEST * (now - began - before.mean_s)
+    _completed[kind] = Completed(1 if before is None else before.count + 1, mean_s, now)
 
 
 @contextmanager
@@ -77,3 +97,12 @@ def describe() -> list[dict[str, Any]]:
         for (kind, what, whom, deadline_s, thread), began in groups.items()
     ]
     return sorted(entries, key=lambda entry: -entry["age_s"])[:MAX_GROUPS]
+
+
+def describe_completed() -> dict[str, dict[str, Any]]:
+    """Return, by kind, how many waits have ended, how long the last ones took, and how long ago the last one ended."""
+    now = time.monotonic()
+    return {
+        kind: {"count": done.count, "mean_s": round(done.mean_s, 3), "age_s": round(now - done.last, 3)}
+        for kind, done in list(_completed.items())
+    }

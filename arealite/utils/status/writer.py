@@ -30,7 +30,10 @@ INTERVAL_S, FILE_INTERVAL_S = 1.0, 5.0
 RUN_ENV, NAME_ENV = "AREALITE_STATUS_RUN", "AREALITE_STATUS_NAME"
 # Roles of the processes that a launcher names.
 _ROLES = {"rank": "trainer", "server": "server"}
-_MAX_EVENTS, _MAX_TEXT = 10, 300
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MAX_EVENTS, _MAX_TEXT, _MAX_ERROR = 10, 300, 2000
+# Facts about the end of a process, which do not outlive it in a notebook's next run.
+_LAST_FACTS = ("error", "signal")
 Source = Callable[[], Any]
 
 
@@ -63,6 +66,8 @@ class Status:
                 return
             # Another run of the same process, such as a notebook.
             self.end()
+        for fact in _LAST_FACTS:
+            self.facts.pop(fact, None)
         self._base = _describe_process(run_dir, name, role)
         self._path = Path(run_dir) / FOLDER / f"{name}.json"
         self._file_due = 0.0
@@ -112,7 +117,9 @@ class Status:
     def begin_from_environment(self) -> None:
         """Begin if a launcher has named this process."""
         name = os.environ.pop(NAME_ENV, None)
-        role = next((role for start, role in _ROLES.items() if name and name.startswith(start)), None)
+        # In controller mode ranks have the name of their engine, too: actor.rank0.
+        own = name.rpartition(".rank")[1].strip(".") or name if name else ""
+        role = next((role for start, role in _ROLES.items() if own.startswith(start)), None)
         if name and role and RUN_ENV in os.environ:
             self.begin(os.environ[RUN_ENV], name, role)
 
@@ -140,6 +147,17 @@ class Status:
     def event(self, text: str) -> None:
         """Remember something that happened; the last ones are part of the status."""
         self._events.append((time.time(), text[:_MAX_TEXT]))
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Remember why this process ends; nothing without an error."""
+        if error is not None:
+            self.facts["error"] = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+
+    def mark(self, **facts: Any) -> None:
+        """Add facts, and write them to the file at once: the process may end soon."""
+        self.facts |= facts
+        self._file_due = 0.0
+        self.tick()
 
     def tick(self) -> None:
         """Write the status to memory, and to the file if that is due."""
@@ -173,7 +191,8 @@ class Status:
         loops = {name: round(probe.lag_s(), 3) for name, probe in list(self._loops.items())}
         sources = {name: _read(source) for name, source in list(self._sources.items())}
         base = {**(self._base or {}), "written": time.time(), "clock": time.monotonic()}
-        known = {"doing": doing, "waits": waits.describe(), "loops": loops, "facts": dict(self.facts)}
+        known = {"doing": doing, "waits": waits.describe(), "completed": waits.describe_completed(), "loops": loops}
+        known["facts"] = dict(self.facts)
         return {**base, **known, **sources, "events": list(self._events), "problem": self._problem}
 
     def _write_file(self, content: bytes) -> None:
@@ -237,8 +256,17 @@ def _describe_process(run_dir: str | Path, name: str, role: str) -> dict[str, An
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "host": os.uname().nodename,
+        "pid_space": pid_space(),
         "interval_s": INTERVAL_S,
     }
+
+
+def pid_space() -> str:
+    """Return what processes share within which a pid names the same process: one boot of a machine, one container."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def clear_status(run_dir: str | Path) -> None:
