@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from arealite.doctor.collect import collect
+from arealite.doctor.evidence import read_evidence
+from arealite.doctor.rules import diagnose
 from tests.launcher.slurm_cluster import SlurmCluster, why_not
 
 SERVER = """
@@ -98,6 +101,14 @@ def main(argv):
 
 run_main(main)
 """
+
+
+def diagnosis(run_dir: Path) -> tuple[str, str]:
+    """Return kind and verdict of the doctor."""
+    case = collect(run_dir, 30.0)
+    read_evidence(case)
+    finding = diagnose(case)[0]
+    return finding.kind, finding.verdict
 
 
 @pytest.fixture

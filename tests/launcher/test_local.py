@@ -27,7 +27,7 @@ from arealite.utils.network import free_port
 from arealite.utils.process import end_families
 from arealite.utils.rundir import RunDir
 from tests import warm_python
-from tests.launcher.conftest import find_leftovers, wait_until_gone
+from tests.launcher.conftest import diagnosis, find_leftovers, wait_until_gone
 
 RUN = Path("runs/e/t")
 
@@ -128,6 +128,8 @@ def test_the_first_failure_ends_everything_and_is_shown(work, arguments):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank1 exited with code 1" in out and "  | RuntimeError: rank one has a problem" in out
+    kind, verdict = diagnosis(work / RUN)
+    assert kind == "run_failed" and "rank1 exited with code 1" in verdict
 
 
 def test_ranks_start_while_servers_load(work, arguments):
@@ -159,7 +161,8 @@ def test_a_server_that_refuses_its_model_is_started_once(work, arguments):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert Path("starts").read_text() == "starts\n"
-    assert out.endswith("error: server0 cannot start: \\x1b[31mconfig.json is broken\ufffd\n"), out
+    # The rank may have printed a line before it was ended.
+    assert "error: server0 cannot start: \\x1b[31mconfig.json is broken\ufffd\n" in out, out
 
 
 def test_a_server_that_never_answers_is_an_error_after_the_deadline(work, arguments):
@@ -286,6 +289,8 @@ def test_signals_end_everything(work, arguments, number):
     out, _ = process.communicate(timeout=60)
     # Ranks get SIGINT first, and may have ended by themselves.
     assert process.returncode == 128 + number and re.search(rf"ended by {number.name}: ending [2-4] processes", out)
+    kind, verdict = diagnosis(work / RUN)
+    assert kind == "run_stopped" and f"stopped by {number.name}" in verdict
 
 
 @pytest.mark.parametrize(
@@ -341,6 +346,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(work, arguments):
     process.kill()
     process.communicate()
     wait_until_gone(work)
+    assert diagnosis(work / RUN)[0] == "run_killed"
     deadline = time.monotonic() + 10
     while segment.exists():
         assert time.monotonic() < deadline, f"{segment} was left behind"

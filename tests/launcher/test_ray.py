@@ -13,7 +13,7 @@ import pytest
 from arealite.launcher.ray import launch
 from arealite.utils.names import ELASTIC_PREFIX, elastic_names
 from arealite.utils.rundir import RunDir
-from tests.launcher.conftest import wait_until_gone
+from tests.launcher.conftest import diagnosis, wait_until_gone
 
 RUN = Path("runs/e/t")
 ray_marker = pytest.mark.ray
@@ -113,6 +113,8 @@ def test_a_signal_lets_ranks_save_and_names_the_command_that_resumes(work, argum
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, out
+    kind, verdict = diagnosis(work / RUN)
+    assert kind == "run_stopped" and "SIGTERM" in verdict
     assert (work / "runs/e/t/recover/step000003").exists(), out
     assert "-m arealite.launcher.ray script.py" in out and out.rstrip().endswith("recover.mode=auto")
     wait_until_gone(work, 60)

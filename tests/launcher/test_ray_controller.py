@@ -25,12 +25,17 @@ from arealite.api.io_struct import FinetuneSpec, Stat
 from arealite.controller.factory import Driver
 from arealite.core.ledger.reading import open_ledger
 from arealite.core.ledger.token_record import TokenRecord
+from arealite.doctor.case import Case
+from arealite.doctor.collect import collect
+from arealite.doctor.graph import find_edges
+from arealite.doctor.rules import diagnose
 from arealite.engine.dpo.dpo_engine import FSDPDPOEngine
 from arealite.engine.fsdp_engine import FSDPEngine
 from arealite.launcher import local, ray
 from arealite.launcher.job import Job
 from arealite.launcher.launch_config import LaunchConfig
 from arealite.utils.trace.trace_file import read_trace
+from tests.launcher.conftest import diagnosis
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "arealite"
 MODELS = ("actor", "critic", "ref")
@@ -161,6 +166,27 @@ def test_controller_mode_gives_the_numbers_of_ordinary_ranks(start, tmp_path, mo
     assert rank_pids(other) == []
 
 
+def check_doctor(run_dir: Path, victim: int) -> None:
+    """Stop a rank for a while: the doctor names it, and who waits for it."""
+    expected = {"node0", "rank0", "server0", "actor.rank0", "actor.rank1", "rollout.rank0"}
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        wait_for(lambda: waits_for_actor(collect(run_dir, 5.0)))
+        case = collect(run_dir, 5.0)
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    assert expected <= {process.name for process in case.processes}
+    assert case.collector is not None and case.collector.name == "rollout.rank0"
+    finding = diagnose(case)[0]
+    assert finding.kind == "process_stopped" and finding.verdict.startswith("actor.rank1 is stopped"), finding
+
+
+def waits_for_actor(case: Case) -> bool:
+    """Whether the driver has waited for the actors for long."""
+    edges = {(edge.waiter, edge.target) for edge in find_edges(case) if edge.wait["age_s"] > 5}
+    return ("rank0", "actor.rank1") in edges
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(400)
 def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, models, ray_cluster):
@@ -176,6 +202,7 @@ def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, m
     process = start("ray", argv, RAY_ADDRESS=ray_cluster.address)
     wait_for(lambda: len(stats(tmp_path)) >= 2)
     (victim,) = rank_pids(tmp_path, "actor.rank1")
+    check_doctor(tmp_path / "demo" / "reverse", victim)
     os.kill(victim, signal.SIGKILL)
     before = len(stats(tmp_path))
     wait_for(lambda: len(stats(tmp_path)) > before + 1)
@@ -184,6 +211,7 @@ def test_run_recovers_from_its_checkpoint_after_an_actor_died(start, tmp_path, m
     assert process.returncode == 130, out
     assert "rank 1 of actor died" in out, out
     assert "starting again from the recover" in out
+    assert diagnosis(tmp_path / "demo" / "reverse")[0] == "run_stopped"
     steps = [line["step"] for line in stats(tmp_path)]
     assert steps == list(range(len(steps))), "the run continued from the checkpoint"
     wait_for(lambda: rank_pids(tmp_path) == [], 30)

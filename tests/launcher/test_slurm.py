@@ -13,7 +13,7 @@ import pytest
 from arealite.api.errors import AllocationError
 from arealite.launcher import slurm
 from arealite.launcher.slurm import launch
-from tests.launcher.conftest import wait_until_gone
+from tests.launcher.conftest import diagnosis, wait_until_gone
 from tests.launcher.slurm_cluster import SlurmCluster
 
 RUN = Path("runs/e/t")
@@ -201,6 +201,8 @@ def test_cancelling_leaves_nothing(work, arguments, slurm_cluster, how):
 @pytest.mark.parametrize("how", ["ctrl-c", "scancel"])
 def test_a_cancelled_job_saves_a_checkpoint_and_names_the_command_that_resumes(work, arguments, slurm_cluster, how):
     _, out = cancel(work, arguments, slurm_cluster, "save", how)
+    kind, verdict = diagnosis(work / RUN)
+    assert kind == "run_stopped" and ("SIGINT" if how == "ctrl-c" else "SIGTERM") in verdict
     assert (work / "runs/e/t/recover/step000003").exists(), out
     assert "resume with: " in out and "-m arealite.launcher.slurm script.py" in out and "recover.mode=auto" in out
     wait_until_gone(work, 30)
