@@ -8,7 +8,7 @@ seconds and at its end, for other machines and for processes that have died.
 |---|---|---|---|
 | launcher of a node | node0 | `launcher.node.run_node` | its children, and how they ended |
 | trainer rank | rank0 | `startup.prepare_process`, or `Run` without a launcher | step; rank 0: executor, servers |
-| rank in a Ray actor | actor.rank0 | `controller.rank.RankActor` | the method that it executes; rollout: executor, servers |
+| rank in a Ray actor | actor.rank0 | `controller.rank.RankActor` | its method; rollout: executor, servers |
 | embedded server | server0 | `cli.server.run_server` | requests, KV cache, version, event loop |
 | rollout worker | worker-PID | `core.worker_pool` | the episodes' waits, event loop |
 | reward, tool or environment worker | job-PID | `pools.job_pool` | only its stack: no file |
