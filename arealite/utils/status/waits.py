@@ -31,7 +31,7 @@ class Wait(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The waits of one kind that have ended: their number, recent mean duration, and when the last one ended."""
+    """Waits of one kind that have ended: number, mean of the last durations, end of the last one."""
 
     count: int
     mean_s: float
@@ -100,7 +100,7 @@ def describe() -> list[dict[str, Any]]:
 
 
 def describe_completed() -> dict[str, dict[str, Any]]:
-    """Return, by kind, how many waits have ended, how long the last ones took, and how long ago the last one ended."""
+    """Return, by kind, how many waits have ended, how long they took, and when the last one ended."""
     now = time.monotonic()
     return {
         kind: {"count": done.count, "mean_s": round(done.mean_s, 3), "age_s": round(now - done.last, 3)}

@@ -262,7 +262,7 @@ def _describe_process(run_dir: str | Path, name: str, role: str) -> dict[str, An
 
 
 def pid_space() -> str:
-    """Return what processes share within which a pid names the same process: one boot of a machine, one container."""
+    """Name what a pid is valid in: one boot of a machine, one container."""
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
