@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from tests import warm_python
+from tests import fork_servers, warm_python
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,10 +45,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_runtest_setup() -> None:
-    warm_python.start_fork_server()
+    fork_servers.start()
 
 
 def pytest_unconfigure() -> None:
+    fork_servers.close()
     warm_python.close()
 
 

@@ -6,9 +6,6 @@ directory, output and exit code. All pytest workers share one such process; it e
 
 Python programs that such a process starts are forked, too: servers and ranks of a launcher, fork servers of rewards.
 
-The fork server of `multiprocessing`, from which pools of rewards, tools and environments get their workers, is a fork
-of pytest itself (`start_fork_server`): workers find the modules of tests imported.
-
 `python tests/warm_python.py --run COMMAND...` is a program that behaves like `python COMMAND...`, for shell scripts.
 
 Use a plain `subprocess` where the start itself is tested, or where a test reads /proc/PID/cmdline or environ.
@@ -25,8 +22,6 @@ import itertools
 import json
 import logging
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import random
@@ -58,7 +53,6 @@ PRELOAD = (
 _PR_SET_PDEATHSIG = 1
 
 _server: subprocess.Popen | None = None
-_fork_server_pid: int | None = None
 
 
 def prepare() -> None:
@@ -196,47 +190,6 @@ def run_in_place(command: Sequence[str]) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def start_fork_server() -> None:
-    """Let the fork server of `multiprocessing` be a fork of this process, with all modules that are imported here.
-
-    Call it between tests. If a test has killed the fork server, `multiprocessing` starts an interpreter in its place,
-    which stays where threads are left: they might hold locks, which a fork would never release.
-    """
-    global _fork_server_pid
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    if _fork_server_pid is not None and threading.active_count() > 1:
-        return
-    if server._forkserver_pid not in (None, _fork_server_pid):
-        # Processes of a fixture would end without their exit code.
-        if multiprocessing.active_children():
-            return
-        server._stop()
-
-    def fork(path: str, args: list[Any], passfds: Sequence[int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            _close_all_but(passfds)
-            # The streams of pytest may be pipes that nobody reads while a test waits for this process.
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for number in range(3):
-                os.dup2(nothing, number)
-            _open_streams()
-            with contextlib.suppress(SystemExit):
-                exec(args[-1], {})
-            # Exit functions are those of pytest.
-            os._exit(0)
-        return pid
-
-    multiprocessing.set_forkserver_preload([])
-    multiprocessing.resource_tracker.ensure_running()
-    original, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        multiprocessing.util.spawnv_passfds = original
-    _fork_server_pid = server._forkserver_pid
-
-
 # ------------------------------------------------------------------------------------------------- the server
 
 
@@ -303,7 +256,7 @@ class _ForkingPopen(subprocess.Popen):
             if preexec_fn is not None:
                 preexec_fn()
             # The parent waits until one of them is closed.
-            _close_all_but(pass_fds)
+            close_all_but(pass_fds)
             gc.enable()
             _run_program(args[1:], os.environ if env is None else env)
 
@@ -315,12 +268,12 @@ def _fork_passfds(path: str, args: list[Any], passfds: Sequence[int]) -> int:
     """Replaces the function with which `multiprocessing` starts its fork server and its resource tracker."""
     pid = os.fork()
     if pid == 0:
-        _close_all_but(passfds)
+        close_all_but(passfds)
         _run_program(args[args.index("-c") :], os.environ)
     return pid
 
 
-def _close_all_but(descriptors: Sequence[int]) -> None:
+def close_all_but(descriptors: Sequence[int]) -> None:
     """Close what exec would close."""
     for low, high in itertools.pairwise([*sorted({2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(low + 1, high)
@@ -333,7 +286,7 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    _open_streams()
+    open_streams()
     logging.getLogger().handlers.clear()
     env = dict(env)
     os.environ.clear()
@@ -358,7 +311,7 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def _open_streams() -> None:
+def open_streams() -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
