@@ -30,10 +30,10 @@ _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16", "float", "double
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm")
 _TABLES = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
-# Families whose models are an embedding, dense layers, a norm and a head, and nothing else.
+# Families whose models are an embedding, layers, a norm and a head, and nothing else.
 STAGED_FAMILIES = (
-    "cohere", "cohere2", "exaone4", "gemma", "gemma3_text", "glm4", "granite", "llama", "mistral", "olmo2", "olmo3",
-    "phi3", "qwen2", "qwen3", "smollm3", "starcoder2",
+    "cohere", "cohere2", "deepseek_v3", "exaone4", "gemma", "gemma3_text", "glm4", "gpt_oss", "granite", "llama",
+    "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 
 # Keys of the number of routed experts of a layer.

@@ -57,7 +57,14 @@ class PackedModel(nn.Module):
     In a context-parallel group each rank computes an equal piece of the tokens, and all ranks get the full result.
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, layout: Layout | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainEngineConfig,
+        layout: Layout | None = None,
+        routing: Routing | None = None,
+    ):
+        """`routing` is that of all stages of a rank, if `model` is one of them."""
         super().__init__()
         self.model: Any = model
         self.chunk_size = config.logprob_chunk_size or 1024
@@ -74,7 +81,7 @@ class PackedModel(nn.Module):
         has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         self.padded = has_sinks or config.dtype == "float32"
         self.has_lm_head = model.get_output_embeddings() is not None
-        self.routing = Routing(model, config)
+        self.routing = routing or Routing(model, config)
         # A reference or a critic is another model, which routes tokens itself.
         self.replays = config.optimizer is not None and self.has_lm_head
         # Set by `shard`: FSDP only converts types, it divides nothing.

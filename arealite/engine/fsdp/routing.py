@@ -8,7 +8,7 @@ the correction biases by `router_bias_update_rate`. Used by `PackedModel`.
 N packed tokens, L layers with experts, E experts of a layer, K experts of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,12 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 class Routing:
-    """The routers of one model, if it has any. `load` and `totals` of each layer grow until `end_step`."""
+    """The routers of one model, if it has any. `load` and `totals` of each layer grow until `end_step`.
 
-    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig):
+    On a rank of a pipeline only the layers `own` have hooks. Statistics are those of all layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, own: Container[int] | None = None):
         blocks = expert_blocks(model)
         if config.router_bias_update_rate and not any(hasattr(b.router, _BIAS) for b in blocks):
             raise ConfigError(
@@ -68,11 +71,14 @@ class Routing:
         # Weight of the load-balancing loss of one layer and micro-batch.
         self.balance: Tensor | None = None
         self.model_type = model.config.get_text_config().model_type
-        self.routers = [block.router for block in blocks]
         self.num_experts = num_experts(model.config)
         self.top_k = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 0))
         self.num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        # Layers with experts of the whole model, and which of them are on this rank.
         self.layers = [int(block.layer.self_attn.layer_idx) for block in blocks]  # pyright: ignore
+        self.rows = [row for row, layer in enumerate(self.layers) if own is None or layer in own]
+        blocks = [blocks[row] for row in self.rows]
+        self.routers = [block.router for block in blocks]
         self.load = [torch.zeros(self.num_experts, device="cpu") for _ in blocks]
         # Entropy of the router, tokens, tokens with a record, recorded experts that the trainer would not have chosen.
         self.totals = [torch.zeros(4, device="cpu") for _ in blocks]
@@ -81,7 +87,10 @@ class Routing:
             block.router.register_forward_hook(partial(self._after_router, number))
 
     def unpack(self, record: Tensor) -> Tensor:
-        """Return recorded experts `[N, L · K]` as `[L, N, K]`; SGLang records layers without experts too."""
+        """Return recorded experts `[N, L · K]` as `[own layers, N, K]`.
+
+        SGLang records layers without experts too.
+        """
         if not self.layers or self.model_type not in WEIGHTS:
             raise ConfigError(
                 f"rollout.routing_replay does not know how {self.model_type} weighs experts: it supports "
@@ -94,7 +103,8 @@ class Routing:
                 f"with {self.top_k} experts of a token: server and trainer must run the same model"
             )
         layers = record.long().unflatten(1, (count, self.top_k)).transpose(0, 1)
-        return layers if count == len(self.layers) else layers[self.layers]
+        layers = layers if count == len(self.layers) else layers[self.layers]
+        return layers[self.rows]
 
     def _after_router(self, number: int, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Put recorded experts in the place of the router's own."""
@@ -133,14 +143,9 @@ class Routing:
         if not self.layers:
             return {}
         self.balance = None
-        load, totals = torch.stack(self.load), torch.stack(self.totals).sum(dim=0)
-        self.load = [torch.zeros_like(part) for part in self.load]
-        self.totals = [torch.zeros_like(part) for part in self.totals]
-        if layout is not None:
-            for part in (load, totals):
-                dist.all_reduce(part, group=layout.fsdp.get_group())
+        load, totals = self._take_counts(layout)
         if self.bias_rate:
-            for router, own in zip(self.routers, load, strict=True):
+            for router, own in zip(self.routers, load[self.rows], strict=True):
                 getattr(router, _BIAS).add_(self.bias_rate * torch.sign(own.mean() - own))
         imbalance = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
         entropy, tokens, recorded, changed = totals.tolist()
@@ -157,6 +162,21 @@ class Routing:
             changed /= recorded * self.top_k
             stats |= {"moe/replayed": recorded / tokens, "moe/changed_experts": changed}
         return stats
+
+    def _take_counts(self, layout: Layout | None) -> tuple[Tensor, Tensor]:
+        """Return `load [L, E]` and the sum of `totals` over layers, of all ranks; clear them."""
+        device = self.load[0].device if layout is None else layout.mesh.device_type
+        load, totals = torch.zeros(len(self.layers), self.num_experts, device=device), torch.zeros(4, device=device)
+        for row, own_load, own_totals in zip(self.rows, self.load, self.totals, strict=True):
+            load[row] += own_load.to(device)
+            totals += own_totals.to(device)
+        self.load = [torch.zeros_like(part) for part in self.load]
+        self.totals = [torch.zeros_like(part) for part in self.totals]
+        if layout is not None:
+            for group in (layout.fsdp.get_group(), layout.pp_group):
+                for part in (load, totals):
+                    dist.all_reduce(part, group=group)
+        return load, totals
 
 
 def _balance_loss(logits: Tensor, index: Tensor) -> Tensor:

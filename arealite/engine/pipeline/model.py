@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from arealite.api.cli_args import TrainEngineConfig
 from arealite.engine.fsdp.parallel import Layout, local
+from arealite.engine.fsdp.routing import Routing
 from arealite.engine.fsdp.sharding import all_tensors, fill, shard
 from arealite.engine.pipeline.split import ModelParts
 from arealite.engine.pipeline.stage import StageModel
@@ -39,18 +40,17 @@ class PipelinedModel(nn.Module):
         self.num_stages = len(parts.stages)
         self.device_type = layout.mesh.device_type
         self.dtype = getattr(torch, config.dtype)
-        stages = []
-        for index in parts.stages_of(self.rank):
+        stages, indices = [], parts.stages_of(self.rank)
+        self.routing = Routing(empty, config, {layer for index in indices for layer in parts.stages[index]})
+        for index in indices:
             is_last = index == self.num_stages - 1
-            stages.append(StageModel(*parts.view(index), config, layout, index, is_last))
+            stages.append(StageModel(*parts.view(index), config, layout, self.routing, index, is_last))
         parts.drop_others(self.rank)
         self.model = empty
         for stage in stages:
             shard(stage, layout, config, stays_gathered=True)
         self.stages: list[StageModel] = stages
         self._registered = nn.ModuleList(stages)
-        # Families with experts have no stages: there is nothing to count.
-        self.routing = stages[0].routing
         self.ring, self.has_lm_head = stages[0].ring, parts.head_name == "lm_head"
         self._has_tied = parts.is_tied
         self._embedding: Any = parts.base.embed_tokens

@@ -20,6 +20,7 @@ from arealite.engine.fsdp.micro_batches import MicroBatch
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import Layout
 from arealite.engine.fsdp.passes import PassSettings
+from arealite.engine.fsdp.routing import Routing
 from arealite.engine.pipeline.split import Skipped
 
 # Makes a loss of the results for a micro-batch, on the last stage.
@@ -35,10 +36,11 @@ class StageModel(PackedModel):
         entry: Skipped | None,
         config: TrainEngineConfig,
         layout: Layout,
+        routing: Routing,
         index: int,
         is_last: bool,
     ):
-        super().__init__(view, config, layout)
+        super().__init__(view, config, layout, routing)
         self.entry, self.index, self.is_last = entry, index, is_last
         self._queue: Iterator[tuple[MicroBatch, PassSettings]] = iter(())
         self._length = 0
