@@ -57,7 +57,8 @@ _DRY = ("--config", "--dry-run", "--help")
 _PLAN = (
     "--model", "--gpu", "--gpus", "--layout", "--backend", "--eta", "--prompts", "--samples", "--prompt-lengths",
     "--lengths", "--reward-s", "--turns", "--tool-s", "--max-running", "--prox-logp", "--fixed-lead", "--interrupt",
-    "--crash", "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--json",
+    "--crash", "--servers", "--from", "--calibrate", "--calibrated", "--steps", "--seed", "--sweep", "--plot", "--page",
+    "--json",
     "--help",
 )
 # fmt: on

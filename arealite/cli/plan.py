@@ -74,6 +74,7 @@ def _parser() -> ArgumentParser:
     add("--seed", type=int, default=1)
     add("--sweep", metavar="KEY=A,B,…", help=f"predict each value of one of {', '.join(SWEPT)}")
     add("--plot", metavar="FILE.png", help="draw the sweep (needs matplotlib)")
+    add("--page", metavar="RUN_DIR", help="save the sweep in a run directory: the dashboard draws it with the run")
     add("--json", action="store_true", help="print one JSON line")
     return parser
 

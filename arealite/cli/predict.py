@@ -14,7 +14,7 @@ from arealite.plan.layouts import Layout
 from arealite.plan.measured import describe_costs, read_measured, write_measured
 from arealite.plan.model_shape import MODELS, find_model
 from arealite.plan.recorded import read_run
-from arealite.plan.report import as_json, describe, describe_best, describe_sweep, plot_sweep
+from arealite.plan.report import as_json, describe, describe_best, describe_sweep, plot_sweep, save_sweep
 from arealite.plan.search import evaluate, make_setup, search
 from arealite.plan.simulate import Crash, Prediction, Setup, simulate
 from arealite.plan.workload import Distribution, Workload
@@ -35,6 +35,8 @@ def predict(options: Namespace) -> int:
         raise ConfigError("give one of --gpus N (search), --layout MODE, --from RUN_DIR or --calibrated FILE")
     if options.sweep:
         return _sweep(options)
+    if options.plot or options.page:
+        raise ConfigError("--plot and --page draw a sweep: give --sweep KEY=A,B,…, too")
     if options.gpus is not None:
         return _search(options)
     if options.layout is not None:
@@ -80,6 +82,8 @@ def _sweep(options: Namespace) -> int:
         raise ConfigError(f"--sweep is {options.sweep!r}; write KEY=A,B,… with one of {', '.join(SWEPT)}")
     if options.gpus is not None:
         raise ConfigError("--sweep predicts one layout: give --layout, --from or --calibrated instead of --gpus")
+    if options.page and not Path(options.page).is_dir():
+        raise ConfigError(f"--page {options.page}: there is no such run directory")
     predictions = []
     for value in values:
         name = key.replace("-", "_")
@@ -93,6 +97,9 @@ def _sweep(options: Namespace) -> int:
         print(json.dumps({value: as_json(found) for value, found in zip(values, predictions, strict=True)}))
     else:
         print(describe_sweep(key, values, predictions))
+    if options.page:
+        title = options.layout or f"costs of {options.run_dir or options.calibrated}"
+        print(f"wrote {save_sweep(Path(options.page), key, values, predictions, title)}")
     if options.plot:
         plot_sweep(Path(options.plot), key, values, predictions)
     return 0

@@ -29,6 +29,7 @@ from arealite.dashboard.files import (
     read_image,
     read_log,
 )
+from arealite.dashboard.foresight import foresight, sweeps
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
@@ -185,6 +186,8 @@ _READERS: dict[str, Reader] = {
     "flow": ledger.flow,
     "ages": ledger.ages,
     "servers": ledger.servers,
+    "foresight": foresight,
+    "sweeps": sweeps,
     "rollouts": ledger.rollouts,
     "rollouts/{source}/{episode}/{sample}": ledger.rollout,
     "groups/{source}/{episode}": ledger.group,

@@ -26,6 +26,7 @@ _SCAN_INTERVAL_S = 2.0
 # Folders of a run directory, and others, below which there are no runs.
 _SKIPPED = {
     "checkpoints", "recover", "evaluations", "logs", "names", "private", "rollouts", "weights", "tensorboard", "model",
+    "sweeps", "status",
 }  # fmt: skip
 
 
@@ -41,6 +42,9 @@ class Run:
         self.trace = TraceFile(self.dir.trace_path)
         # Alarms in the ledger, and the time of the files that they were counted in.
         self.alarms: tuple[float | None, int] | None = None
+        # What `foresight` found, and after how many steps.
+        self.foresight: tuple[float, dict[str, Any]] | None = None
+        self.foresight_lock = threading.Lock()
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""

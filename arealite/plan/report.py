@@ -1,5 +1,6 @@
 """Prints predictions: one layout in full, a table of the best ones, a sweep as table and plot."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,20 @@ def plot_sweep(path: Path, key: str, values: Sequence[str], predictions: Sequenc
         axis.set_xlabel(key)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def save_sweep(
+    run_dir: Path, key: str, values: Sequence[str], predictions: Sequence[Prediction], title: str
+) -> Path:  # fmt: skip
+    """Write a sweep into a run directory, where the dashboard finds it; returns its path."""
+    path = run_dir / "sweeps" / f"{key}.json"
+    saved = {"key": key, "title": title, "values": list(values), "predictions": [as_json(p) for p in predictions]}
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(saved))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return path
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from arealite.core.ledger.rollouts import RolloutRow
-from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger
+from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger, TimesRow
 from arealite.core.ledger.token_record import TokenRecord
 from arealite.utils.rundir import RunDir
 
@@ -86,7 +86,7 @@ def write_config(run_dir: RunDir, seed: int, steps: int) -> None:
         f"experiment_name: {run_dir.path.parent.name}\ntrial_name: {run_dir.path.name}\nseed: {seed}\n"
         f"total_train_steps: {steps}\n"
         f"actor:\n  path: model\n  optimizer:\n    lr: {lr}\nserver:\n  api_key: ${{oc.env:AREALITE_API_KEY}}\n"
-        "gconfig:\n  n_samples: 8\n  stop: ['<|im_end|>']\n"
+        "rollout:\n  max_head_offpolicyness: 4\ngconfig:\n  n_samples: 8\n  stop: ['<|im_end|>']\n"
     )
 
 
@@ -172,6 +172,8 @@ def _group(ledger: Ledger, rng: random.Random, number: int, step: int, question:
     ended = STARTED + STEP_S * step - rng.random() * 10
     row = EpisodeRow(number, "trained", None, oldest, oldest, step, SAMPLES, tokens, reward, ended - 30, ended)
     ledger.record(row)
+    reward_s = 0.2 + 1.5 * rng.random()
+    ledger.record_times(TimesRow(number, ended, json.dumps([["generate", 30 - reward_s], ["reward", reward_s]])))
     return rows
 
 

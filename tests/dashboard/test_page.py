@@ -365,3 +365,21 @@ def test_every_module_is_loaded_ahead_of_time():
     page = (STATIC / "index.html").read_text()
     modules = {file.name for file in STATIC.glob("*.js")} - {"theme.js", "main.js"}
     assert set(re.findall(r'modulepreload" href="static/([^"]+)"', page)) == modules
+
+
+def test_timeline_shows_chains_advice_and_sweeps(pages: Pages, runs: Path):
+    folder = runs / "first" / "sweeps"
+    folder.mkdir(exist_ok=True)
+    predicted = {"step_s": 9.0, "trainer_idle": 0.1, "server_idle": 0.4, "staleness_mean": 1.0}
+    saved = {"key": "eta", "title": HOSTILE[1], "values": ["0", "4"]}
+    saved["predictions"] = [{"tokens_per_s": rate, **predicted} for rate in (1e5, 2e5)]
+    (folder / "eta.json").write_text(json.dumps(saved))
+    (folder / "damaged.json").write_text('{"values": 3}')
+    page = visit(pages, "first", "timeline")
+    assert "The trainer waited" in page.locator(".foresee-sentence").inner_text()
+    assert page.locator(".foresee-waits .wait-row").count() == 8
+    assert "generation of episode" in page.locator(".foresee-waits").inner_text()
+    assert page.locator(".foresee-helps .foresee-chart canvas").count() == 4
+    assert page.locator(".foresee-sweeps .foresee-chart").count() == 3, "the damaged file is left out"
+    assert "200k" in page.locator(".foresee-sweeps .chart").first.get_attribute("aria-label")
+    assert is_untouched(page)

@@ -3,12 +3,15 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import AllocationError, ConfigError
 from arealite.cli import plan as command
+from arealite.dashboard.foresight import sweeps
+from arealite.dashboard.runs import Run
 from arealite.plan.hardware import GPUS, find_gpu
 from arealite.plan.layouts import Layout
 from arealite.plan.model_shape import MODELS, find_model
@@ -145,9 +148,12 @@ def test_a_layout_is_predicted_in_full(capsys):
 def test_a_sweep_is_a_table_and_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "eta.png"
-    assert command.main([*SMALL, "--layout", "sglang.d2+d2", "--sweep", "eta=0,2", "--plot", str(plot)]) == 0
+    sweep = ["--layout", "sglang.d2+d2", "--sweep", "eta=0,2"]
+    assert command.main([*SMALL, *sweep, "--plot", str(plot), "--page", str(tmp_path)]) == 0
+    (saved,) = sweeps(Run(tmp_path, "run"), cast(Any, None))["sweeps"]
+    assert saved["values"] == ["0", "2"] and saved["columns"]["tokens_per_s"][0] > 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[1].split()[0] == "0" and plot.read_bytes().startswith(b"\x89PNG")
+    assert len(lines) == 4 and lines[1].split()[0] == "0" and plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_help_explains_both_uses(capsys):

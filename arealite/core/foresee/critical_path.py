@@ -21,7 +21,7 @@ _CAUSE_S = 0.1
 # Links of one chain; a batch of very short episodes may have many.
 _MAX_LINKS = 1000
 GENERATION, STRAGGLERS, ADMISSION, COLLECT = "generation", "stragglers", "admission", "collect"
-_TEXTS = {
+LINK_TEXTS = {
     GENERATION: "generation",
     STRAGGLERS: "stragglers",
     ADMISSION: "admission of episodes",
@@ -74,7 +74,7 @@ class CriticalPath:
         for kind, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
             if seconds / total >= 0.005:
                 extra = f" ({self._describe_stragglers()})" if kind == STRAGGLERS else ""
-                parts.append(f"{seconds / total:.0%} {_TEXTS.get(kind, kind)}{extra}")
+                parts.append(f"{seconds / total:.0%} {LINK_TEXTS.get(kind, kind)}{extra}")
         return f"{head}: {', '.join(parts)}" if parts else head
 
     def _describe_stragglers(self) -> str:
@@ -133,7 +133,7 @@ def describe_path(path: StepPath) -> str:
             link = Link(link.kind, last.began, last.seconds + link.seconds, link.episode)
             words.pop()
         who = "" if link.episode is None else f" of episode {link.episode}"
-        words.append(f"{_TEXTS.get(link.kind, link.kind)}{who} {link.seconds:.2f} s")
+        words.append(f"{LINK_TEXTS.get(link.kind, link.kind)}{who} {link.seconds:.2f} s")
         last = link
     if len(words) > 8:
         words = [*words[:3], f"{len(words) - 6} more", *words[-3:]]

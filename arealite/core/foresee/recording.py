@@ -8,6 +8,7 @@ analysed raises `RecordingError` with the reason and what to do.
 import contextlib
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,8 +123,9 @@ def read_recording(folder: Path, stats: Iterable[Mapping[str, Any]]) -> Recordin
         ) from error
     lines = {int(line["step"]): line for line in stats if line.get("step", -1) >= 0 and "time/step" in line}
     steps, notes = _make_steps(lines, ready, episodes)
-    batches = [sum(e.step == step.number for e in episodes) for step in steps]
-    settings = read_settings(folder / "config.yaml", max(batches), _count_servers(samples))
+    batches = Counter(episode.step for episode in episodes)
+    batch_size = max(batches[step.number] for step in steps)
+    settings = read_settings(folder / "config.yaml", batch_size, _count_servers(samples))
     return Recording(settings, steps, episodes, _server_rates(samples), notes)
 
 

@@ -56,8 +56,8 @@ class Answer:
 class WhatIf:
     """Re-runs one recording under any scenario."""
 
-    def __init__(self, recording: Recording):
-        self.recording = _last_steps(recording)
+    def __init__(self, recording: Recording, max_steps: int = _MAX_STEPS):
+        self.recording = _last_steps(recording, max_steps)
         self.simulation = Simulation(self.recording)
         self.base = self.simulation.run(Scenario(self.recording.settings))
 
@@ -148,8 +148,8 @@ def _with_eta(settings: Settings, eta: int) -> Settings:
     return replace(settings, max_head_offpolicyness=eta, lead=None if settings.lead is None else eta)
 
 
-def _last_steps(recording: Recording) -> Recording:
-    keep = min(_MAX_STEPS, max(2, _MAX_EPISODES // max(1, recording.settings.batch_size)))
+def _last_steps(recording: Recording, max_steps: int) -> Recording:
+    keep = min(max_steps, max(2, _MAX_EPISODES // max(1, recording.settings.batch_size)))
     if len(recording.steps) <= keep:
         return recording
     steps = recording.steps[-keep:]

@@ -7,6 +7,7 @@ import { keep } from "./route.js";
 import { AgeMap, ServerTable, flowDiagram, waitTable } from "./async_charts.js";
 import { Chart, ChartGroup } from "./chart.js";
 import { phaseColor, stateColor } from "./colors.js";
+import { Foresight } from "./foresee.js";
 import { Lanes, waitReason } from "./lanes.js";
 
 const LIMIT = 20_000;
@@ -21,6 +22,7 @@ export function timelineView(root, context) {
   own.waits = h("div", { class: "card panel" });
   own.lanes = new Lanes({ onwindow: (window) => { own.moved = true; follow(own, window); refine(own, path); } });
   own.lanesCard = h("div", { class: "card lanes-card" }, own.lanes.element);
+  own.foresight = new Foresight();
   own.ages = new AgeMap();
   own.servers = new ServerTable(own.groups);
   own.flowChart = new Chart({ height: 170, group: own.flowGroup, label: "Episodes by step" });
@@ -38,8 +40,8 @@ export function timelineView(root, context) {
   load();
   return {
     tick: load,
-    refresh() { own.lanes.paint(); own.ages.paint(); own.flowData && fillFlow(own, own.flowData); legend(own); follow(own, own.lanes.window); own.serverData && own.servers.setData(own.serverData); },
-    destroy() { own.abort?.abort(); own.lanes.destroy(); own.ages.destroy(); own.servers.destroy(); own.flowChart.destroy(); },
+    refresh() { own.lanes.paint(); own.ages.paint(); own.foresight.paint(); own.flowData && fillFlow(own, own.flowData); legend(own); follow(own, own.lanes.window); own.serverData && own.servers.setData(own.serverData); },
+    destroy() { own.abort?.abort(); own.lanes.destroy(); own.ages.destroy(); own.foresight.destroy(); own.servers.destroy(); own.flowChart.destroy(); },
     keys: [
       ["w +", "Zoom in", () => own.lanes.zoom(0.6)], ["s -", "Zoom out", () => own.lanes.zoom(1 / 0.6)],
       ["a ArrowLeft", "Earlier", () => own.lanes.pan(-0.25)], ["d ArrowRight", "Later", () => own.lanes.pan(0.25)],
@@ -49,15 +51,17 @@ export function timelineView(root, context) {
   };
 }
 
-function rolloutPanels({ panels }) {
-  return [title("Servers", "load, KV cache, prefix hits and weight version"), panels.servers,
+function rolloutPanels({ panels, foresight }) {
+  return [title("What steps waited for", "the longest waits as chains of what episodes did; their parts add up to the wait"), foresight.waits,
+    title("What would have helped", "the recorded durations, played again with one change"), foresight.helps, foresight.sweeps,
+    title("Servers", "load, KV cache, prefix hits and weight version"), panels.servers,
     h("div", { class: "two" },
       h("div", {}, title("Age of samples", "versions between a sample's tokens and the update that used it"), panels.ages),
       h("div", {}, title("Flow of episodes", "where they are now, and how many changed state per step"), panels.flow))];
 }
 
 function loadPanels(own, path) {
-  return Promise.all([section(own.panels.ages, path("ages"), (data) => fillAges(own, data)),
+  return Promise.all([own.foresight.load(path), section(own.panels.ages, path("ages"), (data) => fillAges(own, data)),
     section(own.panels.flow, `${path("flow")}?buckets=200`, (data) => fillFlow(own, data)), loadServers(own, path)]);
 }
 
