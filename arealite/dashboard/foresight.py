@@ -1,4 +1,4 @@
-"""What the steps of a run waited for, what would have helped, and sweeps that `arealite plan` saved in its folder.
+"""What the steps of a run waited for, what would have helped, and saved sweeps of `arealite plan`.
 
 Playing a run again takes up to seconds, so the answer is kept until the run has a tenth more steps.
 """
@@ -25,7 +25,7 @@ _PREDICTED = ("tokens_per_s", "step_s", "trainer_idle", "server_idle", "stalenes
 
 
 def foresight(run: Run, _: Query) -> dict[str, Any]:
-    """Return critical path, advice and re-runs at other staleness limits; `problem` if the run does not tell."""
+    """Return critical path, advice and re-runs at other limits; `problem` if the run does not tell."""
     columns = run.stats.rows()["columns"]
     steps = max((step for step in columns.get("step", ()) if step is not None), default=-1) + 1
     with run.foresight_lock:
