@@ -172,7 +172,7 @@ def _group(ledger: Ledger, rng: random.Random, number: int, step: int, question:
     ended = STARTED + STEP_S * step - rng.random() * 10
     row = EpisodeRow(number, "trained", None, oldest, oldest, step, SAMPLES, tokens, reward, ended - 30, ended)
     ledger.record(row)
-    reward_s = 0.2 + 1.5 * rng.random()
+    reward_s = 0.2 + 0.015 * (37 * number % 100)
     ledger.record_times(TimesRow(number, ended, json.dumps([["generate", 30 - reward_s], ["reward", reward_s]])))
     return rows
 
