@@ -134,13 +134,16 @@ def sort_rows(rows: list[np.ndarray]) -> list[int]:
 
 def shared_lengths(rows: list[np.ndarray]) -> list[int]:
     """Return how many first tokens each row shares with the row before it; few count as none."""
-    shared = [0]
-    for row, other in pairwise(rows):
-        size = min(len(row), len(other))
-        differs = np.flatnonzero(row[:size] != other[:size])
-        length = int(differs[0]) if len(differs) else size
-        shared.append(length if length >= min(_MIN_SHARED, _MIN_SHARED_PART * len(row)) else 0)
-    return shared[: len(rows)]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    width = int(lengths.max(initial=0))
+    table = np.full((len(rows), width + 1), -1, np.int64)
+    table[np.arange(width + 1) < lengths[:, None]] = np.concatenate(rows) if rows else []
+    # The column after the shorter row's last token counts as a difference, also if both rows end there.
+    differs = table[1:] != table[:-1]
+    differs[np.arange(len(differs)), np.minimum(lengths[1:], lengths[:-1])] = True
+    shared = differs.argmax(axis=1)
+    shared[shared < np.minimum(_MIN_SHARED, _MIN_SHARED_PART * lengths[:-1])] = 0
+    return [0, *shared.tolist()][: len(rows)]
 
 
 def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_tokens: int, count: int) -> list[int]:
@@ -151,6 +154,8 @@ def cut_sorted(lengths: list[int], saved: list[int], blocks: list[int], max_toke
     more than `max_tokens` is a part of its own.
     """
     cuts = _cut(lengths, saved, blocks, max_tokens)
+    if len(cuts) == count == 1:
+        return cuts
     low, high = 1, max_tokens
     count = max(count, len(cuts))
     while low < high:
