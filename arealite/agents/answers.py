@@ -6,7 +6,7 @@ from arealite.api.io_struct import ModelResponse
 from arealite.protocol.answer import Answer, TokenLogprob, token_text
 from arealite.protocol.chat import ChatRequest
 from arealite.protocol.completions import CompletionRequest
-from arealite.protocol.tool_calls import decode_answer, style_of
+from arealite.protocol.tool_calls import decode_answer, opens_thinking, style_of
 
 
 def make_answers(
@@ -18,7 +18,8 @@ def make_answers(
         text, found = _cut(prefix + decode_answer(tokenizer, sample.output_tokens), stop)
         answer = Answer(text, sample.stop_reason, stop_sequence=found)
         if isinstance(request, ChatRequest):
-            answer.text, answer.calls = request.split(text, style_of(tokenizer))
+            thinks = opens_thinking(tokenizer, sample.input_tokens)
+            answer.text, answer.calls = request.split(text, style_of(tokenizer), thinks)
         # For /v1/completions 0 means the sampled tokens only.
         if request.logprobs is not None and request.logprobs is not False:
             answer.logprobs = token_logprobs(tokenizer, sample.output_tokens, sample.output_logprobs)

@@ -321,7 +321,7 @@ class Gateway:
             result = await self._record(call, samples, await self._answers(call, samples))
             return web.Response(body=to_json(result), content_type="application/json")
         stream = call.stream(call.head, len(call.prompt.ids))
-        live = LiveStream(request, stream, self.tokenizer, wanted, gconfig.n_samples, call.prefix)
+        live = LiveStream(request, stream, self.tokenizer, wanted, gconfig.n_samples, call.prefix, call.prompt.ids)
         try:
             samples = await live.follow(asyncio.create_task(self._generate(call, gconfig, live.tell)))
             answers = await self._answers(call, samples)

@@ -1,11 +1,12 @@
 """`LiveStream`: sends the answers of one request while they are generated.
 
-Text goes out as soon as it cannot change any more: incomplete characters, beginnings of stop strings and what may be a
-tool call are held back. The end of the stream brings the rest, from the complete answers. Engines that tell nothing
-before the end are streamed all at once.
+Text and arguments of tool calls go out as soon as they cannot change any more: incomplete characters, beginnings of
+stop strings and what may become a tool call are held back. The end of the stream brings the rest, from the complete
+answers. Engines that tell nothing before the end are streamed all at once.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from aiohttp import web
 from arealite.agents.answers import token_logprobs
 from arealite.api.errors import ServerError
 from arealite.protocol.answer import Answer, Event, Stream, Usage, event_bytes
+from arealite.protocol.call_stream import CallPiece, CallSplitter
 from arealite.protocol.chat import ChatRequest
 from arealite.protocol.completions import CompletionRequest
 from arealite.protocol.detokenizer import IncrementalText
-from arealite.protocol.tool_calls import CallSplitter, hidden_tokens, style_of
+from arealite.protocol.tool_calls import hidden_tokens, opens_thinking, style_of
 
 # A sample, the position of the first token in its answer, tokens, log-probs.
 _News = tuple[int, int, list[int], list[float]]
@@ -35,10 +37,19 @@ class _Choice:
     sent: str = ""
 
     def add(self, piece: str) -> str:
-        """Append text; returns what may be sent."""
+        """Append text; returns the content that may be sent."""
         shown = piece if self.splitter is None else self.splitter.add(piece)
         self.sent += shown
         return shown
+
+    def take_calls(self) -> list[CallPiece]:
+        """Return the pieces of calls that may be sent."""
+        return [] if self.splitter is None else self.splitter.take_calls()
+
+    def agrees_with(self, answer: Answer) -> bool:
+        """Return whether what was sent is the beginning of the complete answer."""
+        has_calls = self.splitter is None or self.splitter.agrees_with(answer.calls)
+        return has_calls and answer.text.startswith(self.sent)
 
 
 class LiveStream:
@@ -52,12 +63,14 @@ class LiveStream:
         wanted: ChatRequest | CompletionRequest,
         num_choices: int,
         prefix: str = "",
+        prompt: Sequence[int] = (),
     ):
         self.http, self.stream, self.tokenizer, self.wanted = http, stream, tokenizer, wanted
         self.stop = wanted.sampling.get("stop") or []
         # An interrupted answer loses its last tokens if they may begin a stop string.
         self._num_held = max(map(len, self.stop), default=1) - 1
         self._with_logprobs = wanted.logprobs is not None and wanted.logprobs is not False
+        self._thinks = opens_thinking(tokenizer, prompt)
         self._choices = [self._new_choice() for _ in range(num_choices)]
         # Text that was not sampled; it is sent with the first tokens.
         self._begin = [choice.add(prefix) for choice in self._choices]
@@ -87,7 +100,7 @@ class LiveStream:
 
     def check(self, answers: list[Answer]) -> None:
         """Raise `ServerError` if an answer is not what was sent: its server died, and another began anew."""
-        if not all(a.text.startswith(c.sent) for a, c in zip(answers, self._choices, strict=True)):
+        if not all(choice.agrees_with(a) for a, choice in zip(answers, self._choices, strict=True)):
             raise ServerError("a part of the answer was generated anew after it had been sent: ask again")
 
     async def finish(self, answers: list[Answer], usage: Usage) -> web.StreamResponse:
@@ -95,9 +108,11 @@ class LiveStream:
         events: list[Event] = []
         for index, (choice, answer) in enumerate(zip(self._choices, answers, strict=True)):
             rest = replace(answer, text=answer.text[len(choice.sent) :])
+            if choice.splitter is not None:
+                rest.calls = choice.splitter.with_ids(answer.calls)
             if answer.logprobs is not None:
                 rest.logprobs = answer.logprobs[choice.num_read :]
-            events += self.stream.finish(index, rest)
+            events += self._call_events(index) + self.stream.finish(index, rest)
         return await self._end(events + self.stream.close(usage))
 
     async def fail(self, error: dict[str, Any]) -> web.StreamResponse:
@@ -106,9 +121,9 @@ class LiveStream:
 
     def _new_choice(self) -> _Choice:
         text = IncrementalText(self.tokenizer, self.stop, False, hidden_tokens(self.tokenizer))
-        splitter, wanted = None, self.wanted
-        if isinstance(wanted, ChatRequest) and wanted.reads_calls:
-            splitter = CallSplitter(style_of(self.tokenizer), wanted.tools)
+        splitter = None
+        if isinstance(self.wanted, ChatRequest):
+            splitter = self.wanted.splitter(style_of(self.tokenizer), self._thinks, self.stream.takes_pieces)
         return _Choice(text, splitter)
 
     def _read(self, sample: int, at: int, tokens: list[int], logprobs: list[float]) -> list[Event]:
@@ -121,7 +136,11 @@ class LiveStream:
         known = None
         if self._with_logprobs:
             known = token_logprobs(self.tokenizer, choice.tokens[start:end], choice.logprobs[start:end])
-        return self.stream.add(sample, choice.add(text), known)
+        return self.stream.add(sample, choice.add(text), known) + self._call_events(sample)
+
+    def _call_events(self, sample: int) -> list[Event]:
+        pieces = self._choices[sample].take_calls()
+        return [event for piece in pieces for event in self.stream.add_call(sample, piece)]
 
     async def _send(self, events: list[Event]) -> None:
         if self._response is None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.tool_calls import ToolCall
 
 # The name of a server-sent event (empty: none) and its data.
@@ -94,6 +95,8 @@ class Stream(Protocol):
 
     # Events have names, there is no [DONE] at the end, and token ids come with `finish` only.
     has_named_events: bool
+    # Calls may be sent before they are complete, by `add_call`.
+    takes_pieces: bool
 
     def begin(self, num_choices: int) -> list[Event]:
         """Start the stream."""
@@ -105,8 +108,12 @@ class Stream(Protocol):
         """Add text or tokens to a choice."""
         ...
 
+    def add_call(self, index: int, piece: CallPiece) -> list[Event]:
+        """Add a piece of a call to a choice."""
+        ...
+
     def finish(self, index: int, answer: Answer) -> list[Event]:
-        """End a choice with the rest of its answer."""
+        """End a choice with the rest of its text and all of its calls."""
         ...
 
     def close(self, usage: Usage) -> list[Event]:

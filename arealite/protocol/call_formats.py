@@ -8,7 +8,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_CALLS = 128
@@ -16,15 +16,17 @@ MAX_DEPTH = 64
 OPEN, CLOSE, PYTHON, MISTRAL = "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"
 
 _SPACE = re.compile(r"\s*")
-_BETWEEN = re.compile(r"[\s;,]*")
+BETWEEN = re.compile(r"[ \t\n\r\f\v;,]*")
 _STRING = r'"((?:[^"\\]|\\.){1,256})"'
 # The beginning of a call that is broken further on.
 _NAME = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*' + _STRING)
 _ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_MISTRAL_NAME = re.compile(r"([\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
+MISTRAL_NAME = re.compile(r"([\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?=\{)")
 _XML_NAME = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _XML_KEY = re.compile(r"\s*<parameter=([^<>\n]{1,256})>")
 _XML_END = re.compile(r"\s*</function>\s*")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class ToolCall:
     error: str | None = None
     # The arguments as the model has written them, where they are not a JSON object.
     raw: str = field(default="", repr=False)
+    # The same where they are one; empty if the format writes no JSON.
+    written: str = field(default="", repr=False, compare=False)
 
     @property
     def arguments_text(self) -> str:
-        """The arguments as JSON text; what the model has written if it is not a JSON object."""
-        return self.raw or json.dumps(self.arguments, ensure_ascii=False)
+        """The arguments as the model has written them; of formats without JSON, as JSON text."""
+        return self.raw or self.written or json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass
@@ -70,8 +74,14 @@ class Scan:
         self.fail(f"more than {MAX_CALLS} calls: this one and all behind it were not read")
         return False
 
-    def add(self, value: Any) -> None:
-        """Add a call from a JSON value."""
+    def add(self, value: Any, start: int) -> None:
+        """Add a call from a JSON value, which stands at `start`."""
+        head = read_head(self.text, start)
+        if head is not None and self.text.startswith("{", head[1]):
+            # As it is streamed: if a key comes twice, the first one counts.
+            arguments, end = json.JSONDecoder(strict=False).raw_decode(self.text, head[1])
+            self.add_call(head[0], arguments, self.text[head[1] : end])
+            return
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or not name:
             self.fail("a call must be a JSON object with name and arguments")
@@ -79,19 +89,19 @@ class Scan:
         given = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
         self.add_call(name, given)
 
-    def add_call(self, name: str, arguments: Any) -> None:
-        """Add a call with a name that was read; checks name and arguments."""
-        name, raw = _clean(name), ""
+    def add_call(self, name: str, arguments: Any, text: str = "") -> None:
+        """Add a call with a name that was read; checks name and arguments, which the model has written as `text`."""
+        name, raw, text = _clean(name), "", escape_controls(_clean(text))
         if not isinstance(arguments, dict):
             raw = _clean(arguments if isinstance(arguments, str) else _dump(arguments))
             error = f"the arguments must be a JSON object, got {type(arguments).__name__}"
             arguments = {}
         else:
             error = _problem(arguments)
-            arguments, raw = (arguments, "") if error is None else ({}, _clean(_dump(arguments)))
+            arguments, raw = (arguments, "") if error is None else ({}, text or _clean(_dump(arguments)))
         if error is None and self.schemas is not None and name not in self.schemas:
             error = f"there is no tool {name[:100]!r}; the tools are {', '.join(self.schemas)[:1000] or 'none'}"
-        self.calls.append(self._call(name, arguments, error, raw))
+        self.calls.append(replace(self._call(name, arguments, error, raw), written=text))
 
     def fail(self, error: str, name: str = "", raw: str = "") -> None:
         """Add a call that cannot be read."""
@@ -153,6 +163,20 @@ class Scan:
         return value, wrong[0] if wrong else None
 
 
+def read_head(text: str, start: int) -> tuple[str, int] | None:
+    """Return the name of the JSON call at `start`, and where its arguments begin; None if it begins in another way."""
+    found = _NAME.match(text, start)
+    arguments = _ARGUMENTS.match(text, found.end()) if found and "\\" not in found[1] else None
+    return (found[1], arguments.end()) if found and arguments else None
+
+
+def escape_controls(text: str) -> str:
+    """Escape control characters in the strings of a JSON text, which models write and JSON forbids."""
+    if _CONTROL.search(text) is None:
+        return text
+    return _QUOTED.sub(lambda s: _CONTROL.sub(lambda c: json.dumps(c[0])[1:-1], s[0]), text)
+
+
 def scan_tags(scan: Scan) -> None:
     """Read the calls between `<tool_call>` and `</tool_call>`; a missing end tag is tolerated."""
     text = scan.text
@@ -179,7 +203,7 @@ def _read_tagged_json(scan: Scan) -> None:
         for item in value if isinstance(value, list) else [value]:
             if not scan.begin(scan.kept):
                 break
-            scan.add(item)
+            scan.add(item, body)
         return
     end = _block_end(scan)
     _close_tag(scan, is_broken=True)
@@ -240,8 +264,11 @@ def _read_xml(scan: Scan) -> str | None:
 
 def scan_llama(scan: Scan) -> None:
     """Read JSON objects behind `<|python_tag|>` or at the start of the text."""
-    text, tagged = scan.text, scan.text.find(PYTHON, scan.at)
-    start = scan.at = tagged if tagged >= 0 else scan.skip()
+    text = scan.text
+    # A text that begins with a call needs no tag.
+    start = scan.skip()
+    if read_head(text, start) is None and (tagged := text.find(PYTHON, start)) >= 0:
+        start = scan.at = tagged
     while True:
         is_tagged = text.startswith(PYTHON, scan.at)
         if is_tagged:
@@ -259,9 +286,9 @@ def scan_llama(scan: Scan) -> None:
             scan.at = len(text)
             scan.fail_json(error, body, len(text))
         else:
-            scan.add(value)
+            scan.add(value, body)
         _end_call(scan, count)
-        start = scan.skip(_BETWEEN)
+        start = scan.skip(BETWEEN)
         if text.startswith(("{", PYTHON), start):
             scan.kept = start
 
@@ -274,7 +301,7 @@ def scan_mistral(scan: Scan) -> None:
             return
         scan.at = start + len(MISTRAL)
         count, body = len(scan.calls), scan.skip()
-        named = _MISTRAL_NAME.match(text, body)
+        named = MISTRAL_NAME.match(text, body)
         if text.startswith("[", body):
             _read_list(scan)
         elif named:
@@ -283,13 +310,13 @@ def scan_mistral(scan: Scan) -> None:
             if error:
                 scan.fail(error, named[1], text[named.end() : _next_start(scan)].strip())
             else:
-                scan.add_call(named[1], value)
+                scan.add_call(named[1], value, text[named.end() : scan.at] if isinstance(value, dict) else "")
         else:
             value, error = scan.read_json()
             if error:
                 scan.fail_json(error, body, _next_start(scan))
             else:
-                scan.add(value)
+                scan.add(value, body)
         _end_call(scan, count)
 
 
@@ -309,7 +336,7 @@ def _read_list(scan: Scan) -> None:
         if error:
             scan.fail_json(error, body, _next_start(scan))
             return
-        scan.add(value)
+        scan.add(value, body)
         scan.at += text.startswith(",", after)
     scan.at += 1
 

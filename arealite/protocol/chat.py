@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arealite.protocol.answer import Answer, Event, Head, TokenLogprob, Usage
+from arealite.protocol.call_stream import CallPiece, CallSplitter
 from arealite.protocol.fields import FieldError, Fields, check_tools, json_format, objects, tool, tool_name, typed
-from arealite.protocol.tool_calls import ToolCall, parse_tool_calls
+from arealite.protocol.tool_calls import MAX_CALLS, ToolCall, parse_tool_calls
 
 # Accepted, and without effect on what is generated here.
 _WITHOUT_EFFECT = (
@@ -53,12 +54,19 @@ class ChatRequest:
     def has_images(self) -> bool:
         return any(isinstance(message.get("content"), list) for message in self.messages)
 
-    def split(self, text: str, style: str | None) -> tuple[str, list[ToolCall]]:
-        """Split a sampled text into content and the calls that this request asks for."""
+    def split(self, text: str, style: str | None, thinks: bool) -> tuple[str, list[ToolCall]]:
+        """Split a sampled text into content and the calls that this request asks for; see `parse_tool_calls`."""
         if not self.reads_calls:
             return text, []
-        content, calls = parse_tool_calls(text, style, self.tools)
+        content, calls = parse_tool_calls(text, style, self.tools, thinks)
         return content, self.limit(calls)
+
+    def splitter(self, style: str | None, thinks: bool, takes_pieces: bool) -> CallSplitter | None:
+        """Return what splits a growing text as `split` does; None if there is nothing to split."""
+        if not self.reads_calls:
+            return None
+        most = MAX_CALLS if self.parallel_tool_calls else 1
+        return CallSplitter(style, self.tools, thinks=thinks, max_calls=most if takes_pieces else 0)
 
     def limit(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Return the first call only, if the client has asked for no parallel calls."""
@@ -259,10 +267,13 @@ class ChatStream:
     """Writes the chunks of a stream with any number of choices."""
 
     has_named_events = False
+    takes_pieces = True
 
     def __init__(self, head: Head, request: ChatRequest):
         self._envelope = _envelope(head, "chat.completion.chunk")
         self._with_usage = request.include_usage
+        # Characters of the arguments that were sent, by choice and call.
+        self._sent: dict[tuple[int, int], int] = {}
 
     def begin(self, num_choices: int) -> list[Event]:
         """Start every choice."""
@@ -276,16 +287,26 @@ class ChatStream:
             return []
         return [self._chunk(index, {"content": text} if text else {}, logprobs, None, extra)]
 
+    def add_call(self, index: int, piece: CallPiece) -> list[Event]:
+        """Add a piece of a call: as OpenAI does, id and name first, then the arguments."""
+        at = index, piece.call
+        delta: dict[str, Any] = {"index": piece.call}
+        if at not in self._sent:
+            delta |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.text}}
+        else:
+            delta["function"] = {"arguments": piece.text}
+        self._sent[at] = self._sent.get(at, 0) + len(piece.text)
+        return [self._chunk(index, {"tool_calls": [delta]})]
+
     def finish(self, index: int, answer: Answer) -> list[Event]:
-        """End a choice with the rest of its answer."""
+        """End a choice with the rest of its text and of its calls."""
         events = self.add(index, answer.text, answer.logprobs)
         for i, call in enumerate(answer.named_calls):
-            # As OpenAI does: id and name first, then the arguments in pieces.
-            head = {**_call_json(call), "function": {"name": call.name, "arguments": ""}}
-            events.append(self._chunk(index, {"tool_calls": [{"index": i, **head}]}))
-            for at in range(0, len(call.arguments_text), _ARGUMENTS_PIECE):
-                piece = {"arguments": call.arguments_text[at : at + _ARGUMENTS_PIECE]}
-                events.append(self._chunk(index, {"tool_calls": [{"index": i, "function": piece}]}))
+            if (index, i) not in self._sent:
+                events += self.add_call(index, CallPiece(i, call.id, call.name, ""))
+            text = call.arguments_text
+            for at in range(self._sent[index, i], len(text), _ARGUMENTS_PIECE):
+                events += self.add_call(index, CallPiece(i, call.id, call.name, text[at : at + _ARGUMENTS_PIECE]))
         events.append(self._chunk(index, {}, None, finish_reason(answer), answer.extra))
         return events
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.protocol.answer import Answer, Event, Head, TokenLogprob, Usage
+from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.fields import MAX_TOP_LOGPROBS, FieldError, Fields, json_format
 
 _WITHOUT_EFFECT = ("model", "user", "metadata")
@@ -84,6 +85,7 @@ class CompletionStream:
     """Writes the chunks of a stream with any number of choices."""
 
     has_named_events = False
+    takes_pieces = False
 
     def __init__(self, head: Head, request: CompletionRequest):
         self._envelope = _envelope(head)
@@ -101,6 +103,10 @@ class CompletionStream:
         if not (text or logprobs or extra):
             return []
         return [self._chunk(index, Answer(text, "", logprobs=logprobs, extra=extra or {}), None)]
+
+    def add_call(self, index: int, piece: CallPiece) -> list[Event]:
+        """Not called: `takes_pieces` is false."""
+        raise NotImplementedError
 
     def finish(self, index: int, answer: Answer) -> list[Event]:
         """End a choice with the rest of its answer."""

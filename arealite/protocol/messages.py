@@ -3,6 +3,7 @@
 from typing import Any
 
 from arealite.protocol.answer import Answer, Event, Head, TokenLogprob, Usage
+from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat import ChatRequest, check, history_call, image_part, read_content, set_tool_choice
 from arealite.protocol.fields import FieldError, Fields, check_tools, objects, tool, typed
 from arealite.protocol.tool_calls import ToolCall
@@ -167,6 +168,7 @@ class MessageStream:
     """Writes the events of a stream. The numbers of tokens of the prompt come with its last events."""
 
     has_named_events = True
+    takes_pieces = False  # a call that turns out to be broken becomes text
 
     def __init__(self, head: Head, prompt_tokens: int):
         self._head, self._prompt_tokens = head, prompt_tokens
@@ -188,6 +190,10 @@ class MessageStream:
         events = [] if self._in_text else [self._start({"type": "text", "text": ""})]
         self._in_text = True
         return [*events, self._delta({"type": "text_delta", "text": text})]
+
+    def add_call(self, index: int, piece: CallPiece) -> list[Event]:
+        """Not called: `takes_pieces` is false."""
+        raise NotImplementedError
 
     def finish(self, index: int, answer: Answer) -> list[Event]:
         """End the text and write the calls."""

@@ -6,6 +6,7 @@ Nothing is stored: send the whole conversation as `input`. Built-in tools and re
 from typing import Any
 
 from arealite.protocol.answer import Answer, Event, Head, TokenLogprob, Usage
+from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat import (
     ChatRequest,
     check,
@@ -83,7 +84,12 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         content = item.get("content")
         content = [_part(part) for part in content] if isinstance(content, list) else content
         role = "system" if role == "developer" else role
-        messages.append({"role": role, "content": read_content(content) or ""})
+        text = read_content(content) or ""
+        last = messages[-1] if messages else {}
+        if role == last.get("role") == "assistant" and last.get("tool_calls") and not last["content"]:
+            last["content"] = text  # a stream writes the text of an answer that begins with calls behind them
+        else:
+            messages.append({"role": role, "content": text})
     elif kind == "function_call":
         call = history_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         if not messages or messages[-1]["role"] != "assistant":
@@ -177,14 +183,18 @@ class ResponseStream:
     """Writes the events of a stream."""
 
     has_named_events = True
+    takes_pieces = True
 
     def __init__(self, head: Head, body: dict[str, Any]):
         self._head, self._body = head, body
         self._count = 0
-        self._output: list[dict[str, Any]] = []
+        # Items in the order in which they were begun; None until they end.
+        self._output: list[dict[str, Any] | None] = []
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._has_message = False
+        self._message_at: int | None = None
+        # Of each call, the position of its item and the characters of the arguments that were sent.
+        self._calls: list[list[int]] = []
         self._answer: Answer | None = None
 
     def begin(self, num_choices: int) -> list[Event]:
@@ -201,54 +211,72 @@ class ResponseStream:
         self._logprobs += logprobs or []
         if not (text or logprobs):
             return []
-        entries = logprobs_json(logprobs)
+        entries, opened = logprobs_json(logprobs), self._open_message()
         delta = self._in_part("response.output_text.delta", delta=text, logprobs=entries["content"] if entries else [])
-        return [*self._open_message(), delta]
+        return [*opened, delta]
+
+    def add_call(self, index: int, piece: CallPiece) -> list[Event]:
+        """Add a piece of a call."""
+        events: list[Event] = []
+        if piece.call == len(self._calls):
+            self._calls.append([len(self._output), 0])
+            item = _call_item(ToolCall(piece.id, piece.name, {}), "in_progress")
+            events.append(self._begin_item(item))
+        call = self._calls[piece.call]
+        call[1] += len(piece.text)
+        if piece.text:
+            where = {"item_id": f"fc_{piece.id}", "output_index": call[0]}
+            events.append(self._event("response.function_call_arguments.delta", **where, delta=piece.text))
+        return events
 
     def finish(self, index: int, answer: Answer) -> list[Event]:
-        """End the message and write the calls."""
+        """End the message and the calls."""
         events = self.add(index, answer.text, answer.logprobs)
         self._answer = answer
-        if not self._has_message and not answer.named_calls:
+        if self._message_at is None and not answer.named_calls:
             events += self._open_message()
-        if self._has_message:
+        if self._message_at is not None:
             whole = "".join(self._pieces)
             part = _text_part(whole, self._logprobs)
             events += [
                 self._in_part("response.output_text.done", text=whole, logprobs=part["logprobs"]),
                 self._in_part("response.content_part.done", part=part),
-                self._item("done", 0, _text_item(self._head, whole, self._logprobs)),
+                self._end_item(self._message_at, _text_item(self._head, whole, self._logprobs)),
             ]
-        for call in answer.named_calls:
-            at, item, text = len(self._output), _call_item(call), call.arguments_text
+        for i, call in enumerate(answer.named_calls):
+            text, num_sent = call.arguments_text, self._calls[i][1] if i < len(self._calls) else 0
+            if i == len(self._calls) or num_sent < len(text):
+                events += self.add_call(index, CallPiece(i, call.id, call.name, text[num_sent:]))
+            at, item = self._calls[i][0], _call_item(call)
             where = {"item_id": item["id"], "output_index": at}
-            events += [
-                self._item("added", at, _call_item(call, "in_progress")),
-                self._event("response.function_call_arguments.delta", **where, delta=text),
-                self._event("response.function_call_arguments.done", **where, arguments=text, name=call.name),
-                self._item("done", at, item),
-            ]
+            events.append(self._event("response.function_call_arguments.done", **where, arguments=text, name=call.name))
+            events.append(self._end_item(at, item))
         return events
 
     def close(self, usage: Usage) -> list[Event]:
         """End the stream with the whole response."""
-        response = _response(self._head, self._body, self._output, self._answer, usage)
+        output = [item for item in self._output if item is not None]
+        response = _response(self._head, self._body, output, self._answer, usage)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def _open_message(self) -> list[Event]:
-        if self._has_message:
+        if self._message_at is not None:
             return []
-        self._has_message = True
-        item = _text_item(self._head, "", None, "in_progress")
-        return [self._item("added", 0, item), self._in_part("response.content_part.added", part=_text_part(""))]
+        self._message_at = len(self._output)
+        added = self._begin_item(_text_item(self._head, "", None, "in_progress"))
+        return [added, self._in_part("response.content_part.added", part=_text_part(""))]
 
     def _in_part(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, item_id=f"msg_{self._head.id}", output_index=0, content_index=0, **fields)
+        at = self._message_at
+        return self._event(kind, item_id=f"msg_{self._head.id}", output_index=at, content_index=0, **fields)
 
-    def _item(self, what: str, index: int, item: dict[str, Any]) -> Event:
-        if what == "done":
-            self._output.append(item)
-        return self._event(f"response.output_item.{what}", output_index=index, item=item)
+    def _begin_item(self, item: dict[str, Any]) -> Event:
+        self._output.append(None)
+        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _end_item(self, at: int, item: dict[str, Any]) -> Event:
+        self._output[at] = item
+        return self._event("response.output_item.done", output_index=at, item=item)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._count += 1

@@ -7,7 +7,7 @@ Text before `</think>` is never read for calls. At most `MAX_CALLS` calls are re
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,12 +25,14 @@ from arealite.protocol.call_formats import (
 )
 
 __all__ = [
+    "END_THINK",
     "MAX_CALLS",
     "STYLES",
-    "CallSplitter",
+    "THINK",
     "ToolCall",
     "decode_answer",
     "forced_prefix",
+    "opens_thinking",
     "parse_tool_calls",
     "style_of",
 ]
@@ -39,21 +41,21 @@ __all__ = [
 # Mistral: [TOOL_CALLS] [{json}, ...] or [TOOL_CALLS]name[ARGS]{json}. Qwen3-Coder: tags <function=..> <parameter=..>.
 STYLES = {"hermes": scan_tags, "llama": scan_llama, "mistral": scan_mistral, "qwen_coder": scan_tags}
 _MARKERS = (OPEN, CLOSE, PYTHON, MISTRAL, "[ARGS]", "[CALL_ID]", "<think>", "</think>")
-_THINK, _END_THINK = "<think>", "</think>"
-_STARTS = {"hermes": (OPEN,), "qwen_coder": (OPEN,), "llama": (PYTHON, _END_THINK), "mistral": (MISTRAL,)}
-_ANY_START = (OPEN, PYTHON, MISTRAL, _END_THINK)
+THINK, END_THINK = "<think>", "</think>"
+_NUM_LAST = 8  # tokens of a prompt that hold a tag and white space
 
 
 def parse_tool_calls(
-    text: str, style: str | None = None, tools: list[dict[str, Any]] | None = None
+    text: str, style: str | None = None, tools: list[dict[str, Any]] | None = None, thinks: bool = True
 ) -> tuple[str, list[ToolCall]]:
     """Split a sampled text into content and calls.
 
     Without a style the format is found by its markers. `tools` are those of the request, in OpenAI's form: a call of
     another name gets an error, and they tell the types of Qwen3-Coder's parameters. Without calls the content is the
-    whole text. A call whose name cannot be read stays in the content too.
+    whole text. A call whose name cannot be read stays in the content too. `thinks`: the prompt may have opened a block
+    of thinking (`opens_thinking`), so that the text before `</think>` is one even if it does not begin with `<think>`.
     """
-    start = _end_of_thinking(text)
+    start = _end_of_thinking(text, thinks)
     if style is None:
         is_mistral, is_tagged = (text.find(marker, start) >= 0 for marker in (MISTRAL, OPEN))
         style = "mistral" if is_mistral else "hermes" if is_tagged else "llama"
@@ -121,57 +123,18 @@ def hidden_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(special - {added[marker][0] for marker in _MARKERS if marker in added})
 
 
-class CallSplitter:
-    """Splits a growing text: returns content that may be sent at once, holds back what may be a call.
-
-    The pieces of `add` and the rest from `finish` make the content of `parse_tool_calls` for the whole text.
-    """
-
-    def __init__(self, style: str | None, tools: list[dict[str, Any]] | None = None):
-        self.style, self.tools = style, tools
-        self._starts = _STARTS[style] if style else _ANY_START
-        self._longest = max(map(len, self._starts)) - 1
-        self._pieces: list[str] = []
-        self._tail = ""  # the end of the text that `add` has not returned
-        self._num_sent = 0
-        self._holds_all = False
-        self._may_be_bare = style in (None, "llama") or (style == "hermes" and bool(tools))
-
-    def add(self, piece: str) -> str:
-        """Append a piece of text; returns the next piece of content."""
-        self._pieces.append(piece)
-        if self._holds_all:
-            return ""
-        self._tail += piece
-        found = [at for start in self._starts if (at := self._tail.find(start)) >= 0]
-        end = min(found, default=len(self._tail) - self._num_pending())
-        # The content before a call ends without white space. Some calls start the text without a marker.
-        end = len(self._tail[:end].rstrip())
-        if not self._num_sent and self._may_be_bare and self._tail.lstrip().startswith("{"):
-            found, end = [0], 0
-        self._holds_all = bool(found)
-        sent, self._tail = self._tail[:end], self._tail[end:]
-        self._num_sent += end
-        return sent
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return the rest of the content and the calls."""
-        content, calls = parse_tool_calls("".join(self._pieces), self.style, self.tools)
-        return content[self._num_sent :], calls
-
-    def _num_pending(self) -> int:
-        """Length of the longest end of the text that is the beginning of a marker."""
-        end = self._tail[-self._longest :]
-        sizes = range(len(end), 0, -1)
-        return next((size for size in sizes if any(start.startswith(end[-size:]) for start in self._starts)), 0)
+def opens_thinking(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return whether a prompt ends with `<think>`, so that the answer begins with thoughts."""
+    return tokenizer.decode(list(prompt[-_NUM_LAST:])).rstrip().endswith(THINK)
 
 
-def _end_of_thinking(text: str) -> int:
-    """Position behind `</think>`: a chat template may have opened the block in the prompt."""
-    end = text.find(_END_THINK)
+def _end_of_thinking(text: str, thinks: bool) -> int:
+    """Position behind the thinking."""
+    begins = text.lstrip().startswith(THINK)
+    end = text.find(END_THINK) if thinks or begins else -1
     if end >= 0:
-        return end + len(_END_THINK)
-    return len(text) if text.lstrip().startswith(_THINK) else 0
+        return end + len(END_THINK)
+    return len(text) if begins else 0
 
 
 def _schemas(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]] | None:

@@ -158,6 +158,45 @@ def test_text_is_streamed_while_it_is_generated(path):
     run(scenario())
 
 
+def piece_of(event):
+    """The piece of arguments that an event adds."""
+    for choice in event.get("choices", []):
+        return "".join(call["function"]["arguments"] for call in choice["delta"].get("tool_calls", []))
+    return event["delta"] if event["type"] == "response.function_call_arguments.delta" else ""
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_arguments_are_streamed_while_they_are_generated(path):
+    arguments = '{"a": [1,  2.50], "b": "</tool_call> \\u00e9"}'
+    text = f'so <tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call> done'
+
+    async def scenario():
+        async with serving([text, text]) as (gateway, engine, _):
+            found = gateway.open_session(replace(GCONFIG, max_new_tokens=256))
+            engine.gate, pieces, said = asyncio.Event(), list[str](), ""
+            tool = {"type": "function", **TOOL} if path == "responses" else {"type": "function", "function": TOOL}
+            async with streaming(found, path, tools=[tool]) as events:
+                async for event in events:
+                    pieces += [piece] if (piece := piece_of(event)) else []
+                    said += "" if piece else text_of(event)
+                    if "".join(pieces) == arguments:
+                        assert not found.session.replies or engine.gate.is_set()
+                        engine.gate.set()
+            assert "".join(pieces) == arguments and len(pieces) > 8 and said == "so  done"
+            (reply,) = found.session.replies.values()
+            # The client sends back what it was streamed: the session goes on with the sampled tokens.
+            async with client(found) as api:
+                if path == "responses":
+                    items = event["response"]["output"]
+                    items = [{"role": "user", "content": "hi"}, *items]
+                    items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "3"})
+                    await api.responses.create(model="m", input=items, tools=[tool])
+                    assert found.session.stats()["drift_calls"] == 0 and found.session.stats()["branches"] == 1
+            assert reply.tokens
+
+    run(scenario())
+
+
 def test_a_stream_holds_back_calls_and_stop_strings_and_has_every_logprob_once():
     async def scenario():
         async with serving(["so " + CALL, "yes or no"]) as (gateway, _, _):
@@ -165,7 +204,7 @@ def test_a_stream_holds_back_calls_and_stop_strings_and_has_every_logprob_once()
             async with streaming(found, "chat/completions", tools=[{"type": "function", "function": TOOL}]) as events:
                 chunks = [event["choices"][0] async for event in events]
             assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "so"
-            call, _ = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+            call, *_ = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
             assert call["function"]["name"] == "add" and chunks[-1]["finish_reason"] == "tool_calls"
             logprobs = [e["logprob"] for chunk in chunks for e in (chunk["logprobs"] or {}).get("content", [])]
             assert logprobs == [-float(i + 1) for i in range(len(encode("so " + CALL)) + 1)]

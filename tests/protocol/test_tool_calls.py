@@ -8,15 +8,8 @@ import random
 import pytest
 from tokenizers import AddedToken
 
-from arealite.protocol.tool_calls import (
-    MAX_CALLS,
-    STYLES,
-    CallSplitter,
-    decode_answer,
-    forced_prefix,
-    parse_tool_calls,
-    style_of,
-)
+from arealite.protocol.call_stream import CallSplitter
+from arealite.protocol.tool_calls import MAX_CALLS, STYLES, decode_answer, forced_prefix, parse_tool_calls, style_of
 from tests.tiny_model import make_tokenizer
 
 TOOLS = [
@@ -216,6 +209,88 @@ def test_pieces_equal_the_whole(style):
         content, expected = parse_tool_calls(text, style, TOOLS)
         assert sent + rest == content
         assert [(c.name, c.arguments, c.error) for c in calls] == [(c.name, c.arguments, c.error) for c in expected]
+
+
+def split_in_pieces(text: str, style: str, rng: random.Random, longest: int, **settings):
+    """Content, and name and arguments of each call, as they were sent before the end; the rest; the splitter."""
+    splitter, at, content, calls = CallSplitter(style, TOOLS, **settings), 0, "", list[list[str]]()
+    while at < len(text):
+        size = rng.randint(1, longest)
+        content += splitter.add(text[at : at + size])
+        at += size
+        for piece in splitter.take_calls():
+            if piece.call == len(calls):
+                calls.append([piece.id, piece.name, ""])
+            calls[piece.call][2] += piece.text
+    return content, calls, splitter
+
+
+SPACED = '{ "name" : "add" ,\n"arguments": {"a" :  1.50, "note": "<tool_call> \\u00fc </tool_call>[TOOL_CALLS]" } }'
+HARD = [
+    f"<tool_call>{SPACED}</tool_call>",
+    f"[TOOL_CALLS] [{SPACED} , {SPACED}]",
+    f"{SPACED} ; <|python_tag|> {SPACED}",
+    '<tool_call>{"name": "add", "arguments": {"a": tru, "note": "</tool_call>"}}',
+    '<tool_call>{"name": "add", "arguments": {"note": "x\ny"}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"note": "x\ny"}} z</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": 1}, "name": "now", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "a</tool_call>b", "arguments": {"a": 1',
+    '<tool_call>{"name": "add", "arguments": {"note": "cut   ',
+    '<tool_call>{"name": "add", "arguments": {"a": 1}}',
+    '<tool_call>{"name": "add", "parameters": ' + '{"a":' * 70 + "1" + "}" * 70 + "}</tool_call>",
+    '[TOOL_CALLS]add[ARGS]{"a": [1, {"b": 2}]} more [TOOL_CALLS]now{}',
+    '{"name": "add", "parameters": {"a": 1}} text <|python_tag|>{"name": "now", "parameters": {}}',
+]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pieces_of_calls_are_their_beginnings(style):
+    rng = random.Random(4)
+    parts = [
+        *MALFORMED,
+        *HARD,
+        "text ",
+        " \n",
+        "<think>",
+        "</think>",
+        "<tool",
+        "[TOOL",
+        "{",
+        "ü<|python",
+        "</tool_call>",
+    ]
+    parts += [written(form, ("add", B), ("now", {})) for form, _ in FORMS]
+    for _ in range(600):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 4)))
+        thinks = rng.random() < 0.5
+        content, sent, splitter = split_in_pieces(
+            text, style, rng, rng.choice([1, 9, 300]), thinks=thinks, max_calls=99
+        )
+        rest, calls = splitter.finish()
+        whole, expected = parse_tool_calls(text, style, TOOLS, thinks)
+        assert content + rest == whole, text
+        assert [(c.name, c.arguments_text) for c in calls] == [(c.name, c.arguments_text) for c in expected]
+        assert len(sent) <= len(calls) and splitter.agrees_with(expected), text
+        for (call_id, name, pieces), call in zip(sent, calls, strict=False):
+            assert (call_id, name) == (call.id, call.name) and call.arguments_text.startswith(pieces), text
+
+
+@pytest.mark.parametrize(("form", "style"), FORMS[:4])
+def test_arguments_are_sent_before_the_call_is_complete(form, style):
+    text, rng = written(form, ("add", B), ("now", {}), ("add", A)), random.Random(0)
+    _, sent, _ = split_in_pieces(text[: text.index("say") + 3], style, rng, 4, thinks=False, max_calls=99)
+    assert [(name, arguments) for _, name, arguments in sent] == [
+        ("add", json.dumps(B)[: json.dumps(B).index("say") + 3])
+    ]
+    content, sent, _ = split_in_pieces(f"{text}\nThat is all.", style, rng, 4, thinks=False, max_calls=99)
+    assert [(name, json.loads(text)) for _, name, text in sent] == [("add", B), ("now", {}), ("add", A)]
+    assert style == "llama" or content.strip() == "That is all."
+    _, sent, _ = split_in_pieces(text, style, rng, 4, thinks=False, max_calls=1)
+    assert len(sent) == 1
+    # In thoughts a call is only mentioned.
+    content, sent, _ = split_in_pieces(f"Maybe {text} ?</think>", style, rng, 4, thinks=True, max_calls=99)
+    assert not sent and content == f"Maybe {text} ?</think>"
 
 
 def test_a_call_without_tags_is_one_if_nothing_else_is_said_and_its_tool_is_known():

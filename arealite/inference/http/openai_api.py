@@ -22,9 +22,10 @@ from arealite.inference.http.prompts import chat_prompt, read_prompts
 from arealite.inference.sequence import Request, SampleOutput, SamplingParams
 from arealite.protocol import chat
 from arealite.protocol import completions as text_completions
-from arealite.protocol.answer import Answer, Head, Stream, TokenLogprob, Usage, event_bytes, to_json, token_text
+from arealite.protocol.answer import Answer, Event, Head, Stream, TokenLogprob, Usage, event_bytes, to_json, token_text
+from arealite.protocol.call_stream import CallPiece
 from arealite.protocol.chat_apis import ApiRequest
-from arealite.protocol.tool_calls import CallSplitter, ToolCall, hidden_tokens, style_of
+from arealite.protocol.tool_calls import ToolCall, hidden_tokens, opens_thinking, style_of
 
 
 async def models(http_request: web.Request) -> web.Response:
@@ -49,6 +50,7 @@ class Wanted:
     conversation: chat.ChatRequest | None = None  # None: a text completion
     prefix: str = ""  # text before every answer that was not sampled
     echo: bool = False  # the prefix is the prompt
+    thinks: bool = False  # the prompt ends with <think>
 
 
 async def converse(read: Callable[[dict[str, Any]], ApiRequest], http_request: web.Request) -> web.StreamResponse:
@@ -70,7 +72,8 @@ async def converse(read: Callable[[dict[str, Any]], ApiRequest], http_request: w
     if request.reads_calls and params.skip_special_tokens:
         generation.hidden_tokens = hidden_tokens(engine.tokenizer)
     engine.check(generation)
-    wanted = Wanted(request.logprobs, request.return_token_ids, request, prompt.prefix)
+    thinks = request.reads_calls and opens_thinking(engine.tokenizer, prompt.ids)
+    wanted = Wanted(request.logprobs, request.return_token_ids, request, prompt.prefix, thinks=thinks)
     head = _head(engine, generation)
     if request.stream:
         stream = api.stream(head, len(prompt.ids))
@@ -154,7 +157,8 @@ def _answers(engine: Engine, generation: Request, outputs: list[SampleOutput], w
         answer = _rest(generation, output, wanted)
         answer.text = prefix + (output.text or "")
         if wanted.conversation is not None:
-            answer.text, answer.calls = wanted.conversation.split(answer.text, style_of(engine.tokenizer))
+            style = style_of(engine.tokenizer)
+            answer.text, answer.calls = wanted.conversation.split(answer.text, style, wanted.thinks)
         answer.logprobs = _logprobs(engine, output) if wanted.logprobs else None
         answers.append(answer)
     return answers
@@ -183,7 +187,7 @@ def _logprob(engine: Engine, token: int, logprob: float, top: list[tuple[int, fl
 async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: Stream) -> AsyncGenerator[bytes, None]:
     """Yield events while the answers are generated."""
     prefix = _prefix(engine, generation, wanted)
-    parts = [_Part(engine, wanted) for _ in range(generation.params.n)]
+    parts = [_Part(engine, wanted, stream.takes_pieces) for _ in range(generation.params.n)]
     has_begun = False
     async for event in common.progress(engine, generation):
         if not has_begun:  # an error before the first token sets the status
@@ -191,12 +195,14 @@ async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: S
             events = stream.begin(len(parts))
             for index, part in enumerate(parts):
                 events += stream.add(index, part.add(prefix))
+                events += _call_events(stream, index, part)
             yield b"".join(map(event_bytes, events))
         if isinstance(event, list):
             events = []
             for index, (part, output) in enumerate(zip(parts, event, strict=True)):
                 answer = _rest(generation, output, wanted)
                 answer.text, answer.calls = part.finish((output.text or "")[part.num_added - len(prefix) :])
+                events += _call_events(stream, index, part)
                 if not stream.has_named_events:
                     answer.extra.pop("token_ids", None)
                 events += stream.finish(index, answer)
@@ -206,23 +212,33 @@ async def _stream(engine: Engine, generation: Request, wanted: Wanted, stream: S
         index, token, logprob, text, top = event
         logprobs = [_logprob(engine, token, logprob, top)] if wanted.logprobs else None
         extra = {"token_ids": [token]} if wanted.token_ids and not stream.has_named_events else None
-        yield b"".join(map(event_bytes, stream.add(index, parts[index].add(text), logprobs, extra)))
+        events = stream.add(index, parts[index].add(text), logprobs, extra)
+        events += _call_events(stream, index, parts[index])
+        yield b"".join(map(event_bytes, events))
+
+
+def _call_events(stream: Stream, index: int, part: "_Part") -> list[Event]:
+    return [event for piece in part.take_calls() for event in stream.add_call(index, piece)]
 
 
 class _Part:
-    """The text of one choice in a stream: holds back what may be a tool call."""
+    """The text of one choice in a stream: content and pieces of tool calls."""
 
-    def __init__(self, engine: Engine, wanted: Wanted):
+    def __init__(self, engine: Engine, wanted: Wanted, takes_pieces: bool):
         self.num_added = 0  # characters
-        self._conversation = wanted.conversation
-        self._splitter: CallSplitter | None = None
+        self._conversation, self._splitter = wanted.conversation, None
         if wanted.conversation is not None and wanted.conversation.reads_calls:
-            self._splitter = CallSplitter(style_of(engine.tokenizer), wanted.conversation.tools)
+            style = style_of(engine.tokenizer)
+            self._splitter = wanted.conversation.splitter(style, wanted.thinks, takes_pieces)
 
     def add(self, text: str) -> str:
         """Append text; returns what may be sent."""
         self.num_added += len(text)
         return text if self._splitter is None else self._splitter.add(text)
+
+    def take_calls(self) -> list[CallPiece]:
+        """Return the new pieces of calls."""
+        return [] if self._splitter is None else self._splitter.take_calls()
 
     def finish(self, rest: str) -> tuple[str, list[ToolCall]]:
         """Append the last text; returns the rest of the content, and the calls."""
