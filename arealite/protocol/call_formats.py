@@ -90,7 +90,10 @@ class Scan:
         self.add_call(name, given)
 
     def add_call(self, name: str, arguments: Any, text: str = "") -> None:
-        """Add a call with a name that was read; checks name and arguments, which the model has written as `text`."""
+        """Add a call with a name that was read; checks name and arguments.
+
+        The model has written the arguments as `text`; empty: not as one JSON object.
+        """
         name, raw, text = _clean(name), "", escape_controls(_clean(text))
         if not isinstance(arguments, dict):
             raw = _clean(arguments if isinstance(arguments, str) else _dump(arguments))
@@ -164,7 +167,10 @@ class Scan:
 
 
 def read_head(text: str, start: int) -> tuple[str, int] | None:
-    """Return the name of the JSON call at `start`, and where its arguments begin; None if it begins in another way."""
+    """Return the name of the JSON call at `start`, and where its arguments begin.
+
+    None if it does not begin with the name, then the arguments.
+    """
     found = _NAME.match(text, start)
     arguments = _ARGUMENTS.match(text, found.end()) if found and "\\" not in found[1] else None
     return (found[1], arguments.end()) if found and arguments else None

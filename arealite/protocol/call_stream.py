@@ -37,7 +37,10 @@ _LONGEST_WAIT = 1 << 18  # longer texts are held back until the end
 
 @dataclass(frozen=True)
 class CallPiece:
-    """The next piece of the arguments of a call: `call` counts the calls of an answer. The first piece is empty."""
+    """The next piece of the arguments of a call; the first one is empty.
+
+    `call` counts the calls of an answer.
+    """
 
     call: int
     id: str
