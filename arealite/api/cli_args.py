@@ -328,8 +328,6 @@ class GRPOConfig(BaseExperimentConfig):
             yield f"{wrong}: leave critic out, or set algorithm=ppo"
         if gconfig.n_samples == 1 and objective.norm.mean_level == "group":
             yield "gconfig.n_samples=1 makes every group advantage zero: raise it, or set actor.algorithm=reinforce_pp"
-        if actor.router_bias_update_rate and self.rollout.weight_update != "disk":
-            yield "actor.router_bias_update_rate changes buffers, published by rollout.weight_update=disk only: set it"
         yield from self._minibatch_problems()
         yield from self._length_problems()
         answer, new = actor.max_answer_length, gconfig.max_new_tokens

@@ -113,6 +113,8 @@ class TrainEngineConfig(Section):
         ends = [name for name in self.lora_targets if name.rpartition(".")[2] in ("lm_head", "embed_tokens")]
         if ends:
             yield untrainable_target(ends[0])
+        if self.router_bias_update_rate and self.lora_rank:
+            yield "router_bias_update_rate moves biases that adapter checkpoints do not hold: set it or lora_rank to 0"
         if self.cpu_offload and self.device == "cpu":
             yield "cpu_offload moves weights from the accelerator to the host: leave it out with device=cpu"
 

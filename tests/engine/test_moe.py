@@ -217,10 +217,31 @@ def test_correction_biases_move_towards_equal_load_and_reach_the_server(model_di
         engine.update(WeightSource.published(WeightUpdateMeta("disk", str(tmp_path / "new"), 1))).result(60)
         served = expert_blocks(engine.model)[0].router.e_score_correction_bias
         torch.testing.assert_close(served, expected)
+        meta = WeightUpdateMeta("shm", str(tmp_path / "segment"), 2)
+        actor.update_weights(meta)
+        engine.update(WeightSource.published(meta)).result(60)
+        assert not torch.equal(served, expected)
+        torch.testing.assert_close(served, block.router.e_score_correction_bias)
     finally:
         engine.close()
+        actor.destroy()
     with pytest.raises(ConfigError, match="has none"):
         make_actor(model_dirs["mixtral"], router_bias_update_rate=0.01)
+
+
+@pytest.mark.parametrize("format", ["dcp", "hf"])
+def test_correction_biases_are_in_checkpoints(model_dirs, tmp_path, format):
+    actor = make_actor(model_dirs["deepseek_v3"], router_bias_update_rate=0.01)
+    (block,) = expert_blocks(actor.model)
+    meta, saved = SaveLoadMeta(str(tmp_path / "saved"), format), None
+    for _ in range(2):
+        actor.train_batch(random_batch([9, 14]), lambda out, mb: (out["logp"].sum(), {}), lambda mb: torch.tensor(1.0))
+        if saved is None:
+            actor.save(meta)
+            saved = block.router.e_score_correction_bias.clone()
+    assert not torch.equal(block.router.e_score_correction_bias, saved)
+    actor.load(meta)
+    assert torch.equal(block.router.e_score_correction_bias, saved)
 
 
 def test_router_statistics(model_dirs):

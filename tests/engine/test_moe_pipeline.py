@@ -1,10 +1,17 @@
 """Mixtures of experts in pipeline stages train like one rank, with recorded experts and expert groups."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tests.engine.engine_testing import MODELS, Ranks
+from arealite.api.alloc_mode import AllocationMode
+from arealite.api.io_struct import SaveLoadMeta
+from arealite.engine.sft.lm_engine import FSDPLMEngine
+from arealite.utils.data import select_rows
+from tests.engine.engine_testing import MODELS, SPEC, Ranks, engine_config, random_batch
 from tests.engine.test_expert_parallel import update_policy
 from tests.engine.test_pipeline import check_like_one_rank
 
@@ -36,6 +43,39 @@ def test_two_stages_train_like_one_rank(two_ranks, model_dirs, tmp_path, kind):
 @pytest.mark.parametrize(("layout", "stages"), [("d2p2e2", 2), ("p2c2e2", 1), ("p2t2", 2)])
 def test_stages_with_other_parallelism(four_ranks, four_layers, tmp_path, layout, stages):
     check_like_one_rank(four_ranks, four_layers, layout, stages, tmp_path)
+
+
+def _move_biases(rank, path, layout, folder):
+    """Two steps; the checkpoint of the first one is loaded before the second."""
+    config = replace(engine_config(path, max_tokens_per_mb=30), router_bias_update_rate=0.05)
+    engine = FSDPLMEngine(config, AllocationMode.from_str(layout).train)
+    engine.initialize(SPEC)
+    meta = SaveLoadMeta(f"{folder}/{layout}-dcp", "dcp", with_optim=True)
+    batch = random_batch([3, 17, 9, 9, 30, 5, 12, 2])
+    if engine.dp_size == 2:
+        # Two micro-batches on each rank: the tokens of a filler would count too.
+        batch = select_rows(batch, [[0, 1, 2, 3], [4, 5, 6, 7]][engine.layout.dp_rank])
+    engine.train_lm(batch)
+    engine.save(meta)
+    engine.train_lm(batch)
+    engine.load(meta)
+    engine.train_lm(batch)
+    engine.save(SaveLoadMeta(f"{folder}/{layout}", "hf"))
+    return [name for name, _ in engine.gather_weights()]
+
+
+@pytest.mark.parametrize("layout", ["d2e2", "p2"])
+def test_correction_biases_on_ranks(two_ranks, model_dirs, tmp_path, layout):
+    path = model_dirs["deepseek_v3"]
+    names = _move_biases(0, path, "d1", str(tmp_path))
+    assert all(answer == names for answer in two_ranks.run(_move_biases, path, layout, str(tmp_path)))
+    one, two, before = (
+        load_file(f"{folder}/model.safetensors") for folder in (tmp_path / "d1", tmp_path / layout, path)
+    )
+    (bias,) = (name for name in one if name.endswith("e_score_correction_bias"))
+    assert bias in names
+    torch.testing.assert_close(two[bias], one[bias])
+    assert not torch.equal(one[bias], before[bias])
 
 
 def test_recorded_experts_in_stages(two_ranks, four_layers, tmp_path):

@@ -27,7 +27,7 @@ from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp import lora
 from arealite.engine.fsdp.model import PackedModel, load_model
 from arealite.engine.fsdp.parallel import whole
-from arealite.engine.fsdp.sharding import copy_from_first
+from arealite.engine.fsdp.sharding import all_tensors, copy_from_first
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.utils import distributed
 from arealite.weights.layout import TensorLayout
@@ -75,10 +75,21 @@ def _parameters(engine: EngineState) -> dict[str, torch.Tensor]:
 
 def _saved_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return buffers that belong to a checkpoint, such as a router's correction bias."""
-    own, saved = dict(engine.model.named_buffers()), engine.model.state_dict().keys()
+    own = own_buffers(engine.model)
     if engine.pipeline is None:
-        return {n: b for n, b in own.items() if n in saved}
+        return own
     return {n: own.get(n, like) for n, like in engine.pipeline.saved_buffers.items()}
+
+
+def own_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers of this rank that belong to a checkpoint."""
+    saved = model.state_dict().keys()
+    return {n: b for n, b in model.named_buffers() if n in saved}
+
+
+def _moved_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return the buffers that training changes: servers need them with the parameters."""
+    return _saved_buffers(engine) if engine.config.router_bias_update_rate else {}
 
 
 def _adapters(engine: EngineState) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -97,20 +108,27 @@ def _fetch(engine: EngineState, name: str, dtype: torch.dtype, make: Callable[[]
 def empty_parameters(engine: EngineState) -> dict[str, torch.Tensor]:
     """Return what `gathered_parameters` yields, on the `meta` device."""
     dtype = getattr(torch, engine.config.dtype)
-    parameters = ((n, p) for n, p in _parameters(engine).items() if not lora.is_adapter(n))
-    return {lora.plain_name(n): torch.empty(p.shape, dtype=dtype, device="meta") for n, p in parameters}
+    types = {n: (p.shape, dtype) for n, p in _parameters(engine).items() if not lora.is_adapter(n)}
+    types |= {n: (b.shape, b.dtype) for n, b in _moved_buffers(engine).items()}
+    return {lora.plain_name(n): torch.empty(shape, dtype=t, device="meta") for n, (shape, t) in types.items()}
 
 
 def gathered_parameters(engine: EngineState) -> Iterator[Named]:
     """Yield the full parameters one at a time, with adapters merged; every rank must iterate.
 
     They may be the engine's own tensors: copy them before the next one. Parameters of other pipeline stages have values
-    on rank 0 only.
+    on rank 0 only. Correction biases of routers follow if training moves them.
     """
     dtype = getattr(torch, engine.config.dtype)
     for name, parameter in _parameters(engine).items():
         if not lora.is_adapter(name):
             yield lora.plain_name(name), _fetch(engine, name, dtype, partial(_merged, engine, name, parameter))
+    yield from _gathered_buffers(engine, _moved_buffers(engine))
+
+
+def _gathered_buffers(engine: EngineState, buffers: dict[str, torch.Tensor]) -> Iterator[Named]:
+    for name, buffer in buffers.items():
+        yield lora.plain_name(name), _fetch(engine, name, buffer.dtype, partial(whole, buffer))
 
 
 def _merged(engine: EngineState, name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -123,11 +141,16 @@ def _export(engine: EngineState, tensors: Iterable[Named]) -> Iterator[Named]:
         yield from revert_weight_conversion(engine.model, {name: tensor}).items()
 
 
+def _other_buffers(engine: EngineState) -> dict[str, torch.Tensor]:
+    """Return the buffers of a file that `gathered_parameters` does not yield."""
+    return {} if _moved_buffers(engine) else _saved_buffers(engine)
+
+
 def _file_layout(engine: EngineState, adapters: bool) -> TensorLayout:
     """Return the layout of the tensors in a checkpoint file of this engine."""
     if adapters:
         return TensorLayout.of({in_file: p for _, in_file, p in _adapters(engine)}, align=1)
-    buffers = ((lora.plain_name(n), b) for n, b in _saved_buffers(engine).items())
+    buffers = ((lora.plain_name(n), b) for n, b in _other_buffers(engine).items())
     return TensorLayout.of(dict(_export(engine, chain(empty_parameters(engine).items(), buffers))), align=1)
 
 
@@ -138,9 +161,7 @@ def _file_tensors(engine: EngineState, adapters: bool) -> Iterator[Named]:
             yield in_file, _fetch(engine, name, p.dtype, partial(whole, p))
         return
     yield from _export(engine, gathered_parameters(engine))
-    for name, buffer in _saved_buffers(engine).items():
-        value = _fetch(engine, name, buffer.dtype, partial(whole, buffer))
-        yield from _export(engine, [(lora.plain_name(name), value)])
+    yield from _export(engine, _gathered_buffers(engine, _other_buffers(engine)))
 
 
 def save_hf(engine: EngineState, path: str, durable: bool = True, merge: bool = False) -> None:
@@ -179,7 +200,7 @@ def load_hf(engine: EngineState, path: str) -> None:
         if given != list(spec.shape):
             raise CheckpointError(f"{path} is of another model: {key} is {given}, expected {list(spec.shape)}")
     weights: dict[str, torch.Tensor] = {}
-    like = {name: p for name, _, p in _adapters(engine)} if adapters else _parameters(engine)
+    like = {name: p for name, _, p in _adapters(engine)} if adapters else _parameters(engine) | _saved_buffers(engine)
     if distributed.rank() == 0 and adapters:
         for name, in_file, _ in _adapters(engine):
             with _open_safetensors(found[in_file][0]) as handle:
@@ -187,7 +208,7 @@ def load_hf(engine: EngineState, path: str) -> None:
     elif distributed.rank() == 0:
         config = replace(engine.config, init_from_scratch=False)
         loaded = load_model(Path(path), engine.hf_config, config, engine.scalar_head)
-        weights = dict(loaded.named_parameters())
+        weights = all_tensors(loaded)
     if isinstance(engine.module, FSDPModule):
         # After a forward pass the root's weights are still gathered.
         engine.module.reshard()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule
 
 from arealite.api.errors import CheckpointError
-from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, raise_on_all_ranks, replace_folder
+from arealite.engine.fsdp.checkpoint import EngineState, WriteSteps, own_buffers, raise_on_all_ranks, replace_folder
 from arealite.engine.fsdp.parallel import local
 from arealite.utils import distributed
 
@@ -142,7 +142,8 @@ def _model_state(engine: EngineState) -> dict[str, torch.Tensor]:
         # After a forward pass without a backward pass the root's weights are still gathered, in tensors that the
         # optimizer does not have.
         engine.module.reshard()
-    return {f"model/{n}": p.detach() for n, p in engine.model.named_parameters()}
+    tensors = {**dict(engine.model.named_parameters()), **own_buffers(engine.model)}
+    return {f"model/{n}": t.detach() for n, t in tensors.items()}
 
 
 def _training_state(engine: EngineState) -> dict[str, torch.Tensor]:
