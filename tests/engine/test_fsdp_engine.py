@@ -150,7 +150,7 @@ def test_two_ranks_train_like_one(model_dirs, two_ranks, kind, layout, steps):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("d2", "1 ranks were started"), ("d1p2", "d1p2t1 .2 ranks"), ("d1e2", "set e1"), ("t3", "started")],
+    [("d2", "1 ranks were started"), ("d1p2", "d1p2t1 .2 ranks"), ("d1e2", "leave out e"), ("t3", "started")],
 )
 def test_impossible_layouts_are_rejected_before_loading(model_dirs, layout, message):
     with pytest.raises(AllocationError, match=message):
