@@ -2,10 +2,12 @@
 
     python benchmark/trace.py [--rounds 6]
 
-One run: the executor plays episodes of a small task beside a trainer that computes for half a second a step. Blocks of
-steps that record nothing, the trace, and trace and rollouts follow each other, so that all have the same machine,
-caches and neighbours. Prints a table and one JSON line: the median step and the CPU time of the whole process for each
-kind of block, and the bytes that a step writes.
+One run: the executor plays episodes of a small task beside a trainer that computes for half a second a step, in
+micro-batches with the spans of the real one. Blocks of steps that record nothing, the trace, and trace and rollouts
+follow each other, so that all have the same machine, caches and neighbours. The work of a step is fixed, so that its
+CPU time (all threads, user and system) is comparable also on a machine that others use. Prints a table and one JSON
+line: medians of a step for each kind of block, the overhead of CPU time as the median over rounds with its range, and
+the bytes that a step writes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from arealite.trainer.trace import Trace
 from arealite.utils.trace import tracing
 
 BATCH, SAMPLES, TOKENS, STEP_S = 64, 8, 64, 0.5
+MICRO_BATCHES = 8
 BLOCK_STEPS, SKIPPED_STEPS = 6, 2
 MODES = ("nothing", "trace", "trace and rollouts")
 
@@ -60,15 +63,32 @@ class Engine:
         return self.version
 
 
-def train(batch: dict[str, torch.Tensor]) -> None:
-    """Compute for a while and add the columns of a trainer."""
-    end, weights = time.perf_counter() + STEP_S, torch.rand(192, 192)
-    while time.perf_counter() < end:
+def compute(products: int) -> None:
+    """Do a fixed amount of work."""
+    weights = torch.rand(192, 192)
+    for _ in range(products):
         weights = torch.nn.functional.normalize(weights @ weights)
+
+
+def calibrate() -> int:
+    """Return how many products take `STEP_S` of CPU time."""
+    compute(200)
+    began = time.process_time()
+    compute(1000)
+    return round(1000 * STEP_S / (time.process_time() - began))
+
+
+def train(batch: dict[str, torch.Tensor], products: int) -> None:
+    """Compute for a while, as micro-batches and a collective, and add the columns of a trainer."""
+    for number in range(MICRO_BATCHES):
+        with tracing.span("trainer", "micro-batches", f"micro-batch {number}", tokens=SAMPLES * TOKENS):
+            compute(products // MICRO_BATCHES)
+    with tracing.span("trainer", "collectives", "wait: other ranks"):
+        pass
     batch["advantages"] = batch["train_logp"] = torch.rand(batch["logprobs"].shape)
 
 
-def measure(rounds: int, folder: Path) -> dict[str, float]:
+def measure(rounds: int, folder: Path) -> dict[str, float | str]:
     config = InferenceEngineConfig(max_head_offpolicyness=2)
     ledger, engine = Ledger(folder / "run.sqlite"), Engine()
     executor = WorkflowExecutor(config, engine, BATCH, ledger=ledger)  # pyright: ignore[reportArgumentType]
@@ -76,6 +96,7 @@ def measure(rounds: int, folder: Path) -> dict[str, float]:
     trace, workflow, rows = Trace(folder / "trace.json"), Answers(), [[{"i": i} for i in range(BATCH)]]
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     cpu: dict[str, list[float]] = {mode: [] for mode in MODES}
+    products = calibrate()
     for step in range(rounds * len(MODES) * BLOCK_STEPS):
         mode = MODES[step // BLOCK_STEPS % len(MODES)]
         executor.accounts.dump_rollouts = mode == "trace and rollouts"
@@ -85,7 +106,7 @@ def measure(rounds: int, folder: Path) -> dict[str, float]:
         with trace.phase("rollout"):
             batch = executor.prepare_batch(rows, workflow)
         with trace.phase("update"):
-            train(batch)
+            train(batch, products)
         executor.accounts.record_trained()
         engine.version = step + 1
         executor.set_version(step + 1)
@@ -96,8 +117,16 @@ def measure(rounds: int, folder: Path) -> dict[str, float]:
             cpu[mode].append(time.process_time() - cpu_began)
     executor.stop()
     trace.close()
-    results = {f"step_ms, {mode}": round(statistics.median(seconds[mode]) * 1e3, 2) for mode in MODES}
+    results: dict[str, float | str] = {
+        f"step_ms, {mode}": round(statistics.median(seconds[mode]) * 1e3, 2) for mode in MODES
+    }
     results |= {f"cpu_ms, {mode}": round(statistics.median(cpu[mode]) * 1e3, 2) for mode in MODES}
+    kept = BLOCK_STEPS - SKIPPED_STEPS
+    by_round = {m: [statistics.median(cpu[m][i * kept : (i + 1) * kept]) for i in range(rounds)] for m in MODES}
+    for mode in MODES[1:]:
+        shares = sorted(100 * (a / b - 1) for a, b in zip(by_round[mode], by_round["nothing"], strict=True))
+        results[f"overhead_percent, {mode}"] = round(statistics.median(shares), 2)
+        results[f"overhead_percent_range, {mode}"] = f"{shares[0]:.2f} to {shares[-1]:.2f}"
     steps = rounds * BLOCK_STEPS
     results["trace_bytes_per_step"] = round((folder / "trace.json").stat().st_size / (2 * steps))
     results["ledger_bytes_per_step"] = round((folder / "run.sqlite").stat().st_size / steps)

@@ -61,6 +61,8 @@ class LaunchConfig:
     # Paths of datasets, by key. `reads_datasets`: the script passes them to a loader of `arealite.dataset`.
     dataset_paths: dict[str, str] = field(default_factory=dict)
     reads_datasets: bool = False
+    # Whether the trained model has a head with one output instead of a vocabulary.
+    trains_reward_model: bool = False
     # Packages of the services that statistics are sent to.
     logger_packages: list[str] = field(default_factory=list)
     resolved_yaml: str = ""
@@ -91,6 +93,7 @@ def read_launch_config(script: str, argv: list[str], has_controller_mode: bool =
     text = _resolve(script, tree, argv) if tree is not None else ""
     config = _pick_keys(OmegaConf.create(text) if text else load_plain(argv, LaunchConfig))
     config.reads_datasets = tree is not None and _reads_datasets(tree)
+    config.trains_reward_model = tree is not None and _config_class_name(tree) == cli_args.RWConfig.__name__
     if config.controller and not has_controller_mode:
         raise ConfigError("controller=true needs Ray: use mode=ray, or arealite.launcher.ray")
     return config

@@ -126,7 +126,7 @@ def estimate(job: Job, values: Values, runs_here: bool) -> list[Device]:
         processes = servers.on(place, free)
         used = sum(process.total for process in processes)
         left = None if free is None else free - used
-        processes += _ranks(placement, place, values, sizes, left)
+        processes += _ranks(job, place, values, sizes, left)
         name = f"node {place[0]} gpu {place[1]}" if on_gpu else f"node {place[0]} host"
         devices.append(Device(name, free, processes))
     return devices + (_hosts(placement, devices, host) if job.on_gpu else [])
@@ -195,10 +195,19 @@ class _Servers:
         context = CUDA_CONTEXT if device is not None else PROCESS
         return [Process(f"server {s.index}", context, {"server": self._needs(total, device is not None)}) for s in here]
 
+    def _adapted(self) -> float:
+        """Return the parameters of layers that LoRA changes, if adapters are sent instead of merged weights."""
+        actor, rollout = self.values.get("actor") or {}, self.values.get("rollout") or {}
+        if not actor.get("lora_rank") or rollout.get("weight_update", "auto") not in ("auto", "disk"):
+            return 0.0
+        assert self.size is not None
+        return self.size.adapted_parameters(actor.get("lora_targets") or ())
+
     def _needs(self, total: float | None, on_gpu: bool) -> Needs:
         assert self.size is not None
         if self.backend not in _SHARES:
-            return server_needs(self.size, self.config, total, on_gpu, is_updated=self.placement.mode.train is not None)
+            is_updated = self.placement.mode.train is not None
+            return server_needs(self.size, self.config, total, on_gpu, is_updated, self._adapted())
         flag, default = _SHARES[self.backend]
         flags = BACKENDS[self.backend].shared_gpu_flags if self.halved else {}
         share = float((flags | dict(self.values.get(self.backend) or {})).get(flag, default))
@@ -210,10 +219,11 @@ class _Servers:
 
 
 def _ranks(
-    placement: Placement, place: Place, values: Values, sizes: Mapping[str, ModelSize | None], left: float | None
+    job: Job, place: Place, values: Values, sizes: Mapping[str, ModelSize | None], left: float | None
 ) -> Iterator[Process]:
     """Yield the trainer ranks on one device, which has `left` bytes besides its servers."""
-    node, device = place
+    placement, (node, device) = job.placement(), place
+    scalar = {"critic", "model"} if job.config.trains_reward_model else {"critic"}
     for rank in placement.ranks:
         if rank.node != node or (device is not None and rank.device != device) or placement.mode.train is None:
             continue
@@ -223,7 +233,7 @@ def _ranks(
         context = CUDA_CONTEXT if device is not None else PROCESS
         configs = {name: _engine_config(name, values[name]) for name in names}
         models = {name: sizes[str(values[name]["path"])] for name in names}
-        known = {n: s.with_scalar_head() if n == "critic" else s for n, s in models.items() if s is not None}
+        known = {n: s.with_scalar_head() if n in scalar else s for n, s in models.items() if s is not None}
         stages = placement.mode.train.pipeline
         shards = placement.mode.train.world_size / stages
         weights = sum(
@@ -231,7 +241,9 @@ def _ranks(
         )
         free = None if left is None else left - context - weights
         engines = {
-            name: _engine_needs(name, size, configs[name], placement.mode.train, free, device is not None, values)
+            name: _engine_needs(
+                name, size, configs[name], placement.mode.train, free, device is not None, values, name in scalar
+            )
             for name, size in known.items()
         }
         for needs in list(engines.values())[1:]:
@@ -249,6 +261,7 @@ def _engine_needs(
     free: float | None,
     on_gpu: bool,
     values: Values,
+    has_scalar_head: bool,
 ) -> Needs:
     whole = stage_parameters(size, train.pipeline)
     own = whole * train.pipeline / train.world_size if not config.lora_rank else 0.0
@@ -260,7 +273,7 @@ def _engine_needs(
         room = 10e12 if free is None else free - reserved_bytes(config, own, whole, stage_trained)
         plan = choose_sizes(size, config, room)
     tokens = _step_tokens(name, size, train, values)
-    return training_needs(size, config, plan, on_gpu, train, tokens, scalar_head=name == "critic")
+    return training_needs(size, config, plan, on_gpu, train, tokens, scalar_head=has_scalar_head)
 
 
 def _step_tokens(name: str, size: ModelSize, train: ParallelStrategy, values: Values) -> int | None:

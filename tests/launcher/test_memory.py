@@ -45,6 +45,7 @@ def show(tmp_path, models, capsys):
         assert plan.main([str(script), *known, *settings]) == 0
         return capsys.readouterr().out
 
+    show.read = lambda: capsys.readouterr().out
     return show
 
 
@@ -146,6 +147,26 @@ def test_adapters_have_a_line_and_the_optimizer(show, models):
     assert f"weights {gib(size.parameters)}, adapters {gib(adapters)}, optimizer {gib(adapters, 8)}" in text
     fewer = show("7B", "cluster.gpu_memory_gib=139.8", "actor.lora_rank=64", "actor.lora_targets=[q_proj,v_proj]")
     assert f"adapters {gib(size.adapter_parameters(64, ['q_proj', 'v_proj']))}," in fewer
+    # Merged layers are staged on the device from base weights on the host; embedding and head have no adapter.
+    adapted = size.adapted_parameters()
+    assert adapted < size.parameters and f"weight update {gib(adapted, 2)}" in text
+    assert f"base weights {gib(adapted, 2)}" in text.split("node 0 host")[1]
+    assert f"weight update {gib(size.adapted_parameters(['q_proj', 'v_proj']), 2)}" in fewer
+    merged = show("7B", "cluster.gpu_memory_gib=139.8", "actor.lora_rank=64", "rollout.weight_update=shm")
+    assert f"weight update {gib(size.parameters, 2)}" in merged
+
+
+def test_a_reward_model_has_no_vocabulary_head(show, models, tmp_path):
+    script, sizes = tmp_path / "train.py", {}
+    for name in ("SFTConfig", "RWConfig"):
+        script.write_text(f"from x import load_config, {name}\nload_config(argv, {name})\n")
+        settings = [f"model.path={models / '7B'}", "cluster.gpu_memory_gib=139.8", "cluster.n_gpus_per_node=1"]
+        data = f"train_dataset.path={tmp_path / 'rows.jsonl'}"
+        assert plan.main([str(script), "allocation_mode=d1", data, "experiment_name=e", "trial_name=t", *settings]) == 0
+        sizes[name] = show.read()
+    size = read_model_size(str(models / "7B"))
+    assert size is not None and "logits" in sizes["SFTConfig"] and "logits" not in sizes["RWConfig"]
+    assert f"weights {gib(size.with_scalar_head().parameters)}" in sizes["RWConfig"]
 
 
 def test_offloaded_states_of_all_engines_count_for_the_host(show, models):

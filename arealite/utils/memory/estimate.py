@@ -229,11 +229,17 @@ def _backward_needs(
 
 
 def server_needs(
-    size: ModelSize, config: ServerConfig, total_bytes: float | None, on_gpu: bool, is_updated: bool = True
+    size: ModelSize,
+    config: ServerConfig,
+    total_bytes: float | None,
+    on_gpu: bool,
+    is_updated: bool = True,
+    adapted: float = 0.0,
 ) -> Needs:
     """Return what one rank of the embedded server needs; `total_bytes` of the device may be unknown.
 
-    `is_updated`: a trainer sends weights, which are staged beside the old ones.
+    `is_updated`: a trainer sends weights, which are staged beside the old ones. `adapted`: it sends LoRA adapters of
+    layers with so many parameters. These are merged beside the old ones, from base weights that stay on the host.
     """
     tensor = config.tensor_parallel
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if on_gpu else "float32"
@@ -246,7 +252,11 @@ def server_needs(
     if config.max_total_tokens is None:
         tokens = min(tokens, _cache_limit(config, total_bytes, weights + sampling, on_gpu) / kv_token)
     lasting = {"weights": weights, "KV cache": kv_token * tokens, "sampling": sampling}
-    passing = {"weight update": weights if is_updated and on_gpu else 0.0}
+    staged = item * adapted / tensor if adapted else weights
+    passing = {"weight update": staged if is_updated and (on_gpu or adapted) else 0.0}
+    base = {"base weights": staged} if is_updated and adapted else {}
+    if not on_gpu:
+        lasting |= base
     if on_gpu:
         # Temporaries of the largest prefill: while kernels are compiled, and in the memory of the graphs.
         wide = 8 * size.hidden + item * (2 * size.query_width + 2 * size.key_width + 3 * size.inner) / tensor
@@ -254,7 +264,8 @@ def server_needs(
     else:
         # Sequences that are decoded have their keys and values in one piece too.
         passing["decoding"] = 2 * kv_token * min(tokens, config.max_running_requests * context)
-    return Needs(_nonzero(lasting), _nonzero(passing), notes={"KV cache": f"{tokens:,.0f} tokens"})
+    host = _nonzero(base) if on_gpu else {}
+    return Needs(_nonzero(lasting), _nonzero(passing), host, notes={"KV cache": f"{tokens:,.0f} tokens"})
 
 
 def _cache_limit(config: ServerConfig, total_bytes: float | None, own: float, on_gpu: bool) -> float:

@@ -101,11 +101,18 @@ class ModelSize:
 
         A name that is not one of Llama's counts as all layers.
         """
+        return rank * self.layers * sum(self.hidden + width for width in self._adapted_widths(targets))
+
+    def adapted_parameters(self, targets: Sequence[str] = ()) -> int:
+        """Parameters of the layers that LoRA adapters of these names change."""
+        return self.layers * sum(self.hidden * width for width in self._adapted_widths(targets))
+
+    def _adapted_widths(self, targets: Sequence[str]) -> list[int]:
         widths = {"q_proj": self.query_width, "o_proj": self.query_width} | dict.fromkeys(_KEY_LAYERS, self.key_width)
         widths |= dict.fromkeys(_INNER_LAYERS, self.inner)
         names = [target.rpartition(".")[2] for target in targets]
         chosen = names if names and widths.keys() >= set(names) else list(widths)
-        return rank * self.layers * sum(self.hidden + widths[name] for name in chosen)
+        return [widths[name] for name in chosen]
 
 
 def read_model_size(path: str) -> ModelSize | None:
