@@ -68,7 +68,8 @@ def evaluate_samples(args: argparse.Namespace, run: Path, test: Path) -> dict[st
     started = {}
     for name, model in (("before", args.model), ("after", last)):
         command = [sys.executable, "-m", "arealite.cli.main", "trainer.type=null", f"trainer.grpo.actor.path={model}"]
-        command += [f"valid_dataset.path={test}", f"trainer.grpo.eval_gconfig.n_samples={args.samples}"]
+        command += [f"valid_dataset.path={test}", "valid_dataset.task=gsm8k"]
+        command += [f"trainer.grpo.eval_gconfig.n_samples={args.samples}"]
         command += ["trainer.grpo.eval_gconfig.temperature=1.0", "trainer.grpo.gconfig.max_new_tokens=512"]
         command += ["trainer.grpo.server.mem_fraction=0.3"]
         command += [f"cluster.fileroot={args.runs}", f"experiment_name={args.out.name}-{name}", "trial_name=samples"]

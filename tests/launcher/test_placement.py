@@ -393,3 +393,18 @@ def test_a_script_without_load_config_may_have_any_keys(tmp_path):
     script.write_text("def broken(:\n")
     with pytest.raises(ConfigError, match="not valid Python: line 1"):
         read_launch_config(str(script), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (["actor.dtype=float32"], "float32"),
+        (["actor.dtype=bfloat16"], "auto"),
+        (["actor.dtype=float32", "server.dtype=bfloat16"], "bfloat16"),
+    ],
+)
+def test_servers_compute_in_float32_beside_a_trainer_in_float32(given, dtype):
+    argv = ["actor.path=m", "allocation_mode=embedded.d1+d1", *given]
+    config = read_launch_config("script.py", argv)
+    assert config.server.dtype == dtype
+    assert ("dtype=float32" in BACKENDS["embedded"].command(config, 1)) == (dtype == "float32")
