@@ -111,7 +111,9 @@ class ServerConfig(Section):
     """The embedded inference server."""
 
     model_path: str = _help("Hugging Face folder or hub name of the model.", "")
-    dtype: str = _help("float32, bfloat16, float16; auto: float32 on CPU and beside a trainer in float32, else bfloat16.", "auto")
+    dtype: str = _help(
+        "float32, bfloat16, float16; auto: float32 on CPU and beside a trainer in float32, else bfloat16.", "auto"
+    )
     device: str = _help("cpu, cuda, or auto (cuda if there is one).", "auto")
     tensor_parallel: int = _help("Devices (on CPU, processes) of one model.", 1, Range(1, 1024))
     host: str = _help("Address to listen on; anything but loopback needs `api_key`.", "127.0.0.1")

@@ -210,7 +210,7 @@ def _pick_keys(values: Any) -> LaunchConfig:
     config.train_device = model.get("device", "auto")
     config.lora_rank = model.get("lora_rank", 0)
     if config.server.dtype == "auto" and model.get("dtype") == "float32":
-        # Rounded to bfloat16, weights would lose most of what a step changes: servers would sample from an older policy.
+        # Rounded to bfloat16, weights lose most of what a step changes: servers would sample from an older policy.
         config.server.dtype = "float32"
     paths = {name: _section(values, name).get("path") for name in (*_MODELS, *_DATASETS)}
     config.models = [name for name in _MODELS if paths[name]] or ["model"]

@@ -403,8 +403,9 @@ def test_a_script_without_load_config_may_have_any_keys(tmp_path):
         (["actor.dtype=float32", "server.dtype=bfloat16"], "bfloat16"),
     ],
 )
-def test_servers_compute_in_float32_beside_a_trainer_in_float32(given, dtype):
+def test_servers_compute_in_float32_beside_a_trainer_in_float32(tmp_path, given, dtype):
+    (tmp_path / "script.py").touch()
     argv = ["actor.path=m", "allocation_mode=embedded.d1+d1", *given]
-    config = read_launch_config("script.py", argv)
+    config = read_launch_config(str(tmp_path / "script.py"), argv)
     assert config.server.dtype == dtype
     assert ("dtype=float32" in BACKENDS["embedded"].command(config, 1)) == (dtype == "float32")
