@@ -1,6 +1,7 @@
 """A real run with a dashboard beside it, and what the dashboard shows of it afterwards."""
 
 import json
+import re
 import subprocess
 import sys
 import urllib.error
@@ -8,11 +9,12 @@ import urllib.request
 
 import pytest
 
+from arealite.cli.report import main as report
 from tests.dashboard.client import Dashboard
 
 
 @pytest.mark.slow
-def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path):
+def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path, capsys):
     command = [
         *(sys.executable, "-m", "arealite.cli.main", f"cluster.fileroot={tmp_path}", "dashboard=0"),
         *("trainer.type=grpo", f"trainer.grpo.actor.path={model_path}", "trainer.grpo.actor.dtype=float32"),
@@ -42,6 +44,22 @@ def test_the_dashboard_of_a_real_run(model_path, gsm8k_path, tmp_path):
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=30)
     check_endpoints(tmp_path)
+    report([str(tmp_path / "arealite" / "grpo"), "--rollouts", "0"])
+    check_foresight(tmp_path, capsys.readouterr().out)
+
+
+def check_foresight(folder, text):
+    """The command and the page say what this run waited for, with a chain and advice."""
+    assert re.search(r"the trainer waited \d+% of [\d.]+ s: \d+% \w+", text), text
+    assert re.search(r"  step [23] waited [\d.]+ s: .* of episode \d+ [\d.]+ s", text), text
+    assert "predicted time of a step: " in text or "no single change would save 1% of a step" in text, text
+    with Dashboard(folder) as page:
+        (run,) = page.json("/api/runs")["runs"]
+        found = page.json(f"/api/runs/{run['id']}/foresight")
+    assert found["sentence"] in text and [chain["step"] for chain in found["chains"]]
+    waited_s = sum(link["seconds"] for chain in found["chains"] for link in chain["links"])
+    assert waited_s == pytest.approx(sum(chain["waited_s"] for chain in found["chains"]), abs=0.01)
+    assert [answer["eta"] for answer in found["eta"]] == [0, 1, 2, 4, 8]
 
 
 def check_endpoints(folder):
