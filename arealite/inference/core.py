@@ -79,6 +79,8 @@ class EngineCore:
     def step(self) -> None:
         """Plan and launch the next step; collect results of earlier ones as the runner's limit demands."""
         assert self.runner is not None
+        if self._in_flight and self.scheduler.slots.has_constrained:
+            self.settle()  # a grammar allows tokens that depend on all earlier ones
         plan = self.scheduler.schedule()
         if dirty := self.scheduler.pool.take_dirty():
             self.runner.clear_blocks(dirty)

@@ -177,8 +177,8 @@ class Engine:
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raise `RequestError` if answers cannot be constrained on this device, or with these parameters."""
-        if self.ranks is not None or next(self.model.parameters()).device.type != "cpu":
-            raise RequestError("response_format must be text on this server: only device=cpu has constrained decoding")
+        if self.ranks is not None:
+            raise RequestError("response_format must be text with tensor_parallel > 1: ranks cannot follow a grammar")
         if params.ignore_eos or params.min_new_tokens or params.logit_bias:
             raise RequestError("response_format cannot be combined with ignore_eos, min_tokens or logit_bias")
 

@@ -1,7 +1,7 @@
 """Constrained decoding: which tokens may come next so that the answer matches a JSON schema.
 
 Uses llguidance (extra `structured`). The HTTP server makes a `Grammar` for a request; each of its sequences follows it
-with a `Constraint` of its own, on the engine's thread. The CPU runner masks the logits before it samples, so that the
+with a `Constraint` of its own, on the engine's thread. The runners mask the logits before they sample, so that the
 reported log-probs are those of the masked distribution.
 """
 
@@ -47,21 +47,28 @@ class Constraint:
     def __init__(self, matcher: Any, grammar: Grammar):
         self._matcher, self._grammar = matcher, grammar
 
-    def forbidden(self, draft: Sequence[int] = ()) -> np.ndarray:
-        """Return which tokens may not come next, bool [V]. At the end of the grammar only stop tokens may.
+    def allowed(self, draft: Sequence[int] = ()) -> np.ndarray:
+        """Return which tokens may come next, uint32 [ceil(V / 32)]: a bit for each token, the lowest bit first.
 
-        With a `draft`, the tokens after it; if the draft itself is forbidden, the result has no meaning.
+        At the end of the grammar only stop tokens may. With a `draft`, the tokens after it; if the draft itself is
+        forbidden, the result has no meaning.
         """
-        count, matcher = self._grammar.vocab_size, self._matcher
+        matcher, eos_ids = self._matcher, self._grammar.eos_ids
         if draft:
             matcher = matcher.deep_copy()
-            matcher.try_consume_tokens([token for token in draft if token not in self._grammar.eos_ids])
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=count, bitorder="little")
-        forbidden = bits == 0
-        if forbidden.all():
+            matcher.try_consume_tokens([token for token in draft if token not in eos_ids])
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        if not bits.any():
             # The grammar has ended or a limit is exceeded: the answer ends.
-            forbidden[list(self._grammar.eos_ids)] = False
-        return forbidden
+            bits = np.zeros_like(bits)
+            for token in eos_ids:
+                bits[token // 32] |= np.uint32(1 << token % 32)
+        return bits
+
+    def forbidden(self, draft: Sequence[int] = ()) -> np.ndarray:
+        """Return which tokens may not come next, bool [V]; see `allowed`."""
+        count = self._grammar.vocab_size
+        return np.unpackbits(self.allowed(draft).view(np.uint8), count=count, bitorder="little") == 0
 
     def accept(self, token: int) -> None:
         """Move past a sampled token. Stop tokens end the grammar."""

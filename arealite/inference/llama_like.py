@@ -7,13 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-LLAMA_LIKE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+from arealite.utils.decoders import IMAGE_FAMILIES, has_vision
+
+LLAMA_LIKE = (
+    "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen2VLDecoderLayer",
+    "Qwen2_5_VLDecoderLayer",
+)  # fmt: skip
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Return embedding and layers; of a vision-language model, those that read text."""
+    is_vision = has_vision(model.config) and model.config.model_type in IMAGE_FAMILIES
+    return model.base_model.language_model if is_vision else model.base_model
 
 
 def is_llama_like(model: PreTrainedModel) -> bool:
     """Whether a layer consists of RMSNorm, rotary embedding, attention and a SiLU gate."""
-    body: Any = model.base_model
+    body = body_of(model)
     layers = getattr(body, "layers", None)
     if layers is None or type(layers[0]).__name__ not in LLAMA_LIKE:
         return False

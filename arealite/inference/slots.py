@@ -58,6 +58,11 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def has_constrained(self) -> bool:
+        """Whether a sequence with a grammar decodes."""
+        return bool((self.constrained & self.decoding).any())
+
     def take(self, seq: Sequence, limit: int) -> int:
         """Fill a free row with the tokens and sampling parameters of `seq`; returns its slot."""
         slot = seq.slot = self._free.pop()

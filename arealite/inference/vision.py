@@ -67,10 +67,15 @@ def check_served(config: PreTrainedConfig, server: ServerConfig, device: torch.d
             f"model type {config.model_type!r} reads images in a way that the embedded engine does not know (it serves "
             f"{', '.join(IMAGE_FAMILIES)}): serve it with sglang or vllm"
         )
-    if device.type != "cpu" or server.tensor_parallel > 1:
+    if server.tensor_parallel > 1:
         raise ConfigError(
-            f"the embedded engine serves vision-language models on one CPU process only, not on {device.type} with "
-            f"tensor_parallel={server.tensor_parallel}: set device=cpu and tensor_parallel=1, or use sglang or vllm"
+            f"the embedded engine serves vision-language models on one device only, not with tensor_parallel="
+            f"{server.tensor_parallel}: set tensor_parallel=1, or use sglang or vllm"
+        )
+    if server.deterministic and device.type != "cpu":
+        raise ConfigError(
+            f"deterministic=true cannot be used with a vision-language model on {device.type}: set "
+            "deterministic=false, or device=cpu"
         )
 
 
@@ -125,6 +130,7 @@ class VisionDecoder:
         self.text = language_model(model)
         self.head: Any = model.get_output_embeddings()
         self.has_grid = hasattr(self.body, "get_rope_index")
+        self.device = self.head.weight.device
         self.version = 0
 
     def reload(self) -> None:
@@ -161,7 +167,8 @@ class VisionDecoder:
             self._compute(missing)
 
     def _compute(self, prompts: list[PromptImages]) -> None:
-        inputs = {key: torch.cat([images.inputs[key] for images in prompts]) for key in prompts[0].inputs}
+        keys = prompts[0].inputs
+        inputs = {key: torch.cat([images.inputs[key] for images in prompts]).to(self.device) for key in keys}
         features = torch.cat(list(self.body.get_image_features(**inputs, return_dict=True).pooler_output))
         sizes = [sum(end - start for start, end in images.spans) for images in prompts]
         for images, part in zip(prompts, features.split(sizes), strict=True):

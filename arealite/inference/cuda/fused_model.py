@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.ops import DeviceBatch
-from arealite.inference.llama_like import attention_window
+from arealite.inference.llama_like import attention_window, body_of
 
 
 class FusedDecoder:
@@ -25,27 +25,40 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, max_len: int):
         self.model = model
-        self.body: Any = model.base_model
+        self.body = body_of(model)
         self.head: Any = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.num_heads = config.num_attention_heads
         # Not rounded between layers: a third less error for a few bytes (benchmark/results/inference.md).
         self.residual_type = torch.float32
         self.layers = [_FusedLayer(layer) for layer in self.body.layers]
-        device = self.head.weight.device
-        positions = torch.arange(max_len + 1, device=device)[None]
-        probe = torch.zeros(1, dtype=self.head.weight.dtype, device=device)
-        cos, sin = self.body.rotary_emb(probe, positions)
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()  # [max_len + 1, D]
+        # Cosines and sines, [max_len + 1, D]
+        self.tables = self.angles(torch.arange(max_len + 1, device=self.head.weight.device)[None])
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [N, D] at positions [1, N], or [3, N] in time, height and width."""
+        probe = torch.zeros(1, dtype=self.head.weight.dtype, device=positions.device)
+        positions = positions if len(positions) == 1 else positions[:, None]
+        found: list[torch.Tensor] = []
+        for part in self.body.rotary_emb(probe, positions):
+            if part.dim() == 4:  # older versions of transformers join the three in each layer
+                sections = 2 * list(self.body.config.rope_parameters["mrope_section"])
+                part = torch.cat([m[i % 3] for i, m in enumerate(part.split(sections, dim=-1))], dim=-1)
+            found.append(part[0].contiguous())
+        return found[0], found[1]
 
     def hidden(self, ids: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """Last hidden states [N, hidden] of tokens `ids` [N]; writes their keys and values to the cache."""
-        residual = F.embedding(ids, self.body.embed_tokens.weight).to(self.residual_type)
+        return self.run(F.embedding(ids, self.body.embed_tokens.weight), batch, *self.tables)
+
+    def run(self, embeddings: torch.Tensor, batch: DeviceBatch, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The same of embeddings [N, hidden], with the tables of angles to which `batch` refers."""
+        residual = embeddings.to(self.residual_type)
         delta = None
         for index, layer in enumerate(self.layers):
             x = cuda_ops.add_norm(delta, residual, layer.norm1.weight, layer.eps)
             qkv = F.linear(x, layer.qkv_weight, layer.qkv_bias)
-            q = cuda_ops.rope_and_write(qkv, batch, index, self.cos, self.sin, self.num_heads, layer.head_norms)
+            q = cuda_ops.rope_and_write(qkv, batch, index, cos, sin, self.num_heads, layer.head_norms)
             mixed = cuda_ops.attend(q, batch, index, layer.scale, layer.window)
             delta = layer.out(mixed.flatten(1))  # a module, which sums over ranks in tensor parallel
             x = cuda_ops.add_norm(delta, residual, layer.norm2.weight, layer.eps)

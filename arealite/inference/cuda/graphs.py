@@ -41,3 +41,20 @@ class GraphSet:
     def run(self, name: Hashable) -> None:
         """Replay a function."""
         self._graphs[name]()
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Batch sizes that have a graph: dense enough to waste little, few enough to capture."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 512, 64)]
+    sizes += range(512, most + 128, 128)
+    return [size for size in sizes if size < most] + [most]
+
+
+def prefill_sizes(most: int) -> list[int]:
+    """Token counts of a prefill that have a graph."""
+    if most < 16:
+        raise ConfigError(f"max_prefill_tokens={most} is too small on CUDA: use at least 16")
+    sizes = [16]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * 2, most))
+    return sizes

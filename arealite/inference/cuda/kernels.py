@@ -53,14 +53,15 @@ def silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def rope_write_kernel(
-    qkv_ptr, row_ptr, pos_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
+    qkv_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
     table_ptr, table_stride, eps,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     BS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
 
-    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers.
+    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. `rope_ptr` has the row of each
+    token in the tables of angles.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -85,10 +86,11 @@ def rope_write_kernel(
         low = tl.where(is_value, low, normed_low)
         high = tl.where(is_value, high, normed_high)
     pos = tl.load(pos_ptr + token)
-    cos_low = tl.load(cos_ptr + pos * D + at, mask=at < D // 2, other=0.0)
-    cos_high = tl.load(cos_ptr + pos * D + D // 2 + at, mask=at < D // 2, other=0.0)
-    sin_low = tl.load(sin_ptr + pos * D + at, mask=at < D // 2, other=0.0)
-    sin_high = tl.load(sin_ptr + pos * D + D // 2 + at, mask=at < D // 2, other=0.0)
+    angle = tl.load(rope_ptr + token) * D + at
+    cos_low = tl.load(cos_ptr + angle, mask=at < D // 2, other=0.0)
+    cos_high = tl.load(cos_ptr + angle + D // 2, mask=at < D // 2, other=0.0)
+    sin_low = tl.load(sin_ptr + angle, mask=at < D // 2, other=0.0)
+    sin_high = tl.load(sin_ptr + angle + D // 2, mask=at < D // 2, other=0.0)
     turned_low = (times(low, cos_low).to(tl.float32) - times(high, sin_low).to(tl.float32)).to(low.dtype)
     turned_high = (times(high, cos_high).to(tl.float32) + times(low, sin_high).to(tl.float32)).to(low.dtype)
     tl.store(base, turned_low, mask=inside & is_query)

@@ -30,6 +30,7 @@ class DeviceBatch:
     table: torch.Tensor  # [S + 1, MB] block tables of all slots
     rows: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
+    rope: torch.Tensor | None = None  # [N] rows of the tables of angles; None: the positions
     splits: int = 1  # decode only: number of parts of a long sequence
     tile_first: torch.Tensor | None = None  # prefill only: first token and number of tokens of a tile
     tile_count: torch.Tensor | None = None
@@ -91,8 +92,9 @@ def rope_and_write(
     block_size, num_kv, dim = keys.shape[1:]
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
     kernels.rope_write_kernel[(qkv.shape[0],)](
-        qkv, batch.rows, batch.positions, cos, sin, q_norm, k_norm, keys, values, batch.table, batch.table.stride(0),
-        eps, H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None,
+        qkv, batch.rows, batch.positions, batch.positions if batch.rope is None else batch.rope, cos, sin,
+        q_norm, k_norm, keys, values, batch.table, batch.table.stride(0), eps,
+        H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None,
         HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
     )  # fmt: skip
     return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
@@ -175,6 +177,14 @@ def find_thresholds(
         logits, rows, temperature, top_k, top_p, min_p, thresholds, vocab,
         BLOCK=min(4096, triton.next_power_of_2(vocab)), HALVINGS=26, num_warps=16,
     )  # fmt: skip
+
+
+def forbid(logits: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
+    """Set logits of the rows `lines` [M] to -inf where the bit of a token in `bits` [M, ceil(V / 32)] is 0."""
+    vocab, block = logits.shape[1], 2048
+    sample_kernels.forbid_kernel[(lines.shape[0], triton.cdiv(vocab, block))](
+        logits, lines, bits, vocab, bits.shape[1], BLOCK=block
+    )
 
 
 def sample(

@@ -18,19 +18,21 @@ import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
-from arealite.api.errors import ConfigError
 from arealite.inference.cpu.sampler import top_logprobs
 from arealite.inference.cuda import ops as cuda_ops
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
-from arealite.inference.cuda.graphs import GraphSet
+from arealite.inference.cuda.graphs import GraphSet, decode_sizes, prefill_sizes
+from arealite.inference.cuda.images import ImagePrefill
 from arealite.inference.cuda.ops import DeviceBatch
+from arealite.inference.cuda.results import read_result, to_host
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape
 from arealite.inference.routing import RoutingRecord
-from arealite.inference.runner import Runner, Step, StepResult, cache_bytes, count_blocks
+from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
+from arealite.inference.vision import is_served
 from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
@@ -49,6 +51,7 @@ class CudaRunner(Runner):
         self.block_size = config.block_size
         max_len = shape.context_length
         self.decoder = FusedDecoder(model, max_len) if is_llama_like(model) else PlainDecoder(model)
+        self.images = ImagePrefill(model, self.decoder) if is_served(model.config) else None
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
         slots = config.max_running_requests
@@ -72,6 +75,8 @@ class CudaRunner(Runner):
         self.slots = slots
         self.extras: SamplingExtras | None = None  # made for the first request that needs it
         self.journal = slots.journal = Journal()
+        if self.images is not None:
+            self.images.attach(slots)
         s, device = slots.num_slots, self.device
         self.table = torch.zeros(s + 1, slots.block_table.shape[1], dtype=torch.int32, device=device)
         self.last_token = torch.zeros(s + 1, dtype=torch.int32, device=device)
@@ -90,8 +95,8 @@ class CudaRunner(Runner):
         self.out_raw = self.out.view(torch.float32)[2]
         # The bits of a product depend on its shape: deterministic mode uses one shape for every token.
         fixed = self.config.deterministic
-        self.decode_sizes = [s] if fixed else _decode_sizes(s)
-        self.prefill_sizes = [] if fixed else _prefill_sizes(self.config.max_prefill_tokens)
+        self.decode_sizes = [s] if fixed else decode_sizes(s)
+        self.prefill_sizes = [] if fixed else prefill_sizes(self.config.max_prefill_tokens)
         self.prefill_inputs = {
             n: torch.zeros(3 * n + 2 * self._num_tiles(n), dtype=torch.int32, device=device) for n in self.prefill_sizes
         }
@@ -107,18 +112,24 @@ class CudaRunner(Runner):
         self.graphs = graphs
 
     def _prefill_pass(self, n: int) -> None:
+        ids, batch = self._prefill_batch(n)
+        with self._recording(batch):
+            self.decoder.hidden(ids, batch)
+
+    def _prefill_batch(self, n: int) -> tuple[torch.Tensor, DeviceBatch]:
+        """Token ids [N] and the batch of a prefill."""
         inputs, tiles = self.prefill_inputs[n], self._num_tiles(n)
         ids, rows, positions = inputs[: 3 * n].view(3, n)
         first, count = inputs[3 * n :].view(2, tiles)
-        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, 1, first, count)
-        with self._recording(batch):
-            self.decoder.hidden(ids, batch)
+        rope = None if self.images is None else self.images.rope(rows, positions)
+        return ids, DeviceBatch(self.keys, self.values, self.table, rows, positions, rope, 1, first, count)
 
     def _layers(self, b: int) -> None:
         rows = self.rows[:b]
         positions = self.position.index_select(0, rows)
         ids = self.last_token.index_select(0, rows)
-        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, self._splits(b))
+        rope = None if self.images is None else self.images.rope(rows, positions)
+        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, rope, self._splits(b))
         with self._recording(batch):
             self.decoder.logits(ids, batch, self.logits[:b])
 
@@ -168,6 +179,7 @@ class CudaRunner(Runner):
             rows = self.rows[:b]
             positions = self.position.index_select(0, rows)
             extras.adjust(self.logits[:b], rows, positions, self.temperature)
+        self._forbid(slots)
         if self.slots.truncates[slots].any():
             self.graphs.run(("truncate", b))
             self.truncated = True
@@ -180,12 +192,19 @@ class CudaRunner(Runner):
         num_top = int(self.slots.num_top[slots].max())
         top = self._top_logprobs(b, num_top) if num_top else None
         if not self.on_gpu:
-            return partial(_read_result, places, self.out.clone(), top, None)
-        out = _to_host(self.out)
-        top = None if top is None else _to_host(top)
+            return partial(read_result, places, self.out.clone(), top, None)
+        out = to_host(self.out)
+        top = None if top is None else to_host(top)
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
-        return partial(_read_result, places, out, top, event)
+        return partial(read_result, places, out, top, event)
+
+    def _forbid(self, slots: np.ndarray) -> None:
+        """Forbid tokens outside of grammars. All earlier tokens are known: see `EngineCore.step`."""
+        lines = np.flatnonzero(self.slots.constrained[slots])
+        if len(lines):
+            bits = np.stack([self.slots.sequence[slot].constraint.allowed() for slot in slots[lines]])
+            cuda_ops.forbid(self.logits, self._send(lines.astype(np.int32)), self._send(bits.view(np.int32)))
 
     def _top_logprobs(self, b: int, count: int) -> torch.Tensor:
         """Likeliest tokens of the rows just sampled. Not part of a graph: most steps have no such row."""
@@ -235,7 +254,11 @@ class CudaRunner(Runner):
             tile += len(starts)
             offset += size
         self.prefill_inputs[n].copy_(self._send(data))
-        self.graphs.run(("prefill", n))
+        if self.images is not None and self.images.is_needed(chunks):
+            # All chunks at once: each may continue blocks that another one computes in this step.
+            self.images.prefill(chunks, *self._prefill_batch(n))
+        else:
+            self.graphs.run(("prefill", n))
 
     # ------------------------------------------------------------------------------ from the host to the device
 
@@ -285,6 +308,8 @@ class CudaRunner(Runner):
             self.min_p.view(torch.int32)[at_row] = sent[:, 8].int()
             self.table[at_row, :width] = sent[:, 9:].int()
             self._update_extras(rows)
+            if self.images is not None:
+                self.images.take(rows)
         grown = [slot for slot in journal.grown if slot not in journal.taken]
         if grown:
             rows = np.array(grown)
@@ -325,6 +350,8 @@ class CudaRunner(Runner):
             super().load(pairs)
         if self.stream is not None:
             self.stream.synchronize()
+        if self.images is not None:
+            self.images.vision.reload()
 
     @torch.inference_mode()
     def read_routing(self, blocks: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -355,40 +382,3 @@ class CudaRunner(Runner):
         torch.cuda.empty_cache()
         share, own = self.config.mem_fraction, torch.cuda.memory_reserved(self.device)
         return cache_bytes(*torch.cuda.mem_get_info(self.device), own, share)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start a copy to the host."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
-
-
-def _read_result(
-    places: tuple[np.ndarray, np.ndarray, np.ndarray],
-    out: torch.Tensor,
-    top: torch.Tensor | None,
-    event: torch.cuda.Event | None,
-) -> StepResult:
-    """Wait for a step; copies its tokens and log-probs `out` [3, S] at (slots, tickets, positions)."""
-    if event is not None:
-        event.synchronize()
-    count = len(places[0])
-    tokens, logprobs, raw = out.numpy()[:, :count]
-    tops = None if top is None else top.numpy()[:count].copy()
-    return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy(), tops)
-
-
-def _decode_sizes(most: int) -> list[int]:
-    """Batch sizes that have a graph: dense enough to waste little, few enough to capture."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, 512, 64)]
-    sizes += range(512, most + 128, 128)
-    return [size for size in sizes if size < most] + [most]
-
-
-def _prefill_sizes(most: int) -> list[int]:
-    if most < 16:
-        raise ConfigError(f"max_prefill_tokens={most} is too small on CUDA: use at least 16")
-    sizes = [16]
-    while sizes[-1] < most:
-        sizes.append(min(sizes[-1] * 2, most))
-    return sizes

@@ -173,6 +173,18 @@ def advance_kernel(
         tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
 
 
+@triton.jit
+def forbid_kernel(logits_ptr, line_ptr, bits_ptr, vocab_size, num_words, BLOCK: tl.constexpr):
+    """Set the logits of tokens whose bit is 0 to -inf. Grid (lines with a mask, blocks of the vocabulary)."""
+    index = tl.program_id(0).to(tl.int64)
+    line = tl.load(line_ptr + index).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab_size
+    word = tl.load(bits_ptr + index * num_words + ids // 32, mask=inside, other=0)
+    is_forbidden = inside & (((word >> (ids % 32)) & 1) == 0)
+    tl.store(logits_ptr + line * vocab_size + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=is_forbidden)
+
+
 # ------------------------------------------------------------------- for requests with extras (extras.py)
 
 PENALIZED = tl.constexpr(1)  # bits of a slot's flags

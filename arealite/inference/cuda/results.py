@@ -1,0 +1,27 @@
+"""Copies what a step has sampled to the host, without a wait at launch."""
+
+import numpy as np
+import torch
+
+from arealite.inference.runner import StepResult
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start a copy to the host."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def read_result(
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    out: torch.Tensor,
+    top: torch.Tensor | None,
+    event: torch.cuda.Event | None,
+) -> StepResult:
+    """Wait for a step; copies its tokens and log-probs `out` [3, S] at (slots, tickets, positions)."""
+    if event is not None:
+        event.synchronize()
+    count = len(places[0])
+    tokens, logprobs, raw = out.numpy()[:, :count]
+    tops = None if top is None else top.numpy()[:count].copy()
+    return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy(), tops)
