@@ -48,7 +48,7 @@ class Constraint:
         self._matcher, self._grammar = matcher, grammar
 
     def allowed(self, draft: Sequence[int] = ()) -> np.ndarray:
-        """Return which tokens may come next, uint32 [ceil(V / 32)]: a bit for each token, the lowest bit first.
+        """Return which tokens may come next: a bit for each, the lowest first, uint32 [ceil(V / 32)].
 
         At the end of the grammar only stop tokens may. With a `draft`, the tokens after it; if the draft itself is
         forbidden, the result has no meaning.

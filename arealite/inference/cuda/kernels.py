@@ -56,12 +56,12 @@ def rope_write_kernel(
     qkv_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
     table_ptr, table_stride, eps,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BS: tl.constexpr, NORM: tl.constexpr,
+    BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
 
-    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. `rope_ptr` has the row of each
-    token in the tables of angles.
+    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. With `MOVED`,
+    `rope_ptr` has the row of each token in the tables of angles; else that is its position.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -86,7 +86,10 @@ def rope_write_kernel(
         low = tl.where(is_value, low, normed_low)
         high = tl.where(is_value, high, normed_high)
     pos = tl.load(pos_ptr + token)
-    angle = tl.load(rope_ptr + token) * D + at
+    turn = pos
+    if MOVED:
+        turn = tl.load(rope_ptr + token)
+    angle = turn * D + at
     cos_low = tl.load(cos_ptr + angle, mask=at < D // 2, other=0.0)
     cos_high = tl.load(cos_ptr + angle + D // 2, mask=at < D // 2, other=0.0)
     sin_low = tl.load(sin_ptr + angle, mask=at < D // 2, other=0.0)

@@ -94,7 +94,7 @@ def rope_and_write(
     kernels.rope_write_kernel[(qkv.shape[0],)](
         qkv, batch.rows, batch.positions, batch.positions if batch.rope is None else batch.rope, cos, sin,
         q_norm, k_norm, keys, values, batch.table, batch.table.stride(0), eps,
-        H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None,
+        H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None, MOVED=batch.rope is not None,
         HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
     )  # fmt: skip
     return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
@@ -180,7 +180,7 @@ def find_thresholds(
 
 
 def forbid(logits: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
-    """Set logits of the rows `lines` [M] to -inf where the bit of a token in `bits` [M, ceil(V / 32)] is 0."""
+    """Set logits of the rows `lines` [M] to -inf where a bit of `bits` [M, ceil(V / 32)] is 0."""
     vocab, block = logits.shape[1], 2048
     sample_kernels.forbid_kernel[(lines.shape[0], triton.cdiv(vocab, block))](
         logits, lines, bits, vocab, bits.shape[1], BLOCK=block

@@ -32,7 +32,7 @@ from arealite.inference.routing import RoutingRecord
 from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
 from arealite.inference.slots import Journal, SlotTable
-from arealite.inference.vision import is_served
+from arealite.inference.vision import check_served, is_served
 from arealite.inference.weights import Pairs
 
 _MAX_CHUNKS = 256  # sequences in one prefill pass
@@ -51,7 +51,10 @@ class CudaRunner(Runner):
         self.block_size = config.block_size
         max_len = shape.context_length
         self.decoder = FusedDecoder(model, max_len) if is_llama_like(model) else PlainDecoder(model)
-        self.images = ImagePrefill(model, self.decoder) if is_served(model.config) else None
+        self.images: ImagePrefill | None = None
+        if is_served(model.config):
+            check_served(model.config, config, self.device)
+            self.images = ImagePrefill(model, self.decoder)
         heads = model.config.get_text_config().num_attention_heads
         self.tile_tokens = cuda_ops.tokens_per_tile(heads // shape.num_kv_heads)
         slots = config.max_running_requests

@@ -175,7 +175,7 @@ def advance_kernel(
 
 @triton.jit
 def forbid_kernel(logits_ptr, line_ptr, bits_ptr, vocab_size, num_words, BLOCK: tl.constexpr):
-    """Set the logits of tokens whose bit is 0 to -inf. Grid (lines with a mask, blocks of the vocabulary)."""
+    """Set the logits of tokens whose bit is 0 to -inf. Grid (masked lines, blocks of tokens)."""
     index = tl.program_id(0).to(tl.int64)
     line = tl.load(line_ptr + index).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
