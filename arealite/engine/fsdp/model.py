@@ -32,6 +32,7 @@ from arealite.api.io_struct import ROUTED_EXPERTS, Batch
 from arealite.engine.fsdp.lora import add_adapters
 from arealite.engine.fsdp.packed_attention import ATTENTION, PackedLayout
 from arealite.engine.fsdp.parallel import Layout, sum_pieces, trades_heads
+from arealite.engine.fsdp.ring import Piece, piece_multiple, piece_of
 from arealite.engine.fsdp.routing import Routing
 from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
@@ -91,25 +92,26 @@ class PackedModel(nn.Module):
     def forward(
         self, mb: Batch, lengths: list[int], temperature: float, with_entropy: bool, prefixes: PrefixPlan | None = None
     ) -> Batch:
-        hidden, first = self.hidden_states(mb, lengths, prefixes)
-        return self.results(hidden, first, mb, temperature, with_entropy, prefixes)
+        hidden, piece = self.hidden_states(mb, lengths, prefixes)
+        return self.results(hidden, piece, mb, temperature, with_entropy, prefixes)
 
     def results(
-        self, hidden: torch.Tensor, first: int, mb: Batch, temperature: float, with_entropy: bool,
+        self, hidden: torch.Tensor, piece: Piece | None, mb: Batch, temperature: float, with_entropy: bool,
         prefixes: PrefixPlan | None,
     ) -> Batch:  # fmt: skip
-        """Return what the head makes of this rank's piece of the tokens, which begins at `first`."""
+        """Return what the head makes of this rank's piece of the tokens; None if it has all."""
         ids, targets = mb["input_ids"], mb["target_positions"]
         if not self.has_lm_head:
             size = len(ids) if prefixes is None else len(prefixes.unique)
-            rows, _ = self._rows(torch.arange(size, device=hidden.device), first, len(hidden))
+            tokens = torch.arange(size, device=hidden.device)
+            rows, kept = _rows(tokens, piece)
             values = self.model.score(hidden[rows]).squeeze(-1).float()
-            values = self._scatter(values, rows + first, size)
+            values = self._scatter(values, tokens[kept], size)
             return {"values": values if prefixes is None else values.index_select(0, prefixes.expand)}
         before, labels = targets - 1, ids[targets]
         if prefixes is not None:
             before, labels = prefixes.before, ids[prefixes.unique[prefixes.targets]]
-        rows, kept = self._rows(before, first, len(hidden))
+        rows, kept = _rows(before, piece)
         # Rows may repeat (the last token before a branch): index_select adds up their gradients.
         states = hidden.index_select(0, rows)
         if self.logit_scale != 1.0:
@@ -137,8 +139,8 @@ class PackedModel(nn.Module):
 
     def hidden_states(
         self, mb: Batch, lengths: list[int], prefixes: PrefixPlan | None, received: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, int]:
-        """Return the hidden states of this rank's piece of the tokens, and where the piece begins.
+    ) -> tuple[torch.Tensor, Piece | None]:
+        """Return the hidden states of this rank's piece of the tokens, and the piece; None if it has all.
 
         The layers begin with the embedded tokens, or with the states `received` from an earlier pipeline stage.
         """
@@ -148,11 +150,10 @@ class PackedModel(nn.Module):
         if prefixes is not None:
             ids, positions, segments = ids[prefixes.unique], positions[prefixes.unique], prefixes.attention
             routed = None if routed is None else routed[prefixes.unique]
-        first = 0
+        piece = None
         if self.context_group is not None:
             # Pad the tokens to equal pieces; the padding is a sequence of its own.
-            size, rank = dist.get_world_size(self.context_group), dist.get_rank(self.context_group)
-            missing = -len(ids) % size
+            missing = -len(ids) % piece_multiple(dist.get_world_size(self.context_group), self.ring)
             if missing:
                 ids = nn.functional.pad(ids, (0, missing))
                 positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
@@ -162,9 +163,9 @@ class PackedModel(nn.Module):
                 if routed is not None:
                     none = padding(ROUTED_EXPERTS, routed)
                     routed = nn.functional.pad(routed, (0, 0, 0, missing), value=none)
-            first = rank * (len(ids) // size)
-            ids, positions = (x.chunk(size)[rank] for x in (ids, positions))
-            routed = None if routed is None else routed.chunk(size)[rank]
+            piece = piece_of(lengths if prefixes is None else [len(ids)], self.context_group, self.ring)
+            ids, positions = piece.take(ids), piece.take(positions)
+            routed = None if routed is None else piece.take(routed)
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
         if received is not None:
@@ -184,7 +185,7 @@ class PackedModel(nn.Module):
         if self.trains_vision and not has_images:
             # Other ranks may have images now, and FSDP needs a gradient from every rank.
             hidden = hidden + 0.0 * sum(p.sum() for p in vision_parameters(self.model))
-        return hidden, first
+        return hidden, piece
 
     def _check_length(self, length: int) -> None:
         if self.max_length is not None and length > self.max_length:
@@ -192,14 +193,6 @@ class PackedModel(nn.Module):
                 f"a sequence has {length} tokens; beyond {self.max_length} this model's rotary angles depend on "
                 "the other sequences of a batch: make prompts and answers shorter"
             )
-
-    def _rows(self, tokens: torch.Tensor, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """Return the rows of computed `tokens` in this rank's piece, and which of the tokens are in it."""
-        rows = tokens - first
-        if self.context_group is None:
-            return rows, slice(None)
-        kept = ((rows >= 0) & (rows < length)).nonzero(as_tuple=True)[0]
-        return rows[kept], kept
 
     def _logprobs(self, states, labels, temperature: float, with_entropy: bool):
         """Return log-prob and entropy `[M]` of `labels` predicted from `states [M, H]`."""
@@ -229,6 +222,11 @@ class PackedModel(nn.Module):
         """Return `[num_tokens]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""
         whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
         return whole if self.context_group is None else sum_pieces(whole, self.context_group)
+
+
+def _rows(tokens: torch.Tensor, piece: Piece | None) -> tuple[torch.Tensor, torch.Tensor | slice]:
+    """Return the rows of computed `tokens` in this rank's piece, and which of the tokens are in it."""
+    return (tokens, slice(None)) if piece is None else piece.rows(tokens)
 
 
 def resolve_path(path: str) -> Path:

@@ -26,7 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from arealite.api.errors import ConfigError
 from arealite.engine.fsdp.parallel import heads_to_tokens, tokens_to_heads, with_earlier_pieces
-from arealite.engine.fsdp.shared_prefix import Segment, SegmentPlan, plan_piece
+from arealite.engine.fsdp.ring import plan_ring
+from arealite.engine.fsdp.shared_prefix import Segment, SegmentPlan
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -101,7 +102,7 @@ class PackedLayout:
         if context_group is not None and ring:
             assert plan is None, "a ring computes every sequence in full"
             size, rank = dist.get_world_size(context_group), dist.get_rank(context_group)
-            plan, hops = plan_piece(lengths, size, rank)
+            plan, hops = plan_ring(lengths, size, rank)
         if not cu_seqlens.is_cuda or padded:
             kernel = Buckets(plan or SegmentPlan.of_rows(lengths), cu_seqlens.device)
         elif plan is not None:

@@ -20,6 +20,7 @@ from arealite.engine.fsdp.micro_batches import MicroBatch
 from arealite.engine.fsdp.model import PackedModel
 from arealite.engine.fsdp.parallel import Layout
 from arealite.engine.fsdp.passes import PassSettings
+from arealite.engine.fsdp.ring import piece_multiple
 from arealite.engine.fsdp.routing import Routing
 from arealite.engine.pipeline.split import Skipped
 
@@ -58,16 +59,17 @@ class StageModel(PackedModel):
         if self.entry is not None:
             states = received[0][: self.piece_length(mb)]
             self.entry.states = states[None]
-        hidden, first = self.hidden_states(mb.data, mb.lengths, mb.prefixes, states)
+        hidden, piece = self.hidden_states(mb.data, mb.lengths, mb.prefixes, states)
         if self.entry is not None:
             self.entry.states = None
         if not self.is_last:
             return nn.functional.pad(hidden, (0, 0, 0, self._length - len(hidden)))
-        outputs = self.results(hidden, first, mb.data, temperature, with_entropy, mb.prefixes)
+        outputs = self.results(hidden, piece, mb.data, temperature, with_entropy, mb.prefixes)
         assert self._finish is not None, "call begin() first"
         return self._finish(outputs, mb)
 
     def piece_length(self, mb: MicroBatch) -> int:
         """Return how many tokens of a micro-batch this rank computes: all, or an equal piece."""
         size = 1 if self.context_group is None else self.context_group.size()
-        return -(-mb.num_computed // size)
+        multiple = piece_multiple(size, self.ring)
+        return -(-mb.num_computed // multiple) * (multiple // size)
