@@ -65,7 +65,10 @@ def is_uneven(lengths: list[int], size: int) -> bool:
 
 
 def _pairs(lengths: list[int], size: int) -> list[list[int]]:
-    """Return which two of `2 · size` equal ranges each rank gets: those with most and least work, and so on."""
+    """Return which two of `2 · size` equal ranges each rank gets.
+
+    The ones with most and least work go together, then those with second most and second least, and so on.
+    """
     order = _work(lengths, 2 * size).argsort(stable=True).tolist()
     return [sorted((order[rank], order[-1 - rank])) for rank in range(size)]
 
