@@ -3,8 +3,9 @@
     python benchmark/demo.py [--runs 3] [--trl-python PATH]
 
 All start from the same supervised weights and use the same batch, group size, learning rate, clipping and number of
-optimizer steps. Runs alternate, so that other load on the machine affects all. Prints a table of medians and one JSON
-line. `--trl-python` names an interpreter that has TRL. Without it TRL is left out, unless this interpreter has it.
+optimizer steps. Runs alternate, so that other load on the machine affects all. CPU seconds are those of all processes
+of a run, with their start; other load changes them little. Prints a table of medians and one JSON line. `--trl-python`
+names an interpreter that has TRL. Without it TRL is left out, unless this interpreter has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,6 +58,11 @@ def run_trl(python: str, model: Path, work: Path) -> list[tuple[float, float]]:
     return [(row["seconds"], row["reward"]) for row in rows]
 
 
+def cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def seconds_to_goal(curve: list[tuple[float, float]]) -> float:
     """Seconds until the mean reward of the last few batches first reached the goal; infinity if it never did."""
     for i in range(SMOOTH - 1, len(curve)):
@@ -71,25 +78,29 @@ def main() -> None:
     args = parser.parse_args()
     names = [*ETA, *(["TRL"] if args.trl_python else [])]
     curves: dict[str, list] = {name: [] for name in names}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "random", seed=1)
         supervise(work / "random", work / "model", seed=1)
         for _ in range(args.runs):
             for name in names:
+                before = cpu_seconds_of_children()
                 if name == "TRL":
                     curves[name].append(run_trl(args.trl_python, work / "model", work))
                 else:
                     curves[name].append(run_arealite(name, work / "model", work))
+                cpu_seconds[name].append(cpu_seconds_of_children() - before)
     result = {}
     for name, runs in curves.items():
         result[name] = {
             "seconds_to_0.9": [round(seconds_to_goal(run), 1) for run in runs],
             "total_seconds": [round(run[-1][0], 1) for run in runs],
+            "cpu_seconds": [round(seconds, 1) for seconds in cpu_seconds[name]],
             "samples_per_s": [round(len(run) * SAMPLES_PER_STEP / run[-1][0]) for run in runs],
             "final_reward": [round(statistics.mean(r for _, r in run[-5:]), 3) for run in runs],
         }
-    columns = ["seconds_to_0.9", "total_seconds", "samples_per_s", "final_reward"]
+    columns = ["seconds_to_0.9", "total_seconds", "cpu_seconds", "samples_per_s", "final_reward"]
     print_table(
         ["median of runs", *columns],
         [[name, *(f"{statistics.median(row[c]):g}" for c in columns)] for name, row in result.items()],
