@@ -1,7 +1,9 @@
 """Twenty ways in which a run hangs or is slow, each with real processes: `python -m tests.doctor.cases NAME RUN_DIR`.
 
 A case starts the processes of a small run that fails in one way, makes the file RUN_DIR.ready once it does, and stays
-so until it is killed. `EXPECTED` names what the doctor must find.
+so until it is killed. `EXPECTED` names what the doctor must find. Staged, because the real thing needs a network or a
+whole job: the wait for a server in `dead_network` and `dead_server`, the load in `weight_update`, the launcher in
+`stopped_launcher`, the worker in `killed_worker`, the age of the file in `late_files`, the device in `full_disk`.
 """
 
 import asyncio
@@ -271,15 +273,20 @@ def version_skew(run_dir: Path, model: str) -> None:
 
 
 def stopped_rank(run_dir: Path, model: str) -> None:
-    pid = child(run_dir, "rank1", "trainer", forever)
+    def meet(number: int) -> None:
+        store = dist.FileStore(str(run_dir / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+        while True:
+            distributed.barrier()
+            (run_dir / f"met{number}").touch()
+            time.sleep(0.02)
+
+    pid = child(run_dir, "rank1", "trainer", lambda: meet(1))
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
     status.begin(run_dir, "rank0", "trainer")
-
-    def meet() -> None:
-        with waiting("collective", "barrier #9", ("ranks",)):
-            forever()
-
-    threading.Thread(target=meet, daemon=True).start()
+    threading.Thread(target=meet, args=(0,), daemon=True).start()
+    while not (run_dir / "met1").exists():
+        time.sleep(0.02)
     os.kill(pid, signal.SIGSTOP)
 
 
