@@ -11,6 +11,7 @@ token for token.
 import ast
 import asyncio
 import operator
+import ssl
 from typing import Any
 
 from arealite.api.cli_args import GRPOConfig
@@ -24,13 +25,15 @@ from arealite.workflow.openai import AgentWorkflow
 try:
     from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, OpenAIChatCompletionsModel, RunConfig, Runner
     from agents import function_tool as make_tool
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 except ImportError as error:
     MISSING: ImportError | None = error
 else:
     MISSING = None
 
 MAX_TURNS = 4
+# A client would make one of its own, which takes 20 ms or more and stops the event loop.
+TLS = ssl.create_default_context()
 INSTRUCTIONS = "Compute with the calculator. Give the final answer within \\boxed{}."
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -60,7 +63,8 @@ def _value(node: ast.expr) -> float:
 
 async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Run the SDK's agent on the problem of a row; returns the reward of its final answer."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    http = DefaultAsyncHttpxClient(verify=TLS)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http) as client:
         model = OpenAIChatCompletionsModel("policy", client)
         agent = Agent("solver", instructions=INSTRUCTIONS, model=model, tools=[make_tool(calculate)])
         config = RunConfig(tracing_disabled=True, tool_not_found_behavior="return_error_to_model")

@@ -9,6 +9,7 @@ of training: the endpoint that it gets records every call token for token. docs/
 """
 
 import asyncio
+import ssl
 from typing import Any
 
 import openai
@@ -20,12 +21,15 @@ from arealite.trainer.ppo import PPOTrainer
 from arealite.utils.config import load_config, run_main
 from arealite.workflow.openai import AgentWorkflow
 
+# A client would make one of its own, which takes 20 ms or more and stops the event loop.
+TLS = ssl.create_default_context()
 CHECK = "Check your solution step by step. Then give the final answer again within \\boxed{}."
 
 
 async def solve_and_check(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Solve the problem of a row in two turns; returns the reward of the last answer."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    http = openai.DefaultAsyncHttpxClient(verify=TLS)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http) as client:
         messages = list(row["messages"])
         for question in ({"role": "user", "content": CHECK}, None):
             answer = await client.chat.completions.create(model="policy", messages=messages)
