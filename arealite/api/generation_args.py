@@ -126,6 +126,12 @@ class ServerConfig(Section):
     )
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
+    kv_cache_dtype: str = _help("auto (that of the weights), or fp8: half the memory and reads, on CUDA.", "auto")
+    long_context_tokens: int | None = _help(
+        "On CUDA, divide longer contexts evenly over the GPU in decode attention (not measured yet); null: never.",
+        None,
+        AT_LEAST_1,
+    )
     mem_fraction: float = _help(
         "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",
         0.8,
@@ -141,7 +147,7 @@ class ServerConfig(Section):
         False,
     )
     draft_tokens: int = _help(
-        "Speculative decoding by prompt lookup (CPU only): most tokens proposed for a sequence while few run; 0: off.",
+        "Speculative decoding by prompt lookup: most tokens proposed for a sequence while few run; 0: off.",
         0,
         Range(0, 64),
     )
@@ -161,8 +167,10 @@ class ServerConfig(Section):
             yield f"server.host={self.host} is not loopback: set server.api_key too"
         if self.api_key and not self.api_key.isascii():
             yield "server.api_key is sent in an HTTP header: use ASCII characters only"
-        if self.draft_tokens and self.device == "cuda":
-            yield f"server.draft_tokens={self.draft_tokens} works with server.device=cpu only: set draft_tokens=0"
+        if self.kv_cache_dtype not in ("auto", "fp8"):
+            yield f"server.kv_cache_dtype is {self.kv_cache_dtype!r}: use auto or fp8"
+        if self.kv_cache_dtype == "fp8" and self.device == "cpu":
+            yield "server.kv_cache_dtype=fp8 works on CUDA only: use auto with server.device=cpu"
         if self.draft_tokens and self.deterministic:
             yield (
                 "server.deterministic computes every token alone, server.draft_tokens several at once: use one of them"

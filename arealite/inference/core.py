@@ -18,7 +18,7 @@ from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import WeightUpdateError
 from arealite.inference.cpu.runner import CpuRunner
 from arealite.inference.kv_cache import BlockPool
-from arealite.inference.loading import ModelShape, check_drafts, shape_of
+from arealite.inference.loading import ModelShape, shape_of
 from arealite.inference.postprocess import Postprocessor
 from arealite.inference.runner import Runner, Step, StepResult
 from arealite.inference.scheduler import Scheduler
@@ -31,7 +31,6 @@ from arealite.weights.segment import release_removed
 def make_runner(model: PreTrainedModel, shape: ModelShape, config: ServerConfig) -> Runner:
     """Make the runner for the model's device. Triton is needed, and imported, only for CUDA."""
     device = next(model.parameters()).device
-    check_drafts(config, device)
     if device.type == "cuda":
         from arealite.inference.cuda.runner import CudaRunner
 
@@ -52,6 +51,7 @@ class EngineCore:
         slots = SlotTable(config.max_running_requests, self.max_len, config.block_size)
         self.scheduler = Scheduler(slots, pool, config.max_prefill_tokens, self.max_len, config.draft_tokens)
         self.scheduler.settle = self.settle
+        self.scheduler.pauses_drafts = self.runner.max_in_flight > 1
         self.post = Postprocessor(slots, self.shape, tokenizer)
         self.requests: dict[str, Request] = {}
         self.version = 0
@@ -87,6 +87,8 @@ class EngineCore:
         if plan:
             self._in_flight.append(self.runner.launch(plan))
             self.scheduler.slots.length[plan.slots] += 1
+            if plan.has_drafts:  # the number of its tokens is known only now
+                self.settle()
         elif not self._in_flight and self.scheduler.has_work:
             raise RuntimeError("requests are waiting, but none can be admitted into an idle engine")
         while self._in_flight and (not plan or len(self._in_flight) >= self.runner.max_in_flight):

@@ -10,6 +10,7 @@ import numpy as np
 
 NGRAM = 3  # tokens at the end of a sequence that must have occurred before
 MAX_SEQUENCES = 8  # no drafts while more sequences decode: a step with many tokens is bound by computation
+MAX_PAUSE = 31  # steps without drafts on a GPU, while drafts gain nothing
 
 
 def look_up(tokens: np.ndarray, count: int) -> np.ndarray:

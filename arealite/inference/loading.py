@@ -58,7 +58,8 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        scale_bytes = 4 if dtype.itemsize == 1 else 0  # every head has a scale in FP8
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale_bytes)
 
 
 def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
@@ -74,18 +75,7 @@ def choose_device(config: ServerConfig, rank: int = 0) -> torch.device:
             f"device=cuda with tensor_parallel={config.tensor_parallel}, but torch sees {seen} here: use fewer ranks, "
             "or device=cpu"
         )
-    device = torch.device(name, rank) if name == "cuda" else torch.device(name)
-    check_drafts(config, device)
-    return device
-
-
-def check_drafts(config: ServerConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if drafts are configured on a device whose runner has none."""
-    if config.draft_tokens and device.type != "cpu":
-        raise ConfigError(
-            f"draft_tokens={config.draft_tokens} works on the CPU only, and the model is on {device.type}: CUDA graphs "
-            "decode one token of each sequence in a step. Set draft_tokens=0, or device=cpu"
-        )
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -95,6 +85,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; use auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def choose_cache_dtype(config: ServerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of the KV cache on CUDA, for weights of type `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
 
 
 def read_config(config: ServerConfig) -> PreTrainedConfig:

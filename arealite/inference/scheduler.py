@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from arealite.inference.drafts import MAX_SEQUENCES, look_up
+from arealite.inference.drafts import MAX_PAUSE, MAX_SEQUENCES, look_up
 from arealite.inference.kv_cache import BlockPool
 from arealite.inference.sequence import Request, Sequence
 from arealite.inference.slots import SlotTable
@@ -34,6 +34,7 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    has_drafts: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.chunks) or len(self.slots) > 0
@@ -50,6 +51,10 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.max_len = max_len
         self.draft_tokens = draft_tokens  # most tokens of a draft; 0: no drafts
+        # Steps overlap on a GPU, and a draft must wait for the steps before it: after drafts that gained nothing, the
+        # next ones are tried 1, 3, 7 … steps later.
+        self.pauses_drafts = False
+        self._pause_length = self._pause = self._accepted_before = 0
         self.waiting: deque[Request] = deque()  # requests with samples that have never run
         self.preempted: deque[Sequence] = deque()  # admitted before `waiting`
         self.num_unstarted = 0  # samples of `waiting` that have never run; other threads read it
@@ -84,6 +89,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step; an empty plan if there is nothing to compute."""
         plan = StepPlan()
+        drafts = self.draft_tokens > 0 and self._begin_drafts()
         self._grow_decoding()
         budget = self.max_prefill_tokens
         for seq in list(self.prefilling):
@@ -92,15 +98,32 @@ class Scheduler:
         slots = self.slots
         # The last token of a sequence at its limit is in flight.
         plan.slots = np.flatnonzero(slots.decoding & (slots.length < slots.limit))
-        if self.draft_tokens:
+        slots.num_drafts[plan.slots] = 0
+        if drafts:
             self._draft(plan.slots)
+            plan.has_drafts = bool(slots.num_drafts[plan.slots].any())
         return plan
+
+    def _begin_drafts(self) -> bool:
+        """Whether drafts are tried in this step; then no step is in flight."""
+        slots = self.slots
+        if not 0 < np.count_nonzero(slots.decoding & (slots.length < slots.limit)) <= MAX_SEQUENCES:
+            return False
+        if not self.pauses_drafts:
+            return True
+        if self._pause:
+            self._pause -= 1
+            return False
+        self.settle()
+        gained = self.accepted_tokens > self._accepted_before
+        self._accepted_before = self.accepted_tokens
+        self._pause = self._pause_length = 0 if gained else min(2 * self._pause_length + 1, MAX_PAUSE)
+        return True
 
     def _draft(self, rows: np.ndarray) -> None:
         """Write drafts behind the tokens of the slots `rows`, none if those are many. No step is in flight."""
         slots = self.slots
-        slots.num_drafts[rows] = 0
-        if len(rows) > MAX_SEQUENCES:
+        if len(rows) > MAX_SEQUENCES or (self.pauses_drafts and self._needs_extras(rows)):
             return
         for slot in rows.tolist():
             length = int(slots.length[slot])
@@ -113,6 +136,13 @@ class Scheduler:
                 slots.tokens[slot, length : length + len(draft)] = draft
                 slots.num_drafts[slot], slots.draft_hits[slot] = len(draft), 0
                 self.drafted_tokens += len(draft)
+
+    def _needs_extras(self, rows: np.ndarray) -> bool:
+        """Whether a sequence of `rows` asks for something that a pass with drafts on CUDA does not compute."""
+        slots = self.slots
+        asked = slots.penalizes[rows] | slots.biased[rows] | slots.wants_raw[rows] | (slots.num_top[rows] > 0)
+        asked |= slots.constrained[rows]
+        return bool((asked | (slots.length[rows] < slots.min_len[rows])).any())
 
     def _make_room(self, slot: int, length: int, count: int) -> int:
         """Allocate blocks for the KV of `count` drafted tokens; returns how many fit. Never preempts."""

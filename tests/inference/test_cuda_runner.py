@@ -20,6 +20,7 @@ from arealite.inference.weights import WeightSource
 from arealite.utils.routing import expert_blocks
 from tests.inference.conftest import FAMILIES, check_top_logprobs, forward_logprobs, generate, make_model, prompts, run
 from tests.inference.conftest import submit as submit_request
+from tests.inference.test_drafts import CIRCLE, assert_same, copying_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -222,3 +223,22 @@ def test_the_cache_does_not_depend_on_what_a_trainer_has_allocated_so_far():
 def test_top_logprobs_equal_the_forward_pass(deterministic, make_engine):
     model = make_model()
     check_top_logprobs(make_engine(model, deterministic=deterministic), model)
+
+
+DRAFTED = [{"temperature": 0.4, "top_p": 0.7}, {"temperature": 0.4}, {"temperature": 0.0}]
+
+
+@pytest.mark.timeout(600)  # the interpreter needs a minute on a busy machine
+@pytest.mark.parametrize("params", DRAFTED if GPU else DRAFTED[1:2])
+def test_drafts_do_not_change_tokens(params, make_engine):
+    model = copying_model()
+    small = {"max_running_requests": 2, "max_total_tokens": 1024 if GPU else 128, "max_prefill_tokens": 32}
+    plain, drafted = (make_engine(model, draft_tokens=count, **small) for count in (0, 3))
+    settings = {"max_new_tokens": 120 if GPU else 20, "sampling_seed": 5, "n": 2 if GPU else 1} | params
+    assert_same(*(run(engine, CIRCLE, **settings) for engine in (plain, drafted)))
+    stats = drafted.stats()
+    assert 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
+    # A pass with drafts has no penalties: such requests run without.
+    settings |= {"max_new_tokens": 6, "repetition_penalty": 1.1}
+    assert_same(*(run(engine, CIRCLE, **settings) for engine in (plain, drafted)))
+    assert drafted.stats()["drafted_tokens"] == stats["drafted_tokens"]

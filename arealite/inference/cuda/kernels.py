@@ -52,16 +52,23 @@ def silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def fp8_scale(largest):
+    """The scale that maps the largest number of a vector to the largest one of FP8 (e4m3)."""
+    return tl.where(largest > 0.0, tl.maximum(largest / 448.0, 1e-30), 1.0)
+
+
+@triton.jit
 def rope_write_kernel(
     qkv_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
-    table_ptr, table_stride, eps,
+    key_scale_ptr, value_scale_ptr, table_ptr, table_stride, eps,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr,
+    BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
 
     `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. With `MOVED`,
-    `rope_ptr` has the row of each token in the tables of angles; else that is its position.
+    `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the cache is in
+    FP8, and each head of a token has a scale.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -102,39 +109,91 @@ def rope_write_kernel(
     block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
     cell = (block * BS + pos % BS) * HKV * D
     is_key = inside & (head >= H) & (head < H + HKV)
+    if SCALED:
+        out_low = tl.where(is_value, low, turned_low).to(tl.float32)
+        out_high = tl.where(is_value, high, turned_high).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(out_low), 1), tl.max(tl.abs(out_high), 1))[:, None]
+        scale = fp8_scale(largest)
+        turned_low, turned_high = out_low / scale, out_high / scale
+        low, high = turned_low, turned_high
+        first = at == 0
+        scale_at = block * HKV * BS + pos % BS
+        tl.store(key_scale_ptr + scale_at + (head - H) * BS + at, scale, mask=is_key & first)
+        tl.store(value_scale_ptr + scale_at + (head - H - HKV) * BS + at, scale, mask=inside & is_value & first)
     to_key = key_ptr + cell + (head - H) * D + at
-    tl.store(to_key, turned_low, mask=is_key)
-    tl.store(to_key + D // 2, turned_high, mask=is_key)
+    tl.store(to_key, turned_low.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(to_key + D // 2, turned_high.to(key_ptr.dtype.element_ty), mask=is_key)
     to_value = value_ptr + cell + (head - H - HKV) * D + at
-    tl.store(to_value, low, mask=inside & is_value)
-    tl.store(to_value + D // 2, high, mask=inside & is_value)
+    tl.store(to_value, low.to(key_ptr.dtype.element_ty), mask=inside & is_value)
+    tl.store(to_value + D // 2, high.to(key_ptr.dtype.element_ty), mask=inside & is_value)
 
 
 @triton.jit
 def write_cache_kernel(
-    source_ptr, cache_ptr, row_ptr, pos_ptr, table_ptr, table_stride, head_stride, token_stride,
+    source_ptr, cache_ptr, scale_ptr, row_ptr, pos_ptr, table_ptr, table_stride, head_stride, token_stride,
     HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values, given as [HKV, N, D] with any strides, into the cache. One program per token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, WIDTH)[None, :]
     inside = (head < HKV) & (at < D)
-    x = tl.load(source_ptr + head * head_stride + token * token_stride + at, mask=inside)
+    x = tl.load(source_ptr + head * head_stride + token * token_stride + at, mask=inside, other=0.0)
     pos = tl.load(pos_ptr + token)
     row = tl.load(row_ptr + token).to(tl.int64)
     block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
+    if SCALED:
+        scale = fp8_scale(tl.max(tl.abs(x.to(tl.float32)), 1))[:, None]
+        x = x.to(tl.float32) / scale
+        tl.store(scale_ptr + (block * HKV + head) * BS + pos % BS + at, scale, mask=inside & (at == 0))
     cell = (block * BS + pos % BS) * HKV * D
-    tl.store(cache_ptr + cell + head * D + at, x, mask=inside)
+    tl.store(cache_ptr + cell + head * D + at, x.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def fold_tile(
+    acc, peak, total, q, k, v, key_scale, value_scale, seen, scale, softcap,
+    PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys and values to the running softmax of the queries: new `acc`, `peak`, `total`.
+
+    With SCALED, keys and values are in FP8 and `q` in float16, which holds FP8 exactly.
+    """
+    if PRECISE:
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    else:
+        score = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+    if SCALED:
+        score = score * key_scale[None, :]
+    if SOFTCAP:
+        score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / softcap))))  # tanh
+    score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - anchor[:, None])
+    fade = tl.exp2(peak - anchor)
+    total = total * fade + tl.sum(weight, 1)
+    if SCALED:
+        # Relative to the largest scale of the tile, so that the weights keep their precision in float16.
+        unit = tl.maximum(tl.max(value_scale, 0), 1e-30)
+        weight = weight * (value_scale / unit)[None, :]
+        acc = acc * fade[:, None] + tl.dot(weight.to(tl.float16), v.to(tl.float16)) * unit
+    elif PRECISE:
+        acc = acc * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
+    else:
+        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v)
+    return acc, higher, total
 
 
 @triton.jit
 def attend_kernel(
-    q_ptr, key_ptr, value_ptr, out_ptr, part_ptr, lse_ptr, row_ptr, pos_ptr, table_ptr,
+    q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, out_ptr, part_ptr, lse_ptr, row_ptr, pos_ptr, table_ptr,
     first_ptr, count_ptr, sink_ptr, num_tokens, table_stride, token_stride, head_stride, scale, softcap,
     H: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of tokens of one sequence over the sequence's blocks.
 
@@ -158,6 +217,8 @@ def attend_kernel(
     last = tl.load(pos_ptr + first + count - 1, mask=count > 0, other=-1)
     q_at = token[:, None].to(tl.int64) * token_stride + head[:, None] * head_stride + at[None, :]
     q = tl.load(q_ptr + q_at, mask=valid[:, None] & (at[None, :] < D), other=0.0)
+    if SCALED:
+        q = q.to(tl.float16)
 
     begin = 0
     if WINDOW > 0:
@@ -175,6 +236,8 @@ def attend_kernel(
         peak = tl.where(split == 0, sink * 1.4426950408889634, peak)
         total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    key_scale = tl.zeros([BLOCK_N], tl.float32)
+    value_scale = tl.zeros([BLOCK_N], tl.float32)
     for start in range(begin, end, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         known = cols < end
@@ -183,26 +246,16 @@ def attend_kernel(
         full = known[:, None] & (at[None, :] < D)
         k = tl.load(key_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
         v = tl.load(value_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
-        if PRECISE:
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        else:
-            score = tl.dot(q, tl.trans(k)) * scale
-        if SOFTCAP:
-            score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(score * (2.0 / softcap))))  # tanh
+        if SCALED:
+            scale_at = (block * HKV + kv_head) * BS + cols % BS
+            key_scale = tl.load(key_scale_ptr + scale_at, mask=known, other=0.0)
+            value_scale = tl.load(value_scale_ptr + scale_at, mask=known, other=0.0)
         seen = known[None, :] & (cols[None, :] <= pos[:, None])
         if WINDOW > 0:
             seen = seen & (cols[None, :] > pos[:, None] - WINDOW)
-        score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - anchor[:, None])
-        fade = tl.exp2(peak - anchor)
-        total = total * fade + tl.sum(weight, 1)
-        if PRECISE:
-            acc = acc * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
-        else:
-            acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v)
-        peak = higher
+        acc, peak, total = fold_tile(
+            acc, peak, total, q, k, v, key_scale, value_scale, seen, scale, softcap, PRECISE, SOFTCAP, SCALED
+        )
     written = valid[:, None] & (at[None, :] < D)
     if SPLITS > 1:
         line = (split * num_tokens + token) * H + head

@@ -13,6 +13,7 @@ import triton
 
 from arealite.inference.cuda import kernels as _kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
+from arealite.inference.cuda.runs import RunPlan, attend_runs
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
@@ -25,7 +26,7 @@ _PARTS = 16  # of the vocabulary, sampled in parallel
 class DeviceBatch:
     """One forward pass on the device. Token i belongs to slot `rows[i]` at position `positions[i]`."""
 
-    keys: list[torch.Tensor]  # per layer [num_blocks, BS, HKV, D]
+    keys: list[torch.Tensor]  # per layer [num_blocks, BS, HKV, D], of which the last is dense
     values: list[torch.Tensor]
     table: torch.Tensor  # [S + 1, MB] block tables of all slots
     rows: torch.Tensor  # [N]
@@ -34,6 +35,9 @@ class DeviceBatch:
     splits: int = 1  # decode only: number of parts of a long sequence
     tile_first: torch.Tensor | None = None  # prefill only: first token and number of tokens of a tile
     tile_count: torch.Tensor | None = None
+    # For a cache in FP8: per layer, scales of keys and of values [num_blocks, HKV, BS].
+    scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    plan: RunPlan | None = None  # decode only: contexts divided into runs, for layers without a window
 
     def attention(
         self,
@@ -91,10 +95,12 @@ def rope_and_write(
     keys, values = batch.keys[layer], batch.values[layer]
     block_size, num_kv, dim = keys.shape[1:]
     q_norm, k_norm, eps = norms or (cos, cos, 0.0)
+    key_scales, value_scales = batch.scales[layer] if batch.scales else (cos, cos)
     kernels.rope_write_kernel[(qkv.shape[0],)](
         qkv, batch.rows, batch.positions, batch.positions if batch.rope is None else batch.rope, cos, sin,
-        q_norm, k_norm, keys, values, batch.table, batch.table.stride(0), eps,
+        q_norm, k_norm, keys, values, key_scales, value_scales, batch.table, batch.table.stride(0), eps,
         H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None, MOVED=batch.rope is not None,
+        SCALED=batch.scales is not None,
         HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
     )  # fmt: skip
     return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
@@ -102,12 +108,14 @@ def rope_and_write(
 
 def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, layer: int) -> None:
     """Write keys and values [HKV, N, D] to the cache."""
-    for source, cache in ((key, batch.keys[layer]), (value, batch.values[layer])):
+    scales = batch.scales[layer] if batch.scales else (key, value)
+    for source, cache, scale in zip((key, value), (batch.keys[layer], batch.values[layer]), scales, strict=True):
         source = source if source.stride(-1) == 1 else source.contiguous()
         block_size, num_kv, dim = cache.shape[1:]
         kernels.write_cache_kernel[(source.shape[1],)](
-            source, cache, batch.rows, batch.positions, batch.table, batch.table.stride(0),
+            source, cache, scale, batch.rows, batch.positions, batch.table, batch.table.stride(0),
             source.stride(0), source.stride(1), HKV=num_kv, D=dim, BS=block_size,
+            SCALED=batch.scales is not None,
             HEADS=triton.next_power_of_2(num_kv), WIDTH=triton.next_power_of_2(dim),
         )  # fmt: skip
 
@@ -125,7 +133,26 @@ def attend(
 
     `softcap` bounds the scores by c·tanh(score / c); `sinks` [H] are scores of a key without a value.
     """
+    if batch.plan is None or window is not None or sinks is not None:
+        return _attend_tiles(q, batch, layer, scale, window, softcap, sinks)
+    scales = batch.scales[layer] if batch.scales else None
+    cap = None if softcap is None else softcap * LOG2_E
+    at = batch.rows, batch.positions, batch.table
+    return attend_runs(q, batch.keys[layer], batch.values[layer], scales, *at, batch.plan, scale * LOG2_E, cap)
+
+
+def _attend_tiles(
+    q: torch.Tensor,
+    batch: DeviceBatch,
+    layer: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with one program for a tile of queries, or for a part of its context."""
     keys, values = batch.keys[layer], batch.values[layer]
+    scales = batch.scales[layer] if batch.scales else None
     n, num_heads, dim = q.shape
     block_size, num_kv = keys.shape[1:3]
     group = num_heads // num_kv
@@ -138,20 +165,23 @@ def attend(
         lse = torch.empty(splits, n, num_heads, dtype=torch.float32, device=q.device)
     tiles = n if batch.tile_first is None else batch.tile_first.shape[0]
     wide = max(16, triton.next_power_of_2(dim))  # the smallest size of a matrix product
-    precise = q.dtype == torch.float32
+    precise = q.dtype == torch.float32 and scales is None
+    key_scales, value_scales = scales or (out, out)
     rows = group if decode else tokens_per_tile(group) * group
     kernels.attend_kernel[(tiles, num_kv, splits)](
-        q, keys, values, out, part, lse, batch.rows, batch.positions, batch.table,
+        q, keys, values, key_scales, value_scales, out, part, lse, batch.rows, batch.positions, batch.table,
         batch.rows if decode else batch.tile_first,
         batch.rows if decode else batch.tile_count,
         q if sinks is None else sinks,
         n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
+       
         H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=32 if precise else 64,
         SPLITS=splits, WINDOW=window or 0, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
+        SCALED=scales is not None,
         num_warps=2 if decode else 8,
         num_stages=2 if precise else 3,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from arealite.inference.cpu.sampler import top_logprobs
 from arealite.inference.runner import StepResult
 
 
@@ -25,3 +26,11 @@ def read_result(
     tokens, logprobs, raw = out.numpy()[:, :count]
     tops = None if top is None else top.numpy()[:count].copy()
     return StepResult(*places, tokens.copy(), logprobs.view(np.float32).copy(), raw.view(np.float32).copy(), tops)
+
+
+def likeliest(
+    logits: torch.Tensor, temperature: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Likeliest tokens of the rows just sampled. Not part of a graph: few steps have such a row."""
+    scaled = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    return top_logprobs(scaled, tokens, logprobs, count)

@@ -12,22 +12,26 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from arealite.api.cli_args import ServerConfig
-from arealite.inference.cpu.sampler import top_logprobs
 from arealite.inference.cuda import ops as cuda_ops
+from arealite.inference.cuda.cache import DeviceCache
 from arealite.inference.cuda.extras import SamplingExtras
 from arealite.inference.cuda.fused_model import FusedDecoder, PlainDecoder
 from arealite.inference.cuda.graphs import GraphSet, decode_sizes, prefill_sizes
 from arealite.inference.cuda.images import ImagePrefill
 from arealite.inference.cuda.ops import DeviceBatch
-from arealite.inference.cuda.results import read_result, to_host
+from arealite.inference.cuda.packing import pack_chunks
+from arealite.inference.cuda.results import likeliest, read_result, to_host
+from arealite.inference.cuda.runs import choose_tuning, plan_runs
+from arealite.inference.cuda.verify import DraftVerifier
 from arealite.inference.llama_like import is_llama_like
-from arealite.inference.loading import ModelShape
+from arealite.inference.loading import ModelShape, choose_cache_dtype
 from arealite.inference.routing import RoutingRecord
 from arealite.inference.runner import Runner, Step, cache_bytes, count_blocks
 from arealite.inference.scheduler import Chunk, StepPlan
@@ -60,11 +64,14 @@ class CudaRunner(Runner):
         slots = config.max_running_requests
         # In float32: bfloat16 would round a logit of 20, and its log-prob, to eighths.
         self.logits = torch.zeros(slots, shape.vocab_size, dtype=torch.float32, device=self.device)
-        self.num_blocks = count_blocks(config, shape, self.dtype, self._free_bytes()) + 1
-        size = (self.num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = torch.zeros(shape.num_layers, 2, *size, dtype=self.dtype, device=self.device)
-        self.keys = [layer[0] for layer in self.cache]
-        self.values = [layer[1] for layer in self.cache]
+        cache_type = choose_cache_dtype(config, self.dtype)
+        self.num_blocks = count_blocks(config, shape, cache_type, self._free_bytes()) + 1
+        self.cache = DeviceCache(shape, self.num_blocks, config.block_size, cache_type, self.device)
+        self.group_size = heads // shape.num_kv_heads
+        self.tuning = choose_tuning(cache_type.itemsize, self.group_size)
+        # Runs depend on the lengths of all sequences, so they change the order of sums with the batch.
+        tokens = None if config.deterministic else config.long_context_tokens
+        self.long_tokens = shape.context_length if tokens is None else tokens
         if config.record_routing:
             self.routing = RoutingRecord(model, self.num_blocks, config.block_size)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -110,9 +117,13 @@ class CudaRunner(Runner):
             graphs.add(("prefill", n), lambda n=n: self._prefill_pass(n))
         for b in reversed(self.decode_sizes):
             graphs.add(("layers", b), lambda b=b: self._layers(b))
+            if slots.max_len > self.long_tokens:
+                graphs.add(("long layers", b), lambda b=b: self._layers(b, is_long=True))
             graphs.add(("truncate", b), lambda b=b: self._truncate(b))
             graphs.add(("sample", b), lambda b=b: self._sample(b))
         self.graphs = graphs
+        self.verifier = DraftVerifier(self) if self.config.draft_tokens else None
+        self.behind: set[int] = set()  # slots whose last token and position are newer on the host
 
     def _prefill_pass(self, n: int) -> None:
         ids, batch = self._prefill_batch(n)
@@ -124,17 +135,27 @@ class CudaRunner(Runner):
         inputs, tiles = self.prefill_inputs[n], self._num_tiles(n)
         ids, rows, positions = inputs[: 3 * n].view(3, n)
         first, count = inputs[3 * n :].view(2, tiles)
-        rope = None if self.images is None else self.images.rope(rows, positions)
-        return ids, DeviceBatch(self.keys, self.values, self.table, rows, positions, rope, 1, first, count)
+        return ids, self.make_batch(rows, positions, tile_first=first, tile_count=count)
 
-    def _layers(self, b: int) -> None:
+    def make_batch(self, rows: torch.Tensor, positions: torch.Tensor, **how: Any) -> DeviceBatch:
+        """A forward pass of tokens in slots `rows` at `positions`."""
+        cache = self.cache
+        rope = None if self.images is None else self.images.rope(rows, positions)
+        return DeviceBatch(cache.keys, cache.values, self.table, rows, positions, rope, scales=cache.scales, **how)
+
+    def _layers(self, b: int, is_long: bool = False) -> None:
+        """Logits of the next token of each row; `is_long` divides long contexts over the whole device."""
         rows = self.rows[:b]
         positions = self.position.index_select(0, rows)
         ids = self.last_token.index_select(0, rows)
-        rope = None if self.images is None else self.images.rope(rows, positions)
-        batch = DeviceBatch(self.keys, self.values, self.table, rows, positions, rope, self._splits(b))
+        plan = plan_runs(positions, self.shape.num_kv_heads, self.tuning) if is_long else None
+        batch = self.make_batch(rows, positions, splits=self._splits(b), plan=plan)
+        self.decode(ids, batch, self.logits[:b])
+
+    def decode(self, ids: torch.Tensor, batch: DeviceBatch, logits: torch.Tensor) -> None:
+        """Write the logits of tokens `ids` to `logits`, and their experts to the record."""
         with self._recording(batch):
-            self.decoder.logits(ids, batch, self.logits[:b])
+            self.decoder.logits(ids, batch, logits)
 
     def _recording(self, batch: DeviceBatch) -> AbstractContextManager[None]:
         if self.routing is None:
@@ -165,18 +186,27 @@ class CudaRunner(Runner):
             for first in range(0, len(plan.chunks), _MAX_CHUNKS):
                 self._prefill(plan.chunks[first : first + _MAX_CHUNKS])
             if plan.copies:
-                pairs = self._send(np.array(plan.copies, np.int64).T)
-                self.cache[:, :, pairs[1]] = self.cache[:, :, pairs[0]]
+                pairs = self.send(np.array(plan.copies, np.int64).T)
+                self.cache.copy(pairs[0], pairs[1])
                 if self.routing is not None:
                     self.routing.blocks[pairs[1]] = self.routing.blocks[pairs[0]]
+            if plan.has_drafts and self.verifier is not None:
+                result = self.verifier.run(plan.slots)
+                self.behind.update(plan.slots.tolist())
+                return lambda: result
             return self._decode(plan.slots)
 
     def _decode(self, slots: np.ndarray) -> Step:
         if len(slots) == 0:
             return lambda: None
+        if self.behind:
+            behind = np.array([slot for slot in self.behind if self.slots.ticket[slot]], np.int64)
+            self._set_inputs(behind, self.slots.length[behind] - 1)
+            self.behind.clear()
         places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
-        self.graphs.run(("layers", b))
+        is_long = places[2].max() > self.long_tokens
+        self.graphs.run(("long layers" if is_long else "layers", b))
         extras = self._extras_for(slots)
         if extras is not None:
             rows = self.rows[:b]
@@ -193,7 +223,10 @@ class CudaRunner(Runner):
         if extras is not None:
             extras.finish(self.logits[:b], self.rows[:b], self.temperature, self.out)
         num_top = int(self.slots.num_top[slots].max())
-        top = self._top_logprobs(b, num_top) if num_top else None
+        top = None
+        if num_top:
+            of_row = self.temperature.index_select(0, self.rows[:b])
+            top = likeliest(self.logits[:b], of_row, self.out[0, :b], self.out_logprobs[:b], num_top)
         if not self.on_gpu:
             return partial(read_result, places, self.out.clone(), top, None)
         out = to_host(self.out)
@@ -207,13 +240,7 @@ class CudaRunner(Runner):
         lines = np.flatnonzero(self.slots.constrained[slots])
         if len(lines):
             bits = np.stack([self.slots.sequence[slot].constraint.allowed() for slot in slots[lines]])
-            cuda_ops.forbid(self.logits, self._send(lines.astype(np.int32)), self._send(bits.view(np.int32)))
-
-    def _top_logprobs(self, b: int, count: int) -> torch.Tensor:
-        """Likeliest tokens of the rows just sampled. Not part of a graph: most steps have no such row."""
-        temperature = self.temperature.index_select(0, self.rows[:b])[:, None]
-        scaled = self.logits[:b] / torch.where(temperature == 0, 1.0, temperature)
-        return top_logprobs(scaled, self.out[0, :b], self.out_logprobs[:b], count)
+            cuda_ops.forbid(self.logits, self.send(lines.astype(np.int32)), self.send(bits.view(np.int32)))
 
     def _extras_for(self, slots: np.ndarray) -> SamplingExtras | None:
         """The extras, if one of these sequences needs them in this step."""
@@ -240,23 +267,8 @@ class CudaRunner(Runner):
         total = sum(chunk.end - chunk.start for chunk in chunks)
         n = next(size for size in self.prefill_sizes if size >= total)
         tiles = self._num_tiles(n)
-        data = np.zeros(3 * n + 2 * tiles, np.int32)
-        ids, rows, positions = data[: 3 * n].reshape(3, n)
-        first, count = data[3 * n :].reshape(2, tiles)
-        rows[:] = self.slots.num_slots
-        offset = tile = 0
-        for chunk in chunks:
-            size = chunk.end - chunk.start
-            part = slice(offset, offset + size)
-            ids[part] = self.slots.tokens[chunk.slot, chunk.start : chunk.end]
-            rows[part] = chunk.slot
-            positions[part] = np.arange(chunk.start, chunk.end)
-            starts = np.arange(0, size, self.tile_tokens)
-            first[tile : tile + len(starts)] = offset + starts
-            count[tile : tile + len(starts)] = np.minimum(self.tile_tokens, size - starts)
-            tile += len(starts)
-            offset += size
-        self.prefill_inputs[n].copy_(self._send(data))
+        data = pack_chunks(self.slots, chunks, n, tiles, self.tile_tokens)
+        self.prefill_inputs[n].copy_(self.send(data))
         if self.images is not None and self.images.is_needed(chunks):
             # All chunks at once: each may continue blocks that another one computes in this step.
             self.images.prefill(chunks, *self._prefill_batch(n))
@@ -271,13 +283,13 @@ class CudaRunner(Runner):
         wanted = np.full(b, self.slots.num_slots, np.int32)
         wanted[: len(slots)] = slots
         if not np.array_equal(wanted, self.sent_rows[:b]):
-            self.rows[:b] = self._send(wanted)
+            self.rows[:b] = self.send(wanted)
             self.sent_rows[:b] = wanted
         return b
 
     def _set_inputs(self, slots: np.ndarray, at: np.ndarray) -> None:
         """Make the token at position `at` the next input of each slot."""
-        sent = self._send(np.stack([slots, self.slots.tokens[slots, at], at]))
+        sent = self.send(np.stack([slots, self.slots.tokens[slots, at], at]))
         self.last_token[sent[0]] = sent[1].int()
         self.position[sent[0]] = sent[2].int()
 
@@ -300,7 +312,7 @@ class CudaRunner(Runner):
                 slots.min_p[rows].view(np.int32),
             ]
             state = np.concatenate([np.stack(head, 1), slots.block_table[rows, :width]], 1)
-            sent = self._send(state.astype(np.int64))
+            sent = self.send(state.astype(np.int64))
             at_row = sent[:, 0]
             self.last_token[at_row] = sent[:, 1].int()
             self.position[at_row] = sent[:, 2].int()
@@ -317,7 +329,7 @@ class CudaRunner(Runner):
         if grown:
             rows = np.array(grown)
             cols = slots.num_blocks[rows] - 1
-            sent = self._send(np.stack([rows, cols, slots.block_table[rows, cols]]))
+            sent = self.send(np.stack([rows, cols, slots.block_table[rows, cols]]))
             self.table[sent[0], sent[1]] = sent[2].int()
         journal.taken.clear()
         journal.grown.clear()
@@ -332,7 +344,8 @@ class CudaRunner(Runner):
         if self.extras is not None:
             self.extras.take(rows)
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:
+    def send(self, array: np.ndarray) -> torch.Tensor:
+        """Copy an array to the device."""
         tensor = torch.from_numpy(array)
         if not self.on_gpu:
             return tensor
@@ -365,7 +378,7 @@ class CudaRunner(Runner):
     def clear_blocks(self, blocks: list[int]) -> None:
         """Zero cache blocks that hold non-finite numbers and that no sequence uses any more."""
         with torch.cuda.stream(self.stream):
-            self.cache[:, :, self._send(np.array(blocks))] = 0
+            self.cache.clear(self.send(np.array(blocks)))
 
     # --------------------------------------------------------------------------------------------- sizes
 

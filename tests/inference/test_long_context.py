@@ -1,0 +1,115 @@
+"""Tests of decode attention by even runs and of the cache in FP8; without a GPU, Triton's interpreter runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from arealite.api.cli_args import ServerConfig
+from arealite.api.errors import ConfigError
+from arealite.inference.loading import ModelShape, choose_cache_dtype
+from tests.inference.conftest import forward_logprobs, generate, make_model, prompts, submit
+from tests.inference.test_cuda_runner import GPU, SCALE, make_engine  # noqa: F401 (a fixture)
+
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = torch.device("cuda" if GPU else "cpu")
+KV_HEADS, GROUP, DIM = 2, 3, 16
+# Lengths of sequences and tokens of each that attend.
+LENGTHS = {
+    "mixed": ([40, 1, 77, 300], [1, 1, 1, 1]),
+    "one": ([333], [1]),
+    "short": ([4, 1, 7, 9, 20], [1, 1, 1, 1, 1]),
+    "drafts": ([90, 11, 77], [4, 1, 5]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("block_size", "fp8"), [(4, False), (32, False), (4, True)])
+def test_runs_equal_plain_attention(name, block_size, fp8, monkeypatch):
+    runs = pytest.importorskip("arealite.inference.cuda.runs")
+    from arealite.inference.cuda.cache import DeviceCache
+
+    lengths, counts = LENGTHS[name]
+    torch.manual_seed(0)
+    width = -(-max(lengths) // block_size)
+    num_blocks = len(lengths) * width + 1
+    cache_type = torch.float8_e4m3fn if fp8 else torch.float32
+    shape = ModelShape(1, KV_HEADS, DIM, 8, 512, ())
+    cache = DeviceCache(shape, num_blocks, block_size, cache_type, DEVICE)
+    cache.data.copy_(torch.randn(cache.data.shape) * (50 if fp8 else 1))
+    exact = cache.data[0].float()  # [2, num_blocks, BS, HKV, D]
+    if cache.scales is not None:
+        for scale in cache.scales[0]:
+            scale.copy_(torch.rand(scale.shape) * 0.05)
+        exact = exact * torch.stack(cache.scales[0]).transpose(2, 3)[..., None]
+    table = (torch.randperm(num_blocks - 1)[: len(lengths) * width].view(-1, width) + 1).int().to(DEVICE)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int().to(DEVICE)
+    places = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
+    positions = torch.cat(places).int().to(DEVICE)
+    q = torch.randn(len(rows), KV_HEADS * GROUP, DIM, device=DEVICE)
+    items = {}
+    if max(counts) > 1:
+        first, count = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, counts))
+        items = {"first": first, "count": count, "max_count": max(counts)}
+    monkeypatch.setattr(runs, "_MIN_TILES", 1)
+    plan = runs.plan_runs(positions, KV_HEADS, runs.Tuning(16, 2, 4, 1), **items)
+    scales = cache.scales[0] if cache.scales else None
+    scale = DIM**-0.5 * 1.4426950408889634
+    out = runs.attend_runs(q, cache.keys[0], cache.values[0], scales, rows, positions, table, plan, scale, None).cpu()
+    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        keys, values = exact[:, table[row].long()].flatten(1, 2)[:, : position + 1].cpu()
+        heads = q[i].cpu().view(KV_HEADS, GROUP, DIM)
+        weight = torch.softmax(torch.einsum("hgd,nhd->hgn", heads, keys) * DIM**-0.5, -1)
+        expected = torch.einsum("hgn,nhd->hgd", weight, values).flatten(0, 1)
+        torch.testing.assert_close(out[i], expected, atol=2e-3 if fp8 else 1e-4, rtol=2e-3 if fp8 else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-window", "gemma2-softcap"])
+def test_greedy_equals_generate_in_long_contexts(family, make_engine):  # noqa: F811
+    model = make_model(family)
+    engine = make_engine(model, long_context_tokens=8)
+    asked = prompts(8 // SCALE, low=6, high=30)
+    futures = [submit(engine, p, temperature=0.0, max_new_tokens=24 // SCALE, ignore_eos=True) for p in asked]
+    for prompt, future in zip(asked, futures, strict=True):
+        (output,) = future.result(120)
+        assert output.token_ids == generate(model, prompt, 24 // SCALE, None)
+        expected = forward_logprobs(model, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("fused", [True, False])
+def test_cache_in_fp8_changes_logprobs_little(fused, make_engine, monkeypatch):  # noqa: F811
+    if not fused:
+        monkeypatch.setattr("arealite.inference.cuda.runner.is_llama_like", lambda model: False)
+    model = make_model()
+    # The engine's own check compares with the model's float32 keys.
+    monkeypatch.setattr("arealite.inference.engine.check_trial", lambda *args: None)
+    engine = make_engine(model, kv_cache_dtype="fp8", long_context_tokens=16)
+    assert engine.core.runner.cache.data.dtype == torch.float8_e4m3fn
+    for prompt in prompts(2, low=10, high=20):
+        (output,) = submit(engine, prompt, max_new_tokens=8, sampling_seed=1, ignore_eos=True).result(120)
+        delta = torch.tensor(output.logprobs) - forward_logprobs(model, prompt, output.token_ids)
+        assert 0 < delta.abs().mean() < 0.15
+
+
+def test_type_of_the_cache():
+    shape = ModelShape(2, 2, 128, 8, 512, ())
+    assert choose_cache_dtype(ServerConfig(), torch.bfloat16) == torch.bfloat16
+    assert choose_cache_dtype(ServerConfig(kv_cache_dtype="fp8"), torch.bfloat16) == torch.float8_e4m3fn
+    assert shape.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 256
+    assert shape.kv_bytes_per_token(torch.float8_e4m3fn) == 2 * 2 * 2 * (128 + 4)
+    cases = (({"kv_cache_dtype": "int4"}, "use auto or fp8"), ({"kv_cache_dtype": "fp8", "device": "cpu"}, "CUDA only"))
+    for settings, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            ServerConfig(**settings).check()
