@@ -285,6 +285,8 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As an interpreter does at its start; `subprocess` restores the default before.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     open_streams()
     logging.getLogger().handlers.clear()
