@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -81,6 +82,10 @@ class _Spare:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A new interpreter has no handlers. Those of tests may hold locks of threads that this process does not have.
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):
+                logger.handlers.clear()
         message, received, _, _ = socket.recv_fds(connection, 1 << 20, 8)
         # Without a message pytest has ended.
         if message:
