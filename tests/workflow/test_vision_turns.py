@@ -19,7 +19,8 @@ from arealite.workflow.openai import AgentWorkflow
 from tests.engine.engine_testing import SPEC, engine_config
 from tests.tiny_vision import make_vision_model, picture
 
-GCONFIG = GenerationHyperparameters(n_samples=2, max_new_tokens=6)
+# Greedy: a sampled token might be the placeholder of images, which ends a conversation.
+GCONFIG = GenerationHyperparameters(n_samples=2, max_new_tokens=6, temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=("qwen2_vl", "llava"))
