@@ -126,7 +126,9 @@ class ServerConfig(Section):
     )
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
-    kv_cache_dtype: str = _help("auto (that of the weights), or fp8: half the memory and reads, on CUDA.", "auto")
+    kv_cache_dtype: str = _help(
+        "auto (that of the weights), or fp8 on CUDA: about half the memory (not run on a GPU yet).", "auto"
+    )
     long_context_tokens: int | None = _help(
         "On CUDA, divide longer contexts evenly over the GPU in decode attention (not measured yet); null: never.",
         None,
@@ -147,7 +149,7 @@ class ServerConfig(Section):
         False,
     )
     draft_tokens: int = _help(
-        "Speculative decoding by prompt lookup: most tokens proposed for a sequence while few run; 0: off.",
+        "Speculative decoding by prompt lookup (not run on a GPU yet): most tokens proposed for a sequence; 0: off.",
         0,
         Range(0, 64),
     )
