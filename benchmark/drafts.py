@@ -72,7 +72,7 @@ def compare(model: PreTrainedModel, options: Any) -> dict[str, float]:
     """Measure both sides in turn; prints a table, returns medians and their ratios."""
     repeat_itself(model)
     jobs = make_requests(options.concurrency, options.input_len, options.median, options.max_output)
-    context = min(4096, model.config.max_position_embeddings)
+    context = min(max(4096, options.input_len + options.max_output + 16), model.config.max_position_embeddings)
     engines = [
         Engine(
             ServerConfig(max_running_requests=options.concurrency, context_length=context, draft_tokens=count),

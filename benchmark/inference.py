@@ -3,6 +3,7 @@
     python benchmark/inference.py                                    GPU: 0.5B, 256 sequences, 128 tokens in, 512 out
     python benchmark/inference.py shape=1.5b concurrency=256 http=true
     python benchmark/inference.py shape=30b-a3b                      Qwen3-30B-A3B: 128 experts, 8 of a token
+    python benchmark/inference.py input_len=8192 concurrency=64 server.kv_cache_dtype=fp8 http=false
     python benchmark/inference.py workload=mixed groups=125          log-normal lengths 32-2048, groups of 8
     python benchmark/inference.py device=cpu                         also Hugging Face `generate`, for comparison
     python benchmark/inference.py device=cpu shape=27m draft_tokens=8 concurrency=16 median=64 max_output=400 repeats=3
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ SHAPES = {
     "30b-a3b": (2048, 6144, 48, 32, 4, 151936, False),
 }
 # Shapes of Qwen3-MoE: experts, experts of a token, width of an expert, head size.
+LONGEST = 65_536  # tokens of a sequence
 EXPERTS = {"tiny-moe": (8, 2, 64, 32), "30b-a3b": (128, 8, 768, 128)}
 
 
@@ -84,6 +86,7 @@ class Options:
     http: bool = field(default=True, metadata={"help": "Also measure through the HTTP server."})
     update: bool = field(default=True, metadata={"help": "Also measure a weight update under load."})
     profile: bool = field(default=False, metadata={"help": "Also print a profile of decode steps."})
+    server: ServerConfig = field(default_factory=ServerConfig)  # e.g. server.kv_cache_dtype=fp8
     repeats: int = field(default=2, metadata={"help": "Runs of each measurement; the best counts."})
 
 
@@ -136,7 +139,7 @@ def make_model(options: Options, device: str) -> PreTrainedModel:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": LONGEST,
         "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -192,8 +195,9 @@ def params(job: Job) -> SamplingParams:
 def run_in_process(options: Options, model: PreTrainedModel, jobs: list[Job], cuda: bool) -> dict[str, Any]:
     plain = copy.copy(model.config._attn_implementation)
     begin = time.perf_counter()
-    context = min(4096, model.config.max_position_embeddings)
-    config = ServerConfig(max_running_requests=options.concurrency, context_length=context)
+    longest = max(len(job.prompt) + job.max_new_tokens for job in jobs)
+    context = min(max(4096, longest + 16), model.config.max_position_embeddings)
+    config = replace(options.server, max_running_requests=options.concurrency, context_length=context)
     engine = Engine(config, model=model).start()
     results: dict[str, Any] = {"engine_start_s": time.perf_counter() - begin}
     outputs: list[SampleOutput] = []
@@ -290,6 +294,7 @@ def run_http(options: Options, folder: str, jobs: list[Job], cuda: bool) -> dict
     begin = time.perf_counter()
     command = [sys.executable, "-m", "arealite.cli.serve", f"model_path={folder}"]
     command += [f"max_running_requests={options.concurrency}", f"device={'cuda' if cuda else 'cpu'}"]
+    command += [f"{name}={value}" for name, value in _changed(options.server).items()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = process.stdout.readline().split()[-1]
@@ -313,7 +318,14 @@ def report(options: Options, results: dict[str, Any], cuda: bool) -> None:
     hardware = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} cores {platform.machine()}"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     line = {"benchmark": "inference", "commit": commit, "hardware": hardware} | versions
-    print(json.dumps(line | asdict(options) | results))
+    chosen = asdict(options) | {"server": _changed(options.server)}
+    print(json.dumps(line | chosen | results))
+
+
+def _changed(server: ServerConfig) -> dict[str, Any]:
+    """Server settings that are not the defaults."""
+    default = asdict(ServerConfig())
+    return {name: value for name, value in asdict(server).items() if value != default[name]}
 
 
 if __name__ == "__main__":
