@@ -78,6 +78,12 @@ def test_pins_cover_all_plain_dependencies():
     assert len(pins) == sum("==" in line for line in lines if not line.startswith("#")), "a package is pinned twice"
 
 
+def test_loggers_install_together_under_the_pins():
+    """Swanlab 0.10 needs protobuf below 7, trackio 0.43 needs pillow below 13 (`pip install --dry-run` says so)."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+    assert int(pins["protobuf"].split(".")[0]) < 7 and int(pins["pillow"].split(".")[0]) < 13
+
+
 def test_links_of_the_readme_on_a_package_index():
     index_readme = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["index_readme"]
     text = "![page](docs/a.png) [one](docs/a.md#b), [two](https://x.org/y), `f(x)[0](1)`"

@@ -147,6 +147,11 @@ class EasyTrainer(abc.ABC):
     def _start_config(self, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Return the configuration of a new run, with a run directory and a model that servers can read."""
         config = self.config
+        if resume_from_checkpoint is True and self.given.get("trial_name") is None:
+            raise ConfigError(
+                "resume_from_checkpoint=True continues a run by its name: pass its trial_name (the folder's name, such "
+                "as run1), or the path of a recover checkpoint instead of True"
+            )
         if resume_from_checkpoint and config.recover.mode == "disabled":
             # Otherwise the earlier run of this name, with its checkpoint, is moved aside.
             config = dataclasses.replace(config, recover=dataclasses.replace(config.recover, mode="auto"))
@@ -186,9 +191,8 @@ def _check_trained_model(model: Any) -> str | Path | PreTrainedModel:
     if hasattr(model, "peft_config"):
         raise ConfigError("the model has adapters: pass the base model and peft_config, or merge them first")
     if not isinstance(model, str | Path):
-        raise ConfigError(
-            f"model is {type(model).__name__}: give the path of a Hugging Face folder, a hub name, or a PreTrainedModel"
-        )
+        wrong = "there is no model" if model is None else f"model is {type(model).__name__}"
+        raise ConfigError(f"{wrong}: give the path of a Hugging Face folder, a hub name, or a PreTrainedModel")
     check_model(model)
     return model
 

@@ -57,6 +57,8 @@ def as_prompts(rows: list[Row], name: str, columns: Mapping[str, str], keeps_pro
     def make(raw: Row) -> Row:
         row = dict(apply_columns(raw, columns))
         asked = row.get("prompt", row.get("messages"))
+        if asked is None and "prompt" in row:
+            raise ValueError("its `prompt` is None: remove the row, or give it a text or a list of messages")
         if asked is None:
             raise ValueError(
                 f"it has no `prompt` and no `messages`; its columns are {', '.join(map(str, row)) or 'none'}. Rename "

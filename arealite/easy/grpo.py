@@ -15,7 +15,7 @@ from arealite.easy.data import Row, as_prompts
 from arealite.easy.options import read_given
 from arealite.easy.rewards import ASKED, RewardPart, Rewards, check_columns, read_rewards
 from arealite.trainer.ppo import PPOTrainer
-from arealite.trainer.tasks import find_reward, load_rows
+from arealite.trainer.tasks import find_reward, find_task, load_rows
 from arealite.utils.console import show_message
 from arealite.workflow.vision_rlvr import make_rlvr
 
@@ -114,8 +114,18 @@ class GRPOTrainer(EasyTrainer):
     def _resolve(self, data: Any) -> Any:
         """Return the reward functions: those that were given, named ones, or that of the dataset's task."""
         if self._functions is None:
+            if (data.reward or self.config.reward or find_task(data).reward) is None:
+                raise ConfigError(
+                    "there is no reward: pass reward_fn, a function such as `def reward(completion, **columns)` that "
+                    'returns a number, or the name of a built-in one such as "math"'
+                )
             return find_reward(data, self.config.reward)
         several = self._functions if isinstance(self._functions, list | tuple) else [self._functions]
+        model = next((fn for fn in several if isinstance(fn, str) and "/" in fn), None)
+        if model is not None:
+            raise ConfigError(
+                f"the reward {model!r} names a model: pass LocalRewardModel({model!r}) of arealite.reward.model"
+            )
         return [find_reward(data, fn) if isinstance(fn, str) else fn for fn in several]
 
     def run(self, config: GRPOConfig, resume_from_checkpoint: str | bool | None) -> int:

@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from arealite.api.cli_args import BaseExperimentConfig, DPOConfig, GRPOConfig
 from arealite.api.errors import ConfigError
-from arealite.easy.trl_args import is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
+from arealite.easy.trl_args import field_names, is_field, is_ignored, read_fields, read_peft, translate, unknown_fields
 from arealite.utils.config import load_plain, merge_sources
+from arealite.utils.config_help import nearest_text
 
 C = TypeVar("C", bound=BaseExperimentConfig)
 Keys = dict[str, Any]
@@ -31,6 +32,8 @@ _RL: Keys = {
     "actor.ppo_n_minibatches": 2,
 }
 _RL_ON_CPU: Keys = {"train_dataset.batch_size": 8, "gconfig.max_new_tokens": 128, "rollout.pause_mode": "in_place"}
+# Arguments of `GRPOTrainer` that are neither keys nor fields of TRL.
+_REWARD_ARGUMENTS = {"reward_fn", "reward_funcs", "reward_weights", "reward_timeout_s", "train_dataset", "eval_dataset"}
 _RL_ON_GPU: Keys = {
     "train_dataset.batch_size": 64,
     "gconfig.max_new_tokens": 1024,
@@ -69,6 +72,7 @@ def read_given(
         for name, value in plain.items()
         if name.split(".")[0] not in own_keys and not is_field(name, is_rl) and is_ignored(name, is_rl)
     }
+    _check_names([name for name in plain if name not in ignored], own_keys, is_rl)
     if ignored:
         given.warnings.append(_ignored_text(f"{name}={value!r}" for name, value in ignored.items()))
     if isinstance(args, Mapping):
@@ -91,6 +95,15 @@ def read_given(
     given.sources.append(("config", _read_config(config, cls)))
     given.sources.append(("the keyword arguments", _nested(own, "the keyword arguments")))
     return given
+
+
+def _check_names(names: Iterable[str], own_keys: set[str], is_rl: bool) -> None:
+    """Raise `ConfigError` for a misspelled argument; names like no other one are left to the check of keys."""
+    known = own_keys | field_names(is_rl) | (_REWARD_ARGUMENTS if is_rl else set())
+    for name in names:
+        near = nearest_text(name, sorted(known))
+        if name.split(".")[0] not in known and near:
+            raise ConfigError(f"unknown argument {name!r}: {near}")
 
 
 def _ignored_text(fields: Iterable[str]) -> str:

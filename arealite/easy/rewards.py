@@ -26,6 +26,7 @@ Row = dict[str, Any]
 ASKED = "arealite_prompt"
 _MAX_THREADS = 8
 _MAX_TEXT = 10_000
+_MAX_FRAMES = 5
 _OF_ONE = {"prompt", "completion", "prompt_ids"}
 _OF_GROUP = {"prompts", "completions"}
 # What a function of each kind may ask for besides the columns of the dataset.
@@ -92,7 +93,7 @@ def _takes_group(fn: Any, signature: inspect.Signature) -> bool:
     names = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     one, group = sorted(names & _OF_ONE), sorted(names & _OF_GROUP)
     if bool(one) == bool(group):
-        found = f"names both {one[0]} and {group[0]}" if one else "names neither"
+        found = f"names both {one[0]} and {group[0]}" if one else "names neither `completion` nor `completions`"
         raise ConfigError(
             f"the reward {_show(fn)}{signature} {found}: with the parameter `completion` it scores one answer and "
             "returns a number, with `completions` it scores a list of answers and returns a list (as in TRL)"
@@ -108,7 +109,7 @@ def check_columns(parts: Sequence[RewardPart], columns: Sequence[str]) -> None:
             is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_named and parameter.default is parameter.empty and name not in known:
                 raise ConfigError(
-                    f"the reward {_show(part.fn)} needs `{name}`, and rows of train_dataset have the columns "
+                    f"the reward {_show(part.fn)} needs `{name}`, but rows of train_dataset have the columns "
                     f"{', '.join(columns)}: add the column, or give the parameter a default"
                 )
 
@@ -189,8 +190,16 @@ class Rewards(RewardPool):
                 raise RewardError(
                     f"reward {part.name} did not return within {self.timeout_s:g} s (reward_timeout_s)"
                 ) from error
-            text = "".join(traceback.format_exception(error, limit=-3))[:_MAX_TEXT]
-            raise RewardError(f"reward {part.name} raised:\n{text}") from error
+            raise RewardError(f"reward {part.name} raised {_trace_of(part.fn, error)[:_MAX_TEXT]}") from error
+
+
+def _trace_of(fn: Callable[..., Any], error: Exception) -> str:
+    """Return an error with the lines of the reward function that led to it, and no others."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code is code), len(frames) - 1)
+    lines = traceback.StackSummary.extract(iter(frames[start:])).format()[-_MAX_FRAMES:]
+    return "".join(traceback.format_exception_only(error)) + "".join(lines).rstrip()
 
 
 def _as_lists(rows: list[Row]) -> Row:

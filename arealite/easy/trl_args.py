@@ -96,10 +96,14 @@ Fields = Mapping[str, Any]
 Keys = dict[str, Any]
 
 
+def field_names(is_rl: bool = True) -> set[str]:
+    """Return the fields of TRL's arguments that are translated or refused."""
+    return _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL.keys() if is_rl else set())
+
+
 def is_field(name: str, is_rl: bool = True) -> bool:
     """Whether a keyword argument is a field of TRL's arguments that is translated or refused."""
-    own = _SAME.keys() | _READ | _REFUSED.keys() | (_SAME_RL.keys() if is_rl else set())
-    return name in own
+    return name in field_names(is_rl)
 
 
 def is_ignored(name: str, is_rl: bool) -> bool:

@@ -352,7 +352,9 @@ def _nearest(key: str, cls: type, prefix: str) -> str:
     siblings = [field.name for field in dataclasses.fields(cls)]
     near = [prefix + name for name in difflib.get_close_matches(key, siblings, n=1)]
     # The key may have been written one level too high: search for its name in nested sections.
-    near = near or [each.path for each in keys_of(cls, prefix) if each.path.rsplit(".", 1)[-1] == key][:3]
+    nested = [each.path for each in keys_of(cls, prefix)] if not near else []
+    name = next(iter(difflib.get_close_matches(key, {path.rsplit(".", 1)[-1] for path in nested}, n=1, cutoff=0.8)), "")
+    near = near or [path for path in nested if path.rsplit(".", 1)[-1] == name][:3]
     return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(siblings)}"
 
 

@@ -86,6 +86,9 @@ def test_keys_by_dotted_name_nested_dict_and_file(tmp_path):
     [
         ({"actor.lr": 1e-3}, r"unknown key 'actor.lr' in the keyword arguments: did you mean actor.optimizer.lr"),
         ({"sed": 1}, "did you mean seed"),
+        ({"learning_rat": 1e-3}, r"unknown argument 'learning_rat': did you mean learning_rate"),
+        ({"reward_function": len}, "did you mean reward_f"),
+        ({"max_newtokens": 5}, r"did you mean gconfig\.max_new_tokens"),
         ({"seed": "x"}, "seed in the keyword arguments"),
         ({"allocation_mode": "embedded.d1+d2"}, "several trainers"),
         ({"num_iterations": 2}, "steps_per_generation"),

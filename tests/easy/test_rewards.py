@@ -96,7 +96,7 @@ def test_what_is_no_reward_is_refused(fn, message):
 def test_weights_and_columns_are_checked():
     with pytest.raises(ConfigError, match="2 numbers for 1 reward"):
         read_rewards(lambda completion: 1, [1, 2])
-    with pytest.raises(ConfigError, match=r"needs `answer`, and rows of train_dataset have the columns level"):
+    with pytest.raises(ConfigError, match=r"needs `answer`, but rows of train_dataset have the columns level"):
         check_columns(read_rewards(lambda completion, answer: 1, None), ["level"])
     check_columns(read_rewards([lambda completion, answer=None: 1, lambda completions, level: 1], None), ["level"])
 
@@ -131,8 +131,21 @@ def test_a_timeout_inside_of_a_reward_is_an_error_of_the_reward():
     def reward(completion):
         raise TimeoutError("the judge did not answer")
 
-    with pytest.raises(RewardError, match=r"(?s)reward1 raised:.*TimeoutError: the judge did not answer"):
+    with pytest.raises(RewardError, match=r"(?s)reward1 raised TimeoutError: the judge did not answer"):
         score(reward, [row()])
+
+
+@pytest.mark.parametrize("is_trl", [False, True])
+def test_an_error_shows_the_lines_of_the_reward_only(is_trl):
+    def look_up(text):
+        return {}[text]
+
+    wanted = (lambda completions: look_up("key")) if is_trl else (lambda completion: look_up("key"))
+    with pytest.raises(RewardError) as caught:
+        score(wanted, [row()])
+    first, *lines = str(caught.value).splitlines()
+    assert first == "reward reward1 raised KeyError: 'key'" and "look_up" in lines[-2]
+    assert sum(line.startswith('  File "') for line in lines) == 2
 
 
 def test_a_reward_may_name_the_state_of_the_trainer():
