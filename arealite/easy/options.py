@@ -98,7 +98,7 @@ def read_given(
 
 
 def _check_names(names: Iterable[str], own_keys: set[str], is_rl: bool) -> None:
-    """Raise `ConfigError` for a misspelled argument; names like no other one are left to the check of keys."""
+    """Raise `ConfigError` for a misspelled argument; names without a near one are checked with the keys."""
     known = own_keys | field_names(is_rl) | (_REWARD_ARGUMENTS if is_rl else set())
     for name in names:
         near = nearest_text(name, sorted(known))
