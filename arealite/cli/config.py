@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from arealite.api.cli_args import DPOConfig, EvalConfig, GRPOConfig, RWConfig, ServerConfig, SFTConfig
 from arealite.api.errors import ConfigError
-from arealite.cli.main import MainConfig
+from arealite.cli.main import HELP, MainConfig
 from arealite.launcher.launch_config import find_config_class, resolve_config
 from arealite.utils.config import hide_secrets, load_config, load_plain, print_to_pipe, read_sources, run_main, to_yaml
 from arealite.utils.config_help import fill_text, help_text, nearest_text
@@ -167,7 +167,7 @@ def _help(argv: list[str]) -> int:
         resolve_config(target, ["--help", *argv])
         return 0
     cls = _class_of(target) if target else MainConfig
-    print_to_pipe(help_text(cls or MainConfig, part))
+    print_to_pipe(help_text(cls or MainConfig, part, HELP if cls is MainConfig else None))
     return 0
 
 

@@ -32,6 +32,7 @@ from arealite.utils.rundir import RunDir
 from arealite.utils.status.writer import FOLDER
 
 _GB = 1e9
+_RUNS = "runs"
 _HEALTHY = ("healthy", "finished")
 _OPTIONAL = {
     "datasets": "hub datasets: pip install 'arealite[hub]'",
@@ -133,7 +134,7 @@ def examine(path: Path, patience_s: float, as_json: bool, with_stacks: bool) -> 
 
 def main(argv: list[str]) -> int:
     parser = ArgumentParser("doctor", __doc__, "arealite doctor runs/gsm8k/trial0", "arealite doctor")
-    parser.add_argument("path", nargs="?", default="runs", help="a run directory, or the folder of all of them")
+    parser.add_argument("path", nargs="?", default=_RUNS, help="a run directory, or the folder of all of them")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that a wait may take (default: 60)")
     parser.add_argument("--json", action="store_true", help="print all that is known as one line of JSON")
     parser.add_argument("--no-stacks", action="store_true", help="do not ask processes for their stacks")
@@ -145,6 +146,10 @@ def main(argv: list[str]) -> int:
         return examine(path, arguments.patience, arguments.json, not arguments.no_stacks)
     if arguments.json:
         raise ConfigError(f"--json needs a run directory, and {path} is none (it has no config.yaml, logs or status)")
+    if arguments.path != _RUNS:
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder {path}: give a run directory, or nothing to check this machine")
+        print(f"{path} is not a run directory (it has no config.yaml, logs or status): checking this machine\n")
     found = list(check_machine(path))
     for finding in found:
         print(f"{finding.state:5}  {finding.text}")

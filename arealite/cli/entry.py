@@ -74,8 +74,12 @@ def run_command(argv: list[str]) -> int | None:
         return 0
     size = 2 if argv[0] == "launch" else 1
     name = " ".join(argv[:size])
+    if name == "launch":
+        raise ConfigError(
+            f"launch needs a launcher and a script: {', '.join(f'`arealite {each}`' for each in launchers)}"
+        )
     if name not in COMMANDS:
-        near = launchers if name == "launch" else difflib.get_close_matches(name, COMMANDS, n=2)
+        near = difflib.get_close_matches(name, COMMANDS, n=2)
         guess = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(f"unknown command {name!r}: {guess}`arealite --help` lists all")
     return importlib.import_module(COMMANDS[name].module).main(argv[size:])

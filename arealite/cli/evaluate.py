@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
         "arealite evaluate runs/gsm8k/trial0 --once eval_gconfig.n_samples=8",
     )
     parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval_gconfig.n_samples=8")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as eval_gconfig.n_samples=8"
+    )
     parser.add_argument("--once", action="store_true", help="evaluate the checkpoints that there are, and end")
     options = parser.parse_intermixed_args(argv)
     run_dir = RunDir(options.run_dir)
@@ -87,8 +89,9 @@ def main(argv: list[str]) -> int:
 
 def read_settings(run_dir: RunDir, overrides: list[str]) -> EvalConfig:
     """Return the configuration of evaluations: that of the run, as far as it applies, and the overrides."""
+    run_dir.check()
     if not run_dir.config_path.is_file():
-        raise ConfigError(f"{run_dir.path} is no run directory: it has no {run_dir.config_path.name}")
+        raise ConfigError(f"{run_dir.path} is not a run directory: it has no {run_dir.config_path.name}")
     run: Any = OmegaConf.to_container(load_plain(["--config", str(run_dir.config_path)], EvalConfig))
     known = {field.name for field in fields(EvalConfig)} - set(_DROPPED)
     values = {key: value for key, value in run.items() if key in known}

@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
         "arealite replay runs/gsm8k/trial0 --trainer-only actor.optimizer.lr=1e-5",
     )
     parser.add_argument("run_dir", help="the run directory, such as runs/gsm8k-grpo/trial0")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="changes of the run's configuration"
+    )
     parser.add_argument("--from", dest="first", type=int, metavar="STEP", help="first step, counted from 1")
     parser.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step")
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of --to")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from arealite.api.errors import CheckpointError, ConfigError
+from arealite.api.errors import CheckpointError
 from arealite.cli.arguments import ArgumentParser
 from arealite.cli.foresight import analyse, answer_lines, wait_lines
 from arealite.core.ledger.reading import open_ledger
@@ -45,8 +45,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print what each step waited for as JSON, and nothing else")
     options = parser.parse_args(argv)
     run_dir = RunDir(options.run_dir)
-    if not run_dir.path.is_dir():
-        raise ConfigError(f"there is no run directory {run_dir.path}")
+    run_dir.check()
     if options.json:
         return print_to_pipe(json.dumps(analyse(run_dir, options.what_if)))
     if options.what_if:

@@ -36,8 +36,7 @@ _PAUSE_SHARE = 0.05
 def read_run(folder: Path, steps: Sequence[dict[str, Any]]) -> Measured:
     """Return what a run tells. `steps` are its statistics."""
     run_dir = RunDir(folder)
-    if not run_dir.path.is_dir():
-        raise ConfigError(f"there is no run directory {run_dir.path}")
+    run_dir.check()
     warm = [step for step in steps if step.get("step", -1) >= _FILLING_STEPS]
     if len(warm) < 3:
         raise ConfigError(f"{run_dir.path} has {len(steps)} steps; at least {_FILLING_STEPS + 3} are needed")

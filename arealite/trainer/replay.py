@@ -49,8 +49,9 @@ def replay_run(
 
 def read_run(run_dir: RunDir) -> RecordedRun:
     """Return what a run directory says about its run."""
+    run_dir.check()
     if not run_dir.config_path.is_file():
-        raise ConfigError(f"{run_dir.path} is no run directory: it has no {run_dir.config_path.name}")
+        raise ConfigError(f"{run_dir.path} is not a run directory: it has no {run_dir.config_path.name}")
     config: Any = OmegaConf.to_container(OmegaConf.load(run_dir.config_path))
     if config.get("record") == 0:
         raise RecordError(f"the run in {run_dir.path} was not recorded (record=0): set record=256 in the next one")

@@ -250,7 +250,7 @@ def read_sources(argv: list[str], cls: type | None) -> Iterator[tuple[str, DictC
         elif "=" in argument and not argument.startswith("-"):
             overrides.append(argument)
         else:
-            near = nearest_text(argument, _OPTIONS) or f"arguments are {USAGE}"
+            near = nearest_text(argument, _OPTIONS, cutoff=0.75) or f"arguments are {USAGE}"
             raise ConfigError(f"cannot read the argument {argument!r}: {near}")
     if len(overrides) > MAX_OVERRIDES:
         raise ConfigError(f"{len(overrides)} overrides are given; at most {MAX_OVERRIDES}. Write a --config file")

@@ -122,9 +122,9 @@ def fill_text(text: str) -> str:
     return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, _terminal_width()) for p in paragraphs)
 
 
-def nearest_text(name: str, known: Sequence[str]) -> str:
+def nearest_text(name: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     """Return "did you mean …?" with the nearest of the known names; empty if none is near."""
-    near = difflib.get_close_matches(name, known, n=2)
+    near = difflib.get_close_matches(name, known, n=2, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -75,6 +75,17 @@ class RunDir:
             raise self.unwritable(error) from error
         return self
 
+    def check(self) -> None:
+        """Raise `ConfigError` if no run has written here; the message names runs in folders below."""
+        if not self.path.is_dir():
+            raise ConfigError(f"there is no run directory {self.path}")
+        if any(path.exists() for path in (self.config_path, self.stats_path, self.db_path)):
+            return
+        below = sorted({path.parent for depth in ("*", "*/*") for path in self.path.glob(f"{depth}/config.yaml")})
+        names = ", ".join(os.path.relpath(path) for path in below[:5])
+        hint = f". Runs below it: {names}{', …' if len(below) > 5 else ''}" if below else ""
+        raise ConfigError(f"{self.path} is not a run directory: it has no {self.config_path.name}{hint}")
+
     def write_key(self, key: str | None) -> None:
         """Keep the API key of this run where only its owner can read it; None removes it."""
         try:

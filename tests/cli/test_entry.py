@@ -73,7 +73,7 @@ def test_every_command_has_a_main():
     ("argv", "message"),
     [
         (["serv"], "did you mean serve"),
-        (["launch"], "launch local or launch torchrun"),
+        (["launch"], "launch needs a launcher and a script: `arealite launch local`"),
         (["launch", "rey"], "launch ray"),
         (["xyzzy"], "unknown command 'xyzzy': `arealite --help` lists all"),
         (["report", "--stepz", "3"], "--steps"),

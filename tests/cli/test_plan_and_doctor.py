@@ -20,9 +20,11 @@ def test_plan_prints_where_everything_goes(tmp_path, capsys):
 
 
 def test_doctor_finds_this_machine_fit(tmp_path, capsys, monkeypatch):
-    assert doctor.main([str(tmp_path / "not" / "there")]) == 0
+    with pytest.raises(ConfigError, match="there is no folder"):
+        doctor.main([str(tmp_path / "not" / "there")])
+    assert doctor.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "torch 2." in out and "GB free" in out and "ray" in out
+    assert "is not a run directory" in out and "torch 2." in out and "GB free" in out and "ray" in out
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.4.0")
     assert doctor.main([]) == 1
     assert "2.11 or later is needed" in capsys.readouterr().out

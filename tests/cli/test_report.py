@@ -59,8 +59,14 @@ def test_alarms_are_listed_by_step(run_dir, capsys):
 
 
 def test_a_run_that_has_just_begun(tmp_path, capsys):
-    main([str(RunDir(tmp_path).create().path)])
+    run_dir = RunDir(tmp_path / "demo" / "reverse").create()
+    with pytest.raises(ConfigError, match=r"reverse is not a run directory: it has no config.yaml$"):
+        main([str(run_dir.path)])
+    run_dir.config_path.write_text("")
+    main([str(run_dir.path)])
     assert "no step is finished yet" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"is not a run directory: .* Runs below it: .*demo/reverse"):
+        main([str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no run directory"):
         main([str(tmp_path / "none")])
 
