@@ -2,11 +2,15 @@
 
 Pools of rewards, tools and environments get their workers from the fork server. A new interpreter in its place would
 import torch, which takes five seconds of a core, and again after each test that kills the fork server.
+
+All fork servers are forks of one process, the nursery, which is forked from pytest before its first test. It has one
+thread and runs no test, so no fork inherits a lock that a thread of a test held, whatever tests leave behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import logging
@@ -19,25 +23,22 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tests.warm_python import close_all_but, open_streams
 
-# Tests kill the fork server a few times, and some leave a thread, after which pytest forks no more.
-_NUM_SPARES = 8
+_PR_SET_CHILD_SUBREAPER = 36
 
 _spawnv_passfds = multiprocessing.util.spawnv_passfds
 
 
 def start() -> None:
-    """Let the fork server of `multiprocessing` be a fork of this process.
-
-    Call it between tests. If a test kills the fork server, a spare takes its place, at once. Spares are forked in
-    advance, while this process has one thread: another thread might hold a lock, which a fork would never release.
-    """
-    multiprocessing.util.spawnv_passfds = _start_spare
-    while len(_spares) < _NUM_SPARES and threading.active_count() == 1:
-        _spares.append(_Spare())
+    """Let the fork server of `multiprocessing` be a fork of this process. Call it between tests."""
+    global _nursery
+    multiprocessing.util.spawnv_passfds = _start_fork_server
+    # Another thread might hold a lock, which a fork would never release.
+    if _nursery is None and threading.active_count() == 1:
+        _nursery = _Nursery()
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_pid is None:
         multiprocessing.set_forkserver_preload([])
@@ -45,71 +46,106 @@ def start() -> None:
 
 
 def close() -> None:
-    """End the spares. The fork server itself ends with this process."""
-    while _spares:
-        _spares.pop().close()
+    """End the nursery. The fork server itself ends with this process."""
+    global _nursery
+    if _nursery is not None:
+        _nursery.close()
+        _nursery = None
 
 
-class _Spare:
-    """A fork of pytest that waits for the arguments and descriptors of a fork server, and becomes one."""
+class _Nursery:
+    """A fork of pytest that waits for the arguments and descriptors of fork servers, and forks them."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._wait(theirs)
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _serve(theirs)
+            finally:
+                # Exit functions are those of pytest.
+                os._exit(0)
         theirs.close()
 
-    def use(self, code: str, descriptors: Sequence[int]) -> int:
+    def fork_server(self, code: str, descriptors: Sequence[int]) -> int:
+        """Return the id of a new fork server. `multiprocessing` waits for it, so it is a child of this process."""
         request = {"code": code, "descriptors": list(descriptors), "env": dict(os.environ), "cwd": os.getcwd()}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        self._socket.close()
-        return self.pid
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            pid = self._socket.recv(64)
+            # The process between the nursery and the fork server has ended.
+            if self._socket.recv(64) != b"orphaned":
+                raise RuntimeError("the process that forks fork servers for tests has ended")
+        finally:
+            _adopt_orphans(False)
+        return int(pid)
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        os.waitpid(self.pid, 0)
-
-    @staticmethod
-    def _wait(connection: socket.socket) -> NoReturn:
-        close_all_but([connection.fileno()])
-        # The streams of pytest may be pipes that nobody reads while a test waits for this process.
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(nothing, number)
-        open_streams()
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A new interpreter has no handlers. Those of tests may hold locks of threads that this process does not have.
-        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-            if isinstance(logger, logging.Logger):
-                logger.handlers.clear()
-        message, received, _, _ = socket.recv_fds(connection, 1 << 20, 8)
-        # Without a message pytest has ended.
-        if message:
-            request = json.loads(message)
-            high = 1 + max([*received, *request["descriptors"]])
-            copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, high) for descriptor in received]
-            for copy, number in zip(copies, request["descriptors"], strict=True):
-                os.dup2(copy, number)
-            close_all_but(request["descriptors"])
-            os.chdir(request["cwd"])
-            os.environ.clear()
-            os.environ.update(request["env"])
-            sys.modules.pop("arealite.utils.pools.preloaded", None)
-            with contextlib.suppress(SystemExit):
-                exec(request["code"], {})
-        # Exit functions are those of pytest.
-        os._exit(0)
+        os.waitpid(self._pid, 0)
 
 
-_spares: list[_Spare] = []
+_nursery: _Nursery | None = None
 
 
-def _start_spare(path: str, args: list[Any], passfds: Sequence[int]) -> int:
+def _adopt_orphans(is_on: bool) -> None:
+    """Let orphaned descendants become children of this process, not of process 1."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
+
+def _start_fork_server(path: str, args: list[Any], passfds: Sequence[int]) -> int:
     """Replaces the function with which `multiprocessing` starts its fork server and its resource tracker."""
-    if "multiprocessing.forkserver" in str(args[-1]) and _spares:
-        return _spares.pop().use(args[-1], passfds)
+    if "multiprocessing.forkserver" in str(args[-1]) and _nursery is not None:
+        return _nursery.fork_server(args[-1], passfds)
     return _spawnv_passfds(path, args, passfds)
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork a fork server for each message, until pytest closes the connection."""
+    close_all_but([connection.fileno()])
+    # The streams of pytest may be pipes that nobody reads while a test waits for this process.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    open_streams()
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A new interpreter has no handlers.
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+    while True:
+        message, received, _, _ = socket.recv_fds(connection, 1 << 20, 8)
+        if not message:
+            return
+        between = os.fork()
+        if between == 0:
+            server = os.fork()
+            if server == 0:
+                _become_fork_server(json.loads(message), received)
+            else:
+                connection.sendall(str(server).encode())
+            return
+        for descriptor in received:
+            os.close(descriptor)
+        os.waitpid(between, 0)
+        connection.sendall(b"orphaned")
+
+
+def _become_fork_server(request: dict[str, Any], received: Sequence[int]) -> None:
+    high = 1 + max([*received, *request["descriptors"]])
+    copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, high) for descriptor in received]
+    for copy, number in zip(copies, request["descriptors"], strict=True):
+        os.dup2(copy, number)
+    close_all_but(request["descriptors"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.modules.pop("arealite.utils.pools.preloaded", None)
+    with contextlib.suppress(SystemExit):
+        exec(request["code"], {})
