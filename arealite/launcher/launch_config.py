@@ -22,7 +22,7 @@ from arealite.api.alloc_mode import AllocationMode
 from arealite.api.config_field import check_section, check_text
 from arealite.api.errors import ConfigError
 from arealite.utils import rundir
-from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, to_yaml
+from arealite.utils.config import CHECK_ONLY_ENV, bad_value, load_config, load_plain, public_yaml, schema_of, to_yaml
 
 _CHECK_TIMEOUT_S = 300.0
 # Sections of a configuration that become engines.
@@ -201,7 +201,7 @@ def _pick_keys(values: Any) -> LaunchConfig:
     known = {f.name for f in dataclasses.fields(LaunchConfig)}
     picked = {str(k): v for k, v in values.items() if k in known}
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LaunchConfig), picked))
+        config = OmegaConf.to_object(OmegaConf.unsafe_merge(schema_of(LaunchConfig), picked))
     except OmegaConfBaseException as error:
         raise bad_value(error, "the configuration", LaunchConfig) from error
     assert isinstance(config, LaunchConfig)

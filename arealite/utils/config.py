@@ -5,8 +5,10 @@ unknown key (reported with the nearest valid one), a value of the wrong type, a 
 combination (`config.check()`) raise `ConfigError` before anything starts. `run_main` prints such errors as one message.
 """
 
+import copy
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import re
@@ -54,6 +56,7 @@ _SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)
 _OPTIONS = ("--config", "--help", "--dry-run")
 # Flag of a mapping that replaces the one before, instead of being merged with it.
 _REPLACES = "replaces"
+_make_schema = functools.cache(OmegaConf.structured)
 
 
 def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None) -> T:
@@ -74,7 +77,7 @@ def load_config(argv: list[str], cls: type[T], about: CommandHelp | None = None)
 
 def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     """Merge sources, each with its name for errors, and check the result."""
-    node = OmegaConf.structured(cls)
+    node = schema_of(cls)
     for source, values in sources:
         _check_keys(values, cls, source)
         try:
@@ -86,6 +89,11 @@ def merge_sources(sources: Iterable[tuple[str, DictConfig]], cls: type[T]) -> T:
     if check is not None:
         check()
     return config
+
+
+def schema_of(cls: type) -> DictConfig:
+    """Return a config dataclass as a node with its types and defaults. A copy takes a quarter of the time."""
+    return copy.deepcopy(_make_schema(cls))
 
 
 def _merge(node: Any, values: DictConfig) -> Any:
@@ -132,20 +140,23 @@ def load_plain(argv: list[str], cls: type | None = None) -> DictConfig:
 
 def to_yaml(config: Any) -> str:
     """Return a configuration as YAML that `--config` reads back, with its API key."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def private_yaml(config: Any) -> str:
     """Return a configuration as YAML for its owner; the API key is a reference to the environment."""
-    node = config if isinstance(config, DictConfig) else OmegaConf.structured(config)
-    if OmegaConf.select(node, "server.api_key") is not None:
-        node = OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}})
-    return OmegaConf.to_yaml(node)
+    return OmegaConf.to_yaml(_without_key(config))
+
+
+def _without_key(config: Any) -> Any:
+    node = config if isinstance(config, DictConfig) else OmegaConf.create(dataclasses.asdict(config))
+    has_key = OmegaConf.select(node, "server.api_key") is not None
+    return OmegaConf.merge(node, {"server": {"api_key": KEY_REFERENCE}}) if has_key else node
 
 
 def public_yaml(config: Any) -> str:
     """Return a configuration as YAML without the values of fields that are marked as secret."""
-    values = OmegaConf.to_container(OmegaConf.create(private_yaml(config)))
+    values = OmegaConf.to_container(_without_key(config))
     cls = OmegaConf.get_type(config)
     return OmegaConf.to_yaml(
         OmegaConf.create(_hide_marked(values, cls if dataclasses.is_dataclass(cls) else GRPOConfig))

@@ -151,6 +151,14 @@ def generate(model: PreTrainedModel, prompt: list[int], count: int, eos: int | N
     return out[0, len(prompt) :].tolist()
 
 
+def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int], count: int, eos: int | None) -> None:
+    """Check by one forward pass that `output` is what `generate` returns: each token is the most likely one."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == output
+    assert eos not in output[:-1] and (len(output) == count or output[-1] == eos)
+
+
 def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(low, high, (count,), generator=generator).tolist()

@@ -59,7 +59,7 @@ def test_text_and_stop_strings_need_a_tokenizer(stream, make_engine):
 def broken_engine(make_engine, num_good: int) -> Engine:
     """Make an engine whose logits are NaN after `num_good` greedy tokens of the prompt [1, 2, 3]."""
     model = make_model()
-    tokens = generate(model, [1, 2, 3], 100, None)
+    tokens = generate(model, [1, 2, 3], num_good + 1, None)
     spoilt = [1, 2, 3, *tokens][num_good + 2]
     assert spoilt not in [1, 2, 3, *tokens][: num_good + 2]
     with torch.no_grad():
