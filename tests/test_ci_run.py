@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 MAKE = """#!/usr/bin/env bash
 [[ "$*" == *" test "* ]] || exit 0
 if [ -e hang ]; then : > up; exec sleep 600; fi
+if [ -e pass ]; then exit 0; fi
 last=${*: -1}
 file=${last#*--failed-to }
 printf 'tests/a.py::test_fails\\ntests/b.py::test_is_flaky\\n' > "${file%% *}"
@@ -36,7 +37,10 @@ def clone(tmp_path: Path) -> Path:
         ".ci/run": (ROOT / ".ci" / "run").read_text(),
         "bin/make": MAKE,
         ".venv/bin/python": PYTHON,
+        "bin/apt-get": "#!/bin/sh\n",
         "scripts/setup": "#!/bin/sh\n",
+        "scripts/servers/install-vllm-cpu": "#!/bin/sh\n",
+        "scripts/servers/install-sglang-cpu": "#!/bin/sh\n",
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +50,10 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(clone: Path) -> subprocess.Popen:
+def start(clone: Path, *arguments: str) -> subprocess.Popen:
     env = {**os.environ, "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"}
     return subprocess.Popen(
-        [".ci/run", "quick"], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [".ci/run", *arguments], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -57,7 +61,7 @@ def start(clone: Path) -> subprocess.Popen:
 def test_tests_that_needed_a_second_attempt_are_listed_at_the_end(clone, fails_again):
     if not fails_again:
         (clone / "again").write_text("")
-    process = start(clone)
+    process = start(clone, "quick")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == fails_again, out
     listed, _, durations = out.partition("--- needed a second attempt: \n")[2].partition("--- durations\n")
@@ -70,10 +74,24 @@ def test_tests_that_needed_a_second_attempt_are_listed_at_the_end(clone, fails_a
     assert tests == ["default tests", "default tests, second attempt"]
 
 
+@pytest.mark.parametrize("passes", [True, False])
+def test_slow_and_real_tests_start_if_the_default_tests_pass(clone, passes):
+    if passes:
+        (clone / "pass").touch()
+    process = start(clone)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (not passes), out
+    parts = [line.split(maxsplit=2)[2] for line in out.partition("--- durations\n")[2].splitlines()[:-1]]
+    after = parts[parts.index("default tests") + 1 :]
+    others = ["slow tests", "vLLM and SGLang", "Slurm and Ray", "Chromium"]
+    assert [part for part in after if part in others[1:]] == others[1:] * passes, out
+    assert ("slow tests" in after) == passes and find_leftovers(clone) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_everything(clone, number):
     (clone / "hang").touch()
-    process = start(clone)
+    process = start(clone, "quick")
     deadline = time.monotonic() + 60
     while not (clone / "up").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -89,6 +107,6 @@ def test_no_part_starts_after_the_limit_of_all(clone):
     text = script.read_text()
     assert text.count("\nTOTAL_S=5100\n") == 1
     script.write_text(text.replace("\nTOTAL_S=5100\n", "\nTOTAL_S=0\n"))
-    process = start(clone)
+    process = start(clone, "quick")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 124 and "*** set-up: not started, all parts together have taken" in out

@@ -15,6 +15,9 @@ from arealite.utils.names import ELASTIC_PREFIX, elastic_names
 from arealite.utils.rundir import RunDir
 from tests.launcher.conftest import diagnosis, wait_until_gone
 
+# Slow tests run beside these.
+pytestmark = pytest.mark.timeout(300)
+
 RUN = Path("runs/e/t")
 ray_marker = pytest.mark.ray
 
@@ -33,7 +36,7 @@ def on_cpu(arguments, *more: str, mode: str) -> list[str]:
     return arguments("server.device=cpu", "actor.device=cpu", *more, mode=mode)
 
 
-def wait_for(condition, timeout_s: float = 90) -> None:
+def wait_for(condition, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -51,7 +54,7 @@ def test_dry_run_needs_no_cluster(work, arguments, capsys):
 def test_a_job_over_four_nodes(work, arguments, ray_cluster):
     argv = on_cpu(arguments, "cluster.n_nodes=4", "cluster.n_gpus_per_node=2", mode="sglang.d6p1t1+d2p1t1")
     process = start(ray_cluster, argv)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
     assert len(set(addresses.split(","))) == 6
@@ -63,7 +66,7 @@ def test_a_job_over_four_nodes(work, arguments, ray_cluster):
 def test_devices_come_from_ray(work, arguments, ray_cluster):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=4", mode="sglang.d4+d4")
     process = start(ray_cluster, argv)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert "devices 0,1,2,3" in out
 
@@ -72,7 +75,7 @@ def test_devices_come_from_ray(work, arguments, ray_cluster):
 def test_too_few_nodes_are_refused_with_the_arithmetic(work, arguments, ray_cluster):
     argv = arguments("cluster.n_nodes=2", "cluster.n_gpus_per_node=8", mode="sglang.d8+d8")
     process = start(ray_cluster, argv)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "needs 2 nodes with 8 GPU each" in out and "4 nodes with 0, 4, 4, 4 GPU: 0 of them fit" in out
 
@@ -83,7 +86,7 @@ def test_a_failing_rank_is_shown(work, arguments, ray_cluster):
         arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=raise", mode="sglang.d2+d2"
     )
     process = start(ray_cluster, argv)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "rank one has a problem" in out
     wait_until_gone(work, 30)
@@ -98,7 +101,7 @@ def test_ending_the_launcher_leaves_nothing(work, arguments, ray_cluster, number
     process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     wait_until_gone(work, 60)
 
@@ -111,7 +114,7 @@ def test_a_signal_lets_ranks_save_and_names_the_command_that_resumes(work, argum
     process = start(ray_cluster, argv)
     wait_for(lambda: (work / "up0").exists() and (work / "up1").exists())
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, out
     kind, verdict = diagnosis(work / RUN)
     assert kind == "run_stopped" and "SIGTERM" in verdict
@@ -139,7 +142,7 @@ def test_a_killed_node_is_replaced_and_the_run_goes_on(work, arguments, ray_clus
         lines.append(line)
         assert line, lines
     (work / "finish").touch()
-    out, _ = process.communicate(timeout=110)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     wait_until_gone(work, 30)
 
@@ -165,7 +168,7 @@ def test_the_pool_grows_while_requests_wait_and_shrinks_when_idle(work, argument
     (work / "idle").touch()
     wait_for(lambda: elastic.list(ELASTIC_PREFIX) == {})
     (work / "finish").touch()
-    out, _ = process.communicate(timeout=110)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert "requests are waiting: adding server" in out and "ended idle server" in out
     wait_until_gone(work, 30)

@@ -16,6 +16,9 @@ from arealite.launcher.slurm import launch
 from tests.launcher.conftest import diagnosis, wait_until_gone
 from tests.launcher.slurm_cluster import SlurmCluster
 
+# Slow tests run beside these.
+pytestmark = pytest.mark.timeout(300)
+
 RUN = Path("runs/e/t")
 
 
@@ -33,7 +36,7 @@ def on_cpu(arguments, *more: str, mode: str) -> list[str]:
     return arguments("server.device=cpu", "actor.device=cpu", *more, mode=mode)
 
 
-def wait_for(condition, timeout_s: float = 90) -> None:
+def wait_for(condition, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -139,7 +142,7 @@ def test_a_job_outlives_a_restart_of_the_controller(work, arguments, slurm_clust
         lines = iter(process.stdout.readline, "")
         assert any("goes on, asking again" in line for line in lines)
     (work / "finish").touch()
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and "COMPLETED" in out, out
     wait_until_gone(work, 30)
 
@@ -151,7 +154,7 @@ def test_a_job_over_four_nodes(work, arguments, slurm_cluster):
     comment = 'launcher.slurm.comment=a "b" \\ c\'s'
     argv = on_cpu(arguments, *sizes, spaces, comment, mode="sglang.d6p1t1+d2p1t1")
     process = start(slurm_cluster, argv)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert "rank 0 of 2" in out and "COMPLETED" in out
     (addresses,) = re.findall(r"rank 0 of 2 servers (\S+)", out)
@@ -167,7 +170,7 @@ def test_a_failing_rank_fails_the_job_and_is_shown(work, arguments, slurm_cluste
         arguments, "cluster.n_nodes=2", "cluster.n_gpus_per_node=2", "tokenizer_path=raise", mode="sglang.d2+d2"
     )
     process = start(slurm_cluster, argv)
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, None)
     assert "FAILED" in out and "rank one has a problem" in out
     wait_until_gone(work, 30)
@@ -184,7 +187,7 @@ def cancel(work, arguments, slurm_cluster, does, how) -> tuple[int, str]:
         process.send_signal(signal.SIGINT)
     else:
         slurm_cluster.client("scancel", "--user=root")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     return process.returncode, out
 
 
@@ -217,7 +220,7 @@ def test_a_requeued_job_goes_on(work, arguments, slurm_cluster):
     wait_for(lambda: (work / "up0").exists())
     job_id = slurm_cluster.client("squeue", "-h", "-o", "%i").strip()
     slurm_cluster.client("scontrol", "requeue", job_id)
-    out, _ = process.communicate(timeout=110)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert "attempt 0" in out and "attempt 1" in out and "COMPLETED" in out
     wait_until_gone(work, 30)
@@ -234,7 +237,7 @@ def test_a_failed_job_is_submitted_again(work, arguments, slurm_cluster):
         mode="sglang.d1+d1",
     )
     process = start(slurm_cluster, argv)
-    out, _ = process.communicate(timeout=110)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert "FAILED" in out and "attempt 1" in out and "COMPLETED" in out
     wait_until_gone(work, 30)

@@ -132,8 +132,8 @@ def start_servers(supervisor: Supervisor, backend: str, model: Path, logs: Path,
     scope="module",
     params=[
         "embedded",
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(400)]),
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(400)]),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(800)]),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(800)]),
     ],
 )
 def servers(request, models, tmp_path_factory) -> Iterator[RealServers]:

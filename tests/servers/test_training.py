@@ -58,7 +58,7 @@ def finish(process: subprocess.Popen, folder: Path, steps: int, timeout_s: float
     return out
 
 
-SGLANG = [pytest.mark.sglang, pytest.mark.timeout(500)]
+SGLANG = [pytest.mark.sglang, pytest.mark.timeout(900)]
 VLLM = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
