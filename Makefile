@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo      train a small model by asynchronous reinforcement learning on this machine"
-	@echo "make test      run the tests that need nothing but this machine (about six minutes on two cores)"
+	@echo "make test      run the tests that need nothing but this machine (about seven minutes on two cores)"
 	@echo "make test-all  also the slow tests, and those with Ray, Slurm, SGLang, vLLM and Chromium where they are installed"
 	@echo "make soak      also the tests that take hours"
 	@echo "make lint      ruff and pyright"
