@@ -169,8 +169,12 @@ class BaseExperimentConfig(Section):
     allocation_mode: str = _help("Devices and parallelism, such as sglang.d4p1t1+d4p1t1.", "d1")
     controller: bool = _help("Ray only: one driver runs the script, engines run in actors.", False)
     seed: int = _help("Seed of data order and sampling (initial weights: `actor.seed`).", 1, SEED)
-    total_train_epochs: int = _help("Passes over the training data.", 1, AT_LEAST_1)
-    total_train_steps: int | None = _help("Stop after n steps, if that is earlier.", None, AT_LEAST_1)
+    total_train_epochs: int | None = _help(
+        "Passes over the training data; null: one, or as many as total_train_steps needs.", None, AT_LEAST_1
+    )
+    total_train_steps: int | None = _help(
+        "Steps of the run; with total_train_epochs it ends after the earlier of both.", None, AT_LEAST_1
+    )
     tokenizer_path: str = _help("Tokenizer; empty: the model's.", "")
     train_dataset: DatasetConfig = _help("Training data.", DatasetConfig)
     train_datasets: dict[str, MixtureSourceConfig] = _help(

@@ -138,9 +138,12 @@ class SaveLoadMeta:
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """The length of a run, for schedulers and progress bars."""
+    """The length of a run, for schedulers and progress bars.
 
-    total_train_epochs: int
+    `max_steps` ends it earlier. Without `total_train_epochs` there are as many epochs as `max_steps` needs, or one.
+    """
+
+    total_train_epochs: int | None
     dataset_size: int
     train_batch_size: int
     max_steps: int | None = None
@@ -151,6 +154,8 @@ class FinetuneSpec:
 
     @property
     def total_train_steps(self) -> int:
+        if self.total_train_epochs is None:
+            return self.steps_per_epoch if self.max_steps is None else self.max_steps
         steps = self.total_train_epochs * self.steps_per_epoch
         return steps if self.max_steps is None else min(steps, self.max_steps)
 

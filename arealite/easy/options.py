@@ -198,8 +198,8 @@ def fit_to_rows(config: C, given: Given, num_rows: int) -> C:
         data = dataclasses.replace(data, batch_size=num_rows)
     per_epoch = max(1, num_rows // data.batch_size)
     epochs, steps = config.total_train_epochs, config.total_train_steps
-    if steps is not None and given.get("total_train_epochs") is None:
-        epochs = -(-steps // per_epoch)
+    if epochs is None:
+        epochs = 1 if steps is None else -(-steps // per_epoch)
     config = dataclasses.replace(config, train_dataset=data, total_train_epochs=epochs)
     warmup = given.get("warmup_steps")
     if warmup is not None:

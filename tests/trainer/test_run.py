@@ -281,3 +281,11 @@ def test_servers_that_do_not_respond_in_time_do_not_stop_the_run(caplog):
 
     assert ServerCounters(Blocked()).take() == {}  # pyright: ignore
     assert "idle/server is not known" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"),
+    [(None, None, 5), (None, 12, 12), (None, 2, 2), (2, None, 10), (2, 12, 10), (2, 3, 3)],
+)
+def test_steps_alone_set_the_length_of_a_run(epochs, max_steps, expected):
+    assert FinetuneSpec(epochs, 21, 4, max_steps).total_train_steps == expected

@@ -17,6 +17,7 @@ const PHASES = [
   [/^(generate|decode|rollout|episode|request)/, "#3aa8e6", "#3b9bd4"],
   [/^(prefill)/, "#1f7fc0", "#2f78b8"],
   [/^(update|train|backward|forward|minibatch|optim)/, "#6a5be8", "#8478f0"],
+  [/^(micro-?batch)/, "#4a74c9", "#6b93dc"],
   [/^(logp|prox|ref|values|critic|advantage)/, "#b08cf0", "#a486e6"],
   [/^(weights|publish|load|sync|transfer|broadcast)/, "#f08a24", "#e8913c"],
   [/^(reward|judge|verify|score|tool|env)/, "#22b07d", "#2fae80"],

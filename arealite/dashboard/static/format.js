@@ -84,7 +84,8 @@ export function ticks(low, high, want, kind = "number") {
   if (kind === "duration" && rough >= 1) step = DURATION_STEPS.find((s) => s >= rough) ?? Math.ceil(rough / 604800) * 604800;
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && found.length < 200; i++) found.push(i * step);
-  return found;
+  // One line says nothing about the scale.
+  return found.length < 2 && kind === "number" ? ticks(low, high, want * 1.5, kind) : found;
 }
 
 /** Label of a tick among its neighbours: as few digits as tell them apart. */

@@ -5,6 +5,8 @@ import { clock, duration, num, tickLabel, ticks } from "./format.js";
 import { isDark, phaseColor } from "./colors.js";
 
 export const GROUPS = { trainer: "Trainer", weights: "Weight updates", server: "Servers", rollout: "Rollout workers", reward: "Rewards" };
+// The trace holds the first episodes and then a few per second: empty lanes are not idle workers.
+const NOTES = { rollout: ", a sample of all episodes" };
 const [AXIS, HEAD, LANE, THIN, GAP, OVERVIEW] = [24, 24, 22, 11, 2, 34];
 const MIN_SPAN_S = 1e-5;
 // Unix times in doubles are exact to a quarter of a microsecond.
@@ -91,8 +93,9 @@ export class Lanes {
     let y = OVERVIEW + AXIS;
     for (const group of new Set(this.lanes.map((lane) => lane.group))) {
       const members = this.lanes.filter((lane) => lane.group === group);
-      if (members.length > 1) { rows.push({ group, members, y, height: HEAD }); y += HEAD; }
-      if (this.folded.has(group) && members.length > 1) continue;
+      rows.push({ group, members, y, height: HEAD });
+      y += HEAD;
+      if (this.folded.has(group)) continue;
       const unit = members.length > 12 ? THIN : LANE;
       for (const lane of members) {
         const height = stack(lane) * unit;
@@ -153,7 +156,7 @@ export class Lanes {
     ctx.fillStyle = this.colors.muted;
     ctx.font = "11px Inter, system-ui, sans-serif";
     if (folded) for (const lane of row.members) this.#density(ctx, lane, row, toX, width);
-    else if (width > 600) ctx.fillText(`${row.members.length} lanes`, this.left + 6, row.y + HEAD / 2 - 1);
+    else if (width > 600) ctx.fillText(`${row.members.length} ${row.members.length > 1 ? "lanes" : "lane"}${NOTES[row.group] ?? ""}`, this.left + 6, row.y + HEAD / 2 - 1);
   }
 
   #density(ctx, lane, row, toX, width) {
@@ -180,7 +183,8 @@ export class Lanes {
       ctx.beginPath();
       ctx.rect(0, row.y, left - 6, row.height);
       ctx.clip();
-      ctx.fillText(lane.name, 8, row.y + unit / 2 + 0.5);
+      const fits = ctx.measureText(lane.name).width <= left - 14;
+      ctx.fillText(fits ? lane.name : lane.name.replace(/^(127\.0\.0\.1|localhost)(?=:)/, ""), 8, row.y + unit / 2 + 0.5);
       ctx.restore();
     }
     let lastX = -1;

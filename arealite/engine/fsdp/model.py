@@ -6,7 +6,9 @@ gathers the output head with the rest of the model, and `[N, V]` logits never ex
 N packed tokens, M tokens whose log-prob is requested, H hidden size, V vocabulary.
 """
 
+import functools
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from arealite.engine.fsdp.shared_prefix import PrefixPlan
 from arealite.engine.fsdp.tensor_parallel import find_rows
 from arealite.engine.fsdp.vision import insert_images, vision_parameters
 from arealite.utils.activity import activity
+from arealite.utils.console import show_message
 from arealite.utils.data import padding
 from arealite.utils.decoders import (
     TRIAL_TOKENS,
@@ -256,12 +259,25 @@ def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
     return config
 
 
+@functools.cache
+def _note_slow_type(device: str, dtype: str) -> None:
+    """Say once what to set if this CPU emulates bfloat16, which is ten and more times slower than float32."""
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    if not on_cpu or dtype != "bfloat16" or not torch.backends.mkldnn.is_available():
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # torch's own warning is a stack of C++ frames.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        show_message("note: bfloat16 is slow on this CPU: set the model's dtype to float32 (actor.dtype=float32)")
+
+
 def load_model(
     folder: Path, hf_config: PreTrainedConfig, config: TrainEngineConfig, scalar_head: bool
 ) -> PreTrainedModel:
     """Load the full model on the host, in the dtype that the optimizer holds."""
     # A run shows one live table on the console.
     logging.disable_progress_bar()
+    _note_slow_type(config.device, config.dtype)
     attention: str | dict[str, str] = ATTENTION
     if scalar_head:
         cls = AutoModelForSequenceClassification
