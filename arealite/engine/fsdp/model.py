@@ -261,7 +261,7 @@ def load_config(folder: Path, scalar_head: bool) -> PreTrainedConfig:
 
 @functools.cache
 def _note_slow_type(device: str, dtype: str) -> None:
-    """Say once what to set if this CPU emulates bfloat16, which is ten and more times slower than float32."""
+    """Say once what to set if this CPU emulates bfloat16, which is much slower than float32."""
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     if not on_cpu or dtype != "bfloat16" or not torch.backends.mkldnn.is_available():
         return
