@@ -11,21 +11,26 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from tests import warm_python
+from tests.machines import Machine
 
+API_KEY = "key-of-servers-on-machines"
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class ServerProcess:
-    """`python -m arealite.cli.serve` that listens on `address` once the object exists."""
+    """`python -m arealite.cli.serve` that listens on `address` once the object exists, on `machine` if given."""
 
-    def __init__(self, model_path: str | Path, **options: Any):
+    def __init__(self, model_path: str | Path, machine: Machine | None = None, **options: Any):
+        self.machine = machine
+        if machine is not None:
+            options = {"host": machine.address, "api_key": API_KEY, **options}
         options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 8192, "port": 0, **options}
-        command = ["-m", "arealite.cli.serve", f"model_path={model_path}"]
+        command = [*(machine.python if machine else []), "-m", "arealite.cli.serve", f"model_path={model_path}"]
         command += [f"{key}={value}" for key, value in options.items()]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "AREALITE_DIE_WITH_PARENT": "1"}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -53,15 +58,17 @@ class ServerProcess:
         self.lines.extend(self.process.stdout)
 
     def post(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(
-            f"http://{self.address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return json.load(response)
+        return self._request(path, json.dumps(body).encode())
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://{self.address}/{path}", timeout=30) as response:
-            return json.load(response)
+        return self._request(path, None)
+
+    def _request(self, path: str, data: bytes | None) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
+        request = urllib.request.Request(f"http://{self.address}/{path}", data, headers)
+        with self.machine.network() if self.machine else nullcontext():
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return json.load(response)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -72,8 +79,10 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(model_path: str | Path, **options: Any) -> Iterator[ServerProcess]:
-    server = ServerProcess(model_path, **options)
+def server_process(
+    model_path: str | Path, machine: Machine | None = None, **options: Any
+) -> Iterator[ServerProcess]:
+    server = ServerProcess(model_path, machine, **options)
     try:
         yield server
     finally:
