@@ -64,11 +64,13 @@ class ServerProcess:
         return self._request(path, None)
 
     def _request(self, path: str, data: bytes | None) -> Any:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
+        headers = {"Content-Type": "application/json"}
+        if self.machine is not None:
+            headers["Authorization"] = f"Bearer {API_KEY}"
         request = urllib.request.Request(f"http://{self.address}/{path}", data, headers)
-        with self.machine.network() if self.machine else nullcontext():
-            with urllib.request.urlopen(request, timeout=30) as response:
-                return json.load(response)
+        network = self.machine.network() if self.machine else nullcontext()
+        with network, urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -79,9 +81,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(
-    model_path: str | Path, machine: Machine | None = None, **options: Any
-) -> Iterator[ServerProcess]:
+def server_process(model_path: str | Path, machine: Machine | None = None, **options: Any) -> Iterator[ServerProcess]:
     server = ServerProcess(model_path, machine, **options)
     try:
         yield server

@@ -152,6 +152,12 @@ def slow_server(case: Case) -> Iterator[Finding]:
             remedy = "look at its GPU (clock, temperature, another process) or its cores (OMP_NUM_THREADS); restart it "
             remedy += "elsewhere: its requests continue on other servers"
             yield Finding("server_slow", verdict, evidence, remedy)
+    for entry in case.collector.parts("servers") if case.collector else ():
+        if entry.get("slow"):
+            verdict = f"{server_name(case, entry['address'])} is much slower than the other servers"
+            remedy = "look at its network (a saturated or broken link) and at its machine; or stop it: its requests "
+            remedy += "continue on other servers"
+            yield Finding("server_slow", verdict, [f"{entry['address']}: {entry['slow']}"], remedy)
 
 
 def stuck_parts(case: Case) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from arealite.api.errors import ConfigError
 from arealite.api.io_struct import Stat, Stats
-from arealite.utils.network import GROUP_TIMED_OUT
+from arealite.utils.network import GROUP_TIMED_OUT, interface_towards
 from arealite.utils.process import STORE_ENV, rank
 from arealite.utils.status.waits import collective
 
@@ -64,6 +64,10 @@ def init_process_group(device: str, timeout_s: float = 1800.0) -> None:
     backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_s)
     folder = os.environ.get(STORE_ENV)
     if folder is None:
+        interface = interface_towards(os.environ["MASTER_ADDR"])
+        if interface:
+            # By default gloo listens on the address of the host name, which on many machines is a loopback address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         return dist.init_process_group(backend, timeout=timeout)
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A second group of the same processes must not find the keys of the first.

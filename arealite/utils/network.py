@@ -5,8 +5,10 @@ name in Linux's abstract socket namespace, which the kernel removes with the pro
 """
 
 import contextlib
+import fcntl
 import random
 import socket
+import struct
 
 from arealite.api.errors import ServerError
 
@@ -14,6 +16,7 @@ from arealite.api.errors import ServerError
 GROUP_TIMED_OUT = "Timed out waiting"
 # Below the range of outgoing connections (32768 and up), so that none of them takes the port.
 _PORTS = range(12000, 32000)
+_SIOCGIFADDR = 0x8915
 _reservations: dict[int, socket.socket] = {}
 
 
@@ -47,15 +50,29 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def host_address() -> str:
-    """Return the address of this machine for others; loopback if there is no network."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
+def host_address(peer: str = "192.0.2.1") -> str:
+    """Return the address of this machine that `peer` sees; loopback if there is no network."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             # Sends nothing; the kernel only chooses the interface.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return probe.getsockname()[0]
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+def interface_towards(peer: str) -> str:
+    """Return the name of the network interface through which `peer` is reached; empty for this machine itself."""
+    address = host_address(peer)
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            # Interfaces without an IPv4 address raise.
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                    return name
+    return ""
 
 
 def _reserve(port: int) -> bool:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arealite.api.errors import HttpError, ServerError, WeightUpdateError
+from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
+from arealite.utils.http.server import run_beside
 from arealite.utils.network import free_port, host_address
 from arealite.weights.layout import TensorLayout
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights
@@ -34,6 +35,9 @@ JOIN_TIMEOUT_S = 20.0
 # For one tensor. A process that dies closes its connections; these limits are for one that hangs.
 SEND_TIMEOUT_S = 60.0
 RECEIVE_TIMEOUT_S = 300.0
+# A machine that is cut off takes nothing: a tensor must be sent within this time, and more for its size.
+STALL_TIMEOUT_S = 15.0
+MIN_BYTES_PER_S = 10e6
 
 
 class Outbox(dict[str, torch.Tensor]):
@@ -132,28 +136,44 @@ class WeightGroup:
             options._timeout = self._timeout
             self._group = _c10d.ProcessGroupNCCL(keys, rank, size, options)
         else:
-            self._group = _c10d.ProcessGroupGloo(keys, rank, size, joining)
+            self._group = _c10d.ProcessGroupGloo(keys, rank, size, _gloo_options(address, joining))
 
     def send(self, outbox: Outbox) -> None:
         """Broadcast the outbox in portions, each as soon as it is filled."""
         for portion in TensorLayout.of(outbox).portions(PORTION_BYTES):
             tensors = outbox.take(portion.specs, self._timeout.total_seconds())
-            self._broadcast([tensor.contiguous().to(self._device) for tensor in tensors])
+            self._broadcast([tensor.contiguous().to(self._device) for tensor in tensors], STALL_TIMEOUT_S)
 
     def receive(self, layout: TensorLayout) -> Weights:
         """Receive the tensors that rank 0 sends next."""
         tensors = layout.allocate(self._device)
-        self._broadcast(list(tensors.values()))
+        self._broadcast(list(tensors.values()), self._timeout.total_seconds())
         return tensors
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        pending = [self._group.broadcast([tensor], options) for tensor in tensors]
+    def _broadcast(self, tensors: list[torch.Tensor], timeout_s: float) -> None:
+        pending = []
+        for tensor in tensors:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            options.timeout = timedelta(seconds=timeout_s + tensor.nbytes / MIN_BYTES_PER_S)
+            pending.append(self._group.broadcast([tensor], options))
         for work in pending:
             work.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _gloo_options(master_address: str, timeout: timedelta) -> Any:
+    """Have gloo listen where the master's network is.
+
+    By default it listens on the address of the host name, which on many machines is a loopback address.
+    """
+    options = _c10d.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    place = {"interface": interface} if interface else {"hostname": host_address(master_address)}
+    options._devices = [_c10d.ProcessGroupGloo.create_device(**place)]
+    return options
 
 
 class ProcessGroupTransport(Transport):
@@ -217,8 +237,9 @@ class ProcessGroupTransport(Transport):
     async def load(self, client: WeightClient[T], server: T, meta: WeightUpdateMeta) -> None:
         try:
             await self._load(client, server, meta)
-        except HttpError:
-            # Another member may have failed: this server is asked again in a group of its own.
+        except ServerError:
+            # This member or another one has failed. Servers that wait for its part are asked again in groups of their
+            # own, as soon as the connections of this group close.
             self.close()
             raise
 
@@ -235,8 +256,8 @@ class ProcessGroupTransport(Transport):
         on_gpu = all(s.receives_on_gpu for s in servers) and torch.cuda.is_available()
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
         settings = GroupSettings(address, port, size, 1, self._name, "nccl" if on_gpu else "gloo")
-        loop = asyncio.get_running_loop()
-        own = loop.run_in_executor(None, WeightGroup, settings, 0, SEND_TIMEOUT_S, device)
+        # gloo waits without a limit for a member that is cut off now. That must not keep the process from ending.
+        own = asyncio.ensure_future(run_beside(partial(WeightGroup, settings, 0, SEND_TIMEOUT_S, device)))
         joining, rank = [], 1
         for server in servers:
             joining.append(client.join_group(server, asdict(replace(settings, rank_offset=rank))))
@@ -248,6 +269,6 @@ class ProcessGroupTransport(Transport):
             own.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
         try:
-            return await own
-        except RuntimeError as error:
-            raise ServerError(f"the servers did not join the group for weights: {error}") from error
+            return await asyncio.wait_for(own, JOIN_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            raise ServerError(f"the servers did not join the group for weights: {error!r}") from error

@@ -126,6 +126,15 @@ def test_network_disk_and_memory():
     assert diagnose(case)[0].kind == "memory_pressure"
 
 
+def test_a_server_behind_a_slow_link_is_named():
+    trainer = batch()
+    trainer.status["servers"] = [{"address": ADDRESS, "slow": "a health check takes 2 s"}, {"address": "b", "slow": ""}]
+    findings = [f for f in diagnose(Case(Path("/run"), 60.0, [trainer, server()])) if f.kind == "server_slow"]
+    assert [(f.verdict, f.evidence) for f in findings] == [
+        ("server0 is much slower than the other servers", [f"{ADDRESS}: a health check takes 2 s"])
+    ]
+
+
 def test_waits_for_episodes_lead_to_their_servers():
     case = Case(Path("/run"), 60.0, [episodes(wait("generate", "", [ADDRESS])), server()])
     assert ("rank0", "server0") in [edge[:2] for edge in find_edges(case)]

@@ -44,9 +44,13 @@ def test_waiting_for_servers_has_a_deadline_when_all_have_died(tmp_path, monkeyp
 
 
 @pytest.mark.timeout(60)
-def test_without_a_launcher_a_named_server_is_waited_for():
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_a_named_server_is_waited_for(has_launcher, tmp_path, monkeypatch):
+    """It holds no lease, because no launcher has started it."""
     dead = f"127.0.0.1:{free_port()}"
-    engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=0.5))
+    if has_launcher:
+        monkeypatch.setenv(NAMES_ENV, str(tmp_path / "names"))
+    engine = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=0.5, server_addrs=[dead]))
     try:
         with pytest.raises(WaitTimeout, match=f"{dead}/health cannot be reached"):
             engine.initialize([dead])

@@ -2,7 +2,7 @@ import socket
 import subprocess
 import sys
 
-from arealite.utils.network import free_port, host_address, is_free, release_port
+from arealite.utils.network import free_port, host_address, interface_towards, is_free, release_port
 
 
 def test_ports_are_free_and_given_once():
@@ -28,3 +28,9 @@ def test_a_listening_port_is_not_free():
 
 def test_host_address_is_an_address():
     socket.inet_aton(host_address())
+
+
+def test_this_machine_is_reached_without_an_interface():
+    assert host_address("127.0.0.1") == "127.0.0.1" and interface_towards("localhost") == ""
+    # Without a network there is none towards others either.
+    assert interface_towards("192.0.2.1") in ("", *(name for _, name in socket.if_nameindex()))

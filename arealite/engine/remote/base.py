@@ -116,6 +116,7 @@ class RemoteEngine(CollectingEngine):
                 "version": server.version,
                 "load": server.load,
                 "failures": server.num_failures,
+                "slow": server.slow,
                 "last_error": server.last_error[:300] if server.num_failures or not server.is_open else "",
             }
             for server in list(self.router.servers.values())

@@ -9,6 +9,7 @@ fingerprints equal what the trainer published, or the run stops and the tensor i
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,6 +19,7 @@ from arealite.api.errors import ConfigError, HttpError, ServerError, WeightUpdat
 from arealite.core.ledger.store import Level
 from arealite.core.waits import NamedWait
 from arealite.engine.remote.client import ServerClient
+from arealite.engine.remote.laggards import Laggards
 from arealite.engine.remote.membership import POLL_INTERVAL_S, Members
 from arealite.engine.remote.server import Router, Server, ServerState
 from arealite.engine.remote.updates import WeightUpdater
@@ -40,6 +42,7 @@ class Fleet:
         self.members = members
         self.router = Router()
         self.updater = WeightUpdater(config, client, self.router, self._healthy, self.suspect)
+        self._laggards = Laggards(self.router)
         self._tasks: set[asyncio.Task] = set()
         # Servers that are being probed until they are ready.
         self._recovering: set[Server] = set()
@@ -57,7 +60,8 @@ class Fleet:
         self._recovering.update(servers)
         if self.members is not None:
             for server in servers:
-                server.is_elastic = self.members.has_launcher
+                # Those of `rollout.server_addrs` hold no lease: one that fails is probed until it is back.
+                server.is_elastic = self.members.has_launcher and server.address not in self.config.server_addrs
             self._spawn(self._watch_members(self.members), "membership")
         await asyncio.gather(*(self._wait_until_healthy(server, wait) for server in servers))
         for server in servers:
@@ -228,10 +232,16 @@ class Fleet:
                 return
             if server in self._recovering and not server.has_requests:
                 continue
+            began = time.monotonic()
             try:
                 await self.client.check_health(server, limit_s)
             except ServerError as error:
                 self.lose(server, error)
+            else:
+                message = self._laggards.measure(server, time.monotonic() - began)
+                if message:
+                    logger.warning(message)
+                    self.on_event(message, "warning")
 
     async def _watch_members(self, members: Members) -> None:
         """Add servers that hold a lease; remove failed ones whose lease has expired."""

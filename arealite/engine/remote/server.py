@@ -63,6 +63,8 @@ class Server:
         self.load = 0
         self.num_failures = 0
         self.last_error = ""
+        # Says how much slower it is than the others, if it is.
+        self.slow = ""
         # The version of the weights it holds, and the LoRA adapter that requests must name for it.
         self.version = 0
         self.adapter = ""
