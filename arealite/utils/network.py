@@ -63,7 +63,7 @@ def host_address(peer: str = "192.0.2.1") -> str:
 
 
 def interface_towards(peer: str) -> str:
-    """Return the name of the network interface through which `peer` is reached; empty for this machine itself."""
+    """Return the name of the network interface towards `peer`; empty for this machine itself."""
     address = host_address(peer)
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():

@@ -1,6 +1,7 @@
-"""Finds servers whose health checks take much longer than those of the others: a slow link, or a busy machine.
+"""Finds servers whose health checks take much longer than those of the others.
 
-`Fleet` measures. The message goes to the log and the table `events`, and through the status to the doctor.
+Their link is slow, or their machine is busy. `Fleet` measures. The message goes to the log and the table `events`, and
+through the status to the doctor.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ class Laggards:
         self._times: dict[str, deque[float]] = {}
 
     def measure(self, server: Server, seconds: float) -> str:
-        """Record one health check. Returns a message if the server has become slow just now, else an empty string."""
+        """Record one health check; return a message if the server has become slow just now, else nothing."""
         times = self._times.setdefault(server.address, deque(maxlen=NUM_MEASUREMENTS))
         times.append(seconds)
         for address in set(self._times) - set(self._router.servers):
