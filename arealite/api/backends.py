@@ -109,6 +109,11 @@ class Backend(abc.ABC):
                 f"allocation_mode={config.allocation_mode}: a server distributes experts over its tensor ranks: write "
                 f"t{strategy.expert}e{strategy.expert}, or leave out e"
             )
+        if config.weight_update in ("stream", "delta") and self.name != "embedded":
+            raise ConfigError(
+                f"rollout.weight_update={config.weight_update} needs embedded servers, which pull their parts of the "
+                f"weights: set it to broadcast or disk for {self.name}"
+            )
         if "api_key" in self.options(config):
             raise ConfigError(
                 f"{self.name}.api_key would be visible on a command line: set server.api_key, which is passed "

@@ -74,7 +74,7 @@ class InferenceEngineConfig(Section):
     server_addrs: list[str] = _help("Servers that already run, as [host:port, ...]; then launchers start none.", list)
     weight_update: str = _choice(
         "How weights reach the servers; auto: shm if all servers can read it, else disk.",
-        *("auto", "disk", "shm", "broadcast"),
+        *("auto", "disk", "shm", "broadcast", "stream", "delta"),
     )
     setup_timeout_s: float = _help("Deadline for servers to pass their health check.", 300.0, SECONDS)
     request_timeout_s: float = _help("Deadline of one generation request.", 3600.0, SECONDS)

@@ -114,11 +114,12 @@ class WeightUpdateMeta:
     """How one version of the weights goes from the trainer to the servers.
 
     `disk`: a Hugging Face folder at `path`. `shm`: a segment in shared memory named `path` (same machine).
-    `broadcast`: tensors over a process group. `is_adapter`: `path` is a PEFT folder that holds only the LoRA adapter
-    (`disk`); servers apply it to the base model with which they started.
+    `broadcast`: tensors over a process group. `stream`: shards of all ranks, pulled by servers in a tree; `delta`: the
+    same, but only elements that changed, where servers hold the version before. `is_adapter`: `path` is a PEFT folder
+    that holds only the LoRA adapter (`disk`); servers apply it to the base model with which they started.
     """
 
-    type: Literal["disk", "shm", "broadcast"]
+    type: Literal["disk", "shm", "broadcast", "stream", "delta"]
     path: str = ""
     version: int = 0
     is_adapter: bool = False

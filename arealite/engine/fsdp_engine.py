@@ -44,7 +44,7 @@ from arealite.utils import distributed
 from arealite.utils.process import check_not_driver
 from arealite.utils.startup import startup_phase
 from arealite.weights.sync import make_transport
-from arealite.weights.transport import Transport
+from arealite.weights.transport import Shard, Transport
 
 logger = logging.getLogger("arealite.engine")
 
@@ -139,8 +139,7 @@ class FSDPEngine(TrainEngine):
         return apply_plan(self._module, plan)
 
     def warm_up(self) -> None:
-        # On CPU each set of lengths has a graph of its own.
-        if self.config.compile and self.device == "cuda" and self.optimizer is not None:
+        if self.config.compile and self.device == "cuda" and self.optimizer is not None:  # on CPU graphs fit one batch
             with torch.random.fork_rng([torch.cuda.current_device()]):
                 self.run_trial()
 
@@ -240,7 +239,7 @@ class FSDPEngine(TrainEngine):
         norm = self._clip_gradients()
         result = self.reduce_stats(stats | self._flops.work(micro_batches, self.dp_size))
         result |= self._module.routing.end_step(self.layout)
-        # The step comes last, because nothing here waits for it: a GPU still runs it while the weights are published.
+        # The step comes last, as nothing here waits for it: a GPU still runs it while the weights are published.
         if may_step is None or may_step(result):
             self._step(norm)
         else:
@@ -269,8 +268,7 @@ class FSDPEngine(TrainEngine):
         self, micro_batches: list[MicroBatch], loss_fn: LossFn, loss_weight_fn: LossWeightFn, backward: bool
     ) -> dict[str, Stat]:
         weight = total_weight(micro_batches, loss_weight_fn, self.dp_group if self.dp_size > 1 else None)
-        # float16 flushes gradients of a small share of a large batch to zero: divide them later, in the optimizer's
-        # dtype.
+        # float16 flushes gradients of a small share of a large batch to zero: divide them later.
         divides_later = self.config.dtype == "float16"
         share = 1.0 if divides_later else 1.0 / weight
         stats: dict[str, Stat] = {}
@@ -292,8 +290,7 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, batch: Batch) -> Batch:
         """Implement `TrainEngine.forward`; tokens outside `loss_mask` have log-prob 0 too."""
-        # Compiled layers need a graph for training and another for evaluation. Without dropout both compute the same,
-        # so a trained model uses the first for both.
+        # Compiled layers need a graph for training and another for evaluation; without dropout the first serves both.
         as_training = self.config.compile and self.optimizer is not None and not self.uses_dropout
         self._module.train(as_training)
         result: Batch = {}
@@ -377,6 +374,10 @@ class FSDPEngine(TrainEngine):
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each full parameter; all ranks must iterate. A tensor is valid until the next one."""
         return checkpoint.gathered_parameters(self)
+
+    def local_weights(self) -> Iterator[Shard]:
+        """Yield this rank's shard of each parameter, in the compute dtype."""
+        return checkpoint.local_parameters(self)
 
     def save_weights(self, path: str, *, adapter_only: bool) -> None:
         """Write a folder for servers to read at once, not synced to disk; merges adapters by default."""

@@ -150,6 +150,15 @@ class SGLangClient(ServerClient):
                     body |= _version_fields(server, meta)
                 await self._load(server, "update_weights_from_distributed", body)
 
+    async def load_stream(self, server: Server, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
+        if not server.is_arealite:
+            raise ConfigError(
+                f"{server.address} is SGLang, which cannot pull weights: set rollout.weight_update=broadcast"
+            )
+        server.adapter = ""
+        body = {"order": order, **_version_fields(server, meta)}
+        await self._load(server, "update_weights_from_stream", body | self._flush())
+
     async def load_adapter(self, server: Server, meta: WeightUpdateMeta) -> None:
         """Load the adapter under a new name, then unload the last one: no request uses it any more."""
         name, last = f"v{meta.version}", server.adapter

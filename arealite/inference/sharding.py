@@ -8,6 +8,7 @@ same tokens on its own. A cut head would gather logits `[B, V]` in every step, w
 half of the head.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from arealite.api.errors import ConfigError
 from arealite.utils.decoders import tensor_plan
 from arealite.utils.routing import expert_blocks, num_experts
+from arealite.weights.stream.pieces import Box
 
 _DIMS = {"colwise": 0, "rowwise": 1}
 # Norms of single heads; experts, which have a rule of their own.
@@ -72,6 +74,13 @@ class Shards:
         if dim is not None:
             shape[dim] *= self.size
         return torch.Size(shape)
+
+    def box(self, name: str, part: torch.Size) -> Box:
+        """Where this rank's part lies in the whole tensor."""
+        dim, offset = self.dims.get(name), [0] * len(part)
+        if dim is not None:
+            offset[dim] = self.rank * part[dim]
+        return Box(tuple(offset), tuple(part))
 
     def owners(self, name: str, part: torch.Size, stride: int) -> torch.Tensor:
         """The rank that holds each `stride`-th element of the whole tensor."""
@@ -188,6 +197,16 @@ def shard_model(model: PreTrainedModel, group: TensorGroup) -> Shards:
         text.num_attention_heads = heads // group.size
     setattr(model, GROUP, group)
     return shards
+
+
+def whole_config(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
+    """Return a copy of a sharded model's config that describes the whole model."""
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
+    if size > 1 and _ATTENTION in tensor_plan(config):
+        text.num_attention_heads *= size
+        text.num_key_value_heads *= size
+    return config
 
 
 def _distribute_experts(name: str, experts: Any, shards: Shards, group: TensorGroup) -> None:

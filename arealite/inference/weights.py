@@ -9,7 +9,6 @@ same bits, and the storage that CUDA graphs read stays the same.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +22,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from arealite.api.errors import WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.adapters import Adapter, read_adapter
-from arealite.inference.sharding import Shards
+from arealite.inference.sharding import Shards, whole_config
 from arealite.weights.files import unreadable
 from arealite.weights.fingerprint import Fingerprints, fingerprints
+from arealite.weights.stream.receive import Receiver, StreamOrder, Wanted
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Weights
 
@@ -37,12 +37,14 @@ class WeightSource:
     """New weights for a served model. Make it with `published`, `adapter`, `received` or `base`.
 
     `meta`: where a trainer has published them, and their version; None: the base weights, without an adapter.
-    `tensors`: weights that this process has received already. `adapter_name`: of a LoRA adapter.
+    `tensors`: weights that this process has received already. `order`: where to pull weights from. `adapter_name`: of a
+    LoRA adapter.
     """
 
     meta: WeightUpdateMeta | None = None
     tensors: Weights | None = None
     adapter_name: str = ""
+    order: StreamOrder | None = None
 
     @classmethod
     def published(cls, meta: WeightUpdateMeta) -> WeightSource:
@@ -60,6 +62,11 @@ class WeightSource:
         return cls(WeightUpdateMeta("broadcast", "the broadcast", version), tensors)
 
     @classmethod
+    def streamed(cls, order: StreamOrder, version: int) -> WeightSource:
+        """Weights that each rank pulls for itself."""
+        return cls(WeightUpdateMeta("stream", "the stream", version), order=order)
+
+    @classmethod
     def base(cls) -> WeightSource:
         """The weights, and their version, from before an adapter was loaded."""
         return cls()
@@ -72,20 +79,28 @@ class WeightSource:
     def to_json(self) -> dict[str, Any]:
         """For another process, which reads the weights itself."""
         assert self.tensors is None, "tensors do not travel as JSON"
+        if self.order is not None:
+            return {"order": asdict(self.order), "version": self.version}
         return {} if self.meta is None else asdict(self.meta)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> WeightSource:
+        if "order" in fields:
+            return cls.streamed(StreamOrder.from_json(fields["order"]), fields["version"])
         return cls.published(WeightUpdateMeta(**fields)) if fields else cls.base()
 
 
 @dataclass
 class Staged:
-    """New values of parameters, ready to be copied. `is_base`: they replace the base weights too."""
+    """New values of parameters, ready to be copied. `is_base`: they replace the base weights too.
+
+    `stream`: the key and version of a stream that they are from.
+    """
 
     pairs: Pairs
     adapter: Adapter | None = None
     is_base: bool = True
+    stream: tuple[str, int] | None = None
 
 
 class ServedWeights:
@@ -97,6 +112,9 @@ class ServedWeights:
         self.adapter: Adapter | None = None
         # Layers with an adapter, as they were without it.
         self._base: Weights = {}
+        # The weights in use are these of a stream, bit for bit.
+        self._stream: tuple[str, int] | None = None
+        self._receiver: Receiver | None = None
 
     def stage(self, source: WeightSource) -> Staged:
         """Read and check new weights; nothing is copied into the model yet."""
@@ -104,6 +122,8 @@ class ServedWeights:
         if meta is None:
             targets = dict(self.model.named_parameters())
             return Staged([(targets[n], v) for n, v in self._base.items()], is_base=False)
+        if source.order is not None:
+            return self._pull(source.order)
         if source.tensors is not None:
             return self._match(source.tensors, meta.path)
         if meta.is_adapter:
@@ -113,13 +133,32 @@ class ServedWeights:
             weights = self._convert(meta.path, weights) or weights
         return self._match(weights, meta.path)
 
+    def _pull(self, order: StreamOrder) -> Staged:
+        """Pull this rank's parts of the weights; with changes alone if it holds the version before."""
+        parameters: Weights = dict(self.model.named_parameters())
+        targets = parameters | saved_buffers(self.model)
+        wanted = {
+            name: Wanted(
+                tuple(self.shards.whole_shape(name, t.shape)), self.shards.box(name, t.shape), t, name not in parameters
+            )
+            for name, t in targets.items()
+        }
+        base = self._stream[1] if self._stream is not None and self._stream[0] == order.key else None
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = Receiver(order, wanted, base, self.shards.rank, self.shards.size)
+        parts = self._receiver.run()
+        _check_ranges([(n, parts[n], t.dtype) for n, t in parameters.items()], "the stream")
+        stream = (order.key, order.version)
+        return Staged([(targets[n], value) for n, value in parts.items()], stream=stream)
+
     def _convert(self, path: str, saved: Weights) -> Weights | None:
         """Convert weights that transformers saves under other names (each expert alone); else None."""
         if not get_model_conversion_mapping(self.model, add_legacy=False):
             return None
         for name in saved.keys() - self.model.state_dict().keys():
             _check_type(name, saved[name], path)
-        config = copy.deepcopy(self.model.config)
+        config = whole_config(self.model.config, self.shards.size)
         settings: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         settings |= {"use_safetensors": True, "local_files_only": True}
         try:
@@ -165,7 +204,7 @@ class ServedWeights:
 
     def accept(self, staged: Staged) -> None:
         """Record that the staged pairs were copied."""
-        self.adapter = staged.adapter
+        self.adapter, self._stream = staged.adapter, staged.stream
         if staged.is_base or staged.adapter is None:
             self._base = {}
 

@@ -130,7 +130,7 @@ class TensorLayout:
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if not isinstance(name, str):
                 raise ValueError(f"a tensor's name must be a string, got {name!r}")
-            kinds.append((name, _dtype(dtype), _shape(shape)))
+            kinds.append((name, dtype_of(dtype), _shape(shape)))
         return cls._lay_out(kinds, 8)
 
     def to_safetensors(self) -> bytes:
@@ -153,7 +153,8 @@ def _view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return buffer[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
 
 
-def _dtype(name: object) -> torch.dtype:
+def dtype_of(name: object) -> torch.dtype:
+    """Return the dtype with this name, such as `float32`; raises `ValueError` for any other name."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"not a dtype: {name!r}")
     return _DTYPES[name]

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from arealite.api.cli_args import GRPOConfig
 from arealite.api.engine_api import InferenceEngine, TrainEngine
-from arealite.api.errors import WeightUpdateError
+from arealite.api.errors import ConfigError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
 from arealite.utils.console import show_message
@@ -27,6 +27,7 @@ from arealite.weights.device_memory import SUFFIX
 from arealite.weights.disk import DiskTransport
 from arealite.weights.process_group import ProcessGroupTransport
 from arealite.weights.segment import DeviceMemoryTransport, HostMemoryTransport, SegmentTransport
+from arealite.weights.stream.publish import StreamTransport
 from arealite.weights.transport import Transport
 
 logger = logging.getLogger("arealite.weights")
@@ -40,6 +41,8 @@ def transport_class(meta: WeightUpdateMeta) -> type[Transport]:
     """Return the transport for `meta`."""
     if meta.type == "shm":
         return _memory_transport(meta.path)
+    if meta.type in ("stream", "delta"):
+        return StreamTransport
     return DiskTransport if meta.type == "disk" else ProcessGroupTransport
 
 
@@ -95,6 +98,13 @@ def make_weight_meta(
         return disk
     if way == "broadcast":
         return WeightUpdateMeta("broadcast")
+    if way in ("stream", "delta"):
+        if config.actor.lora_rank > 0:
+            raise ConfigError(
+                f"rollout.weight_update={way} sends shards, but adapters are merged with whole weights: set disk, "
+                "which sends the adapter alone"
+            )
+        return WeightUpdateMeta("delta" if way == "delta" else "stream")
     host = WeightUpdateMeta("shm", _decide(lambda: str(folders.shared_weights)))
     if way == "auto":
         why_not = _decide(lambda: _why_not_shared(config, host, rollout))

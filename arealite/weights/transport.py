@@ -1,8 +1,8 @@
 """The contract of a transport: one way for weights to travel from a trainer to inference servers.
 
-Four implementations: `disk`, `host_memory`, `device_memory` and `process_group`; `sync.make_transport` chooses one. A
-transport meets the other parts through three small protocols: `WeightOwner` (the trainer's engine), `WeightClient` (of
-one kind of server) and `WeightServer`.
+Five implementations: `disk`, `host_memory`, `device_memory`, `process_group` and `stream`; `sync.make_transport`
+chooses one. A transport meets the other parts through three small protocols: `WeightOwner` (the trainer's engine),
+`WeightClient` (of one kind of server) and `WeightServer`.
 """
 
 import abc
@@ -13,9 +13,12 @@ import torch
 
 from arealite.api.errors import HttpError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
+from arealite.weights.fingerprint import Fingerprints, first_mismatch
 from arealite.weights.layout import TensorLayout
 
 Weights = dict[str, torch.Tensor]
+# Name of a tensor, its whole shape, where the shard of a rank begins, and the shard.
+Shard = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 class WeightOwner(Protocol):
@@ -27,6 +30,10 @@ class WeightOwner(Protocol):
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each full tensor in turn. It is valid until the next one."""
+        ...
+
+    def local_weights(self) -> Iterator[Shard]:
+        """Yield what this rank holds of each tensor, in turn. A shard is valid until the next one."""
         ...
 
     def save_weights(self, path: str, *, adapter_only: bool) -> None:
@@ -72,6 +79,10 @@ class WeightClient(Protocol[S]):
     async def receive(self, server: S, meta: WeightUpdateMeta, group: str, portions: Sequence[TensorLayout]) -> None:
         """Have the server receive these portions, in this order, over the process group."""
 
+    @abc.abstractmethod
+    async def load_stream(self, server: S, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
+        """Have the server pull its parts from the trainer's ranks or another server, as `order` says."""
+
 
 class Transport(abc.ABC):
     """Weights at one place (`path`): a trainer publishes them there, readers open or load them."""
@@ -81,6 +92,8 @@ class Transport(abc.ABC):
 
     def __init__(self, path: str):
         self.path = path
+        # Published tensors, read once for all servers.
+        self._opened: tuple[WeightUpdateMeta, Weights] | None = None
 
     @abc.abstractmethod
     def publish(self, owner: WeightOwner, meta: WeightUpdateMeta) -> None:
@@ -106,6 +119,16 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def open(self, meta: WeightUpdateMeta) -> Weights:
         """Return the published tensors by name; mapped, not copied, where possible."""
+
+    def first_mismatch(self, meta: WeightUpdateMeta, held: Fingerprints) -> str | None:
+        """Return the name of a tensor in which a server differs from what was published; None if all agree."""
+        if self._opened is None or self._opened[0] != meta:
+            self._opened = (meta, self.open(meta))
+        return first_mismatch(self._opened[1], held)
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics of the last update (rank 0)."""
+        return {}
 
     # The following methods run on the trainer's rank 0, which talks to servers.
 

@@ -43,7 +43,7 @@ HEADS = [b"", b"GET", b"GET /health", b"GET /health HTTP/9.9", b"GET /health HTT
 FIELDS = [
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "abort_all", "mode",
     "model_path", "path", "weight_version", "reset_version", "flush_cache", "abort_all_requests", "lora_name", "model",
-    "lora_path", "group_name", "backend", "names", "dtypes", "shapes", "prompt", "messages", "tools", "max_tokens", "n",
+    "lora_path", "order", "group_name", "backend", "names", "dtypes", "shapes", "prompt", "messages", "tools", "max_tokens", "n",
     "chat_template_kwargs", "temperature", "top_p", "top_k", "stop", "logit_bias", "logprobs", "return_token_ids",
     "stream_options", "response_format", "seed", "tool_choice", "parallel_tool_calls", "top_logprobs", "echo", "input",
     "instructions", "system", "stop_sequences", "include", "metadata", "thinking", "max_output_tokens", "truncation",
@@ -58,6 +58,17 @@ BASES: dict[str, dict[str, Any]] = {
     "/update_weights_from_disk": {"model_path": "/nowhere"},
     "/update_weights_from_shm": {"path": "/nowhere"},
     "/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/update_weights_from_stream": {
+        "order": {
+            "key": "k",
+            "sources": ["127.0.0.1:9"],
+            "version": 1,
+            "round": 1,
+            "member": 0,
+            "parent": None,
+            "num_children": 0,
+        }
+    },
     "/update_weights_from_distributed": {"group_name": "", "names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},
 }
 VALUES: list[Any] = [

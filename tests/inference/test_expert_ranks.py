@@ -5,6 +5,7 @@ import torch
 
 from arealite.api.cli_args import ServerConfig
 from arealite.api.errors import ConfigError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.inference.engine import Engine
 from arealite.inference.loading import read_config
 from arealite.inference.sequence import Request, SamplingParams
@@ -39,6 +40,8 @@ def test_distributed_experts_answer_like_one_rank(kind, tmp_path):
                 )
                 assert (first.routed_experts == second.routed_experts).all()
             assert engines[0].fingerprint().result(60) == engines[1].fingerprint().result(60)
+        first = WeightSource.published(WeightUpdateMeta("disk", str(folder), 2))  # each expert alone
+        assert len({(e.update(first).result(60), e.fingerprint().result(60))[1] for e in engines}) == 1
     finally:
         for engine in engines:
             engine.close()

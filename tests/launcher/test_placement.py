@@ -274,6 +274,17 @@ def test_servers_get_flags_for_adapters_and_broadcasts():
     assert '--weight-transfer-config {"backend": "arealite"}' in command
 
 
+def test_only_embedded_servers_pull_their_weights():
+    for backend in ("sglang", "vllm", "embedded"):
+        settings = config(f"{backend}.d1+d1")
+        settings.weight_update = "delta"
+        if backend == "embedded":
+            BACKENDS[backend].check(settings)
+            continue
+        with pytest.raises(ConfigError, match="needs embedded servers"):
+            BACKENDS[backend].check(settings)
+
+
 def test_servers_that_span_nodes():
     spread = Spread(2, 1, "10.0.0.1:99")
     sglang = BACKENDS["sglang"].command(config("sglang.d1t16+d1"), 1, spread)

@@ -26,11 +26,12 @@ from arealite.api.cli_args import TrainEngineConfig
 from arealite.api.errors import CheckpointError
 from arealite.engine.fsdp import lora
 from arealite.engine.fsdp.model import PackedModel, load_model
-from arealite.engine.fsdp.parallel import whole
+from arealite.engine.fsdp.parallel import local, offset_of, whole
 from arealite.engine.fsdp.sharding import all_tensors, copy_from_first
 from arealite.engine.pipeline.model import PipelinedModel
 from arealite.utils import distributed
 from arealite.weights.layout import TensorLayout
+from arealite.weights.transport import Shard
 
 Named = tuple[str, torch.Tensor]
 
@@ -124,6 +125,20 @@ def gathered_parameters(engine: EngineState) -> Iterator[Named]:
         if not lora.is_adapter(name):
             yield lora.plain_name(name), _fetch(engine, name, dtype, partial(_merged, engine, name, parameter))
     yield from _gathered_buffers(engine, _moved_buffers(engine))
+
+
+def local_parameters(engine: EngineState) -> Iterator[Shard]:
+    """Yield name, whole shape, offset and value of this rank's shard of each parameter. Nothing is exchanged."""
+    if isinstance(engine.module, FSDPModule):
+        # After a forward pass the root's weights are still gathered.
+        engine.module.reshard()
+    dtype = getattr(torch, engine.config.dtype)
+    own: dict[str, torch.Tensor] = dict(engine.model.named_parameters())
+    moved = _moved_buffers(engine).keys()
+    own |= {name: buffer for name, buffer in own_buffers(engine.model).items() if name in moved}
+    for name, tensor in own.items():
+        shard = local(tensor).detach()
+        yield name, tuple(tensor.shape), offset_of(tensor), shard if name in moved else shard.to(dtype)
 
 
 def _gathered_buffers(engine: EngineState, buffers: dict[str, torch.Tensor]) -> Iterator[Named]:

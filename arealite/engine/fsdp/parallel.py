@@ -123,6 +123,13 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 
+def offset_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Return where this rank's part of a tensor that may be sharded begins."""
+    if not isinstance(value, DTensor):
+        return (0,) * value.dim()
+    return tuple(compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[1])
+
+
 def slice_of(part: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """Return the slice of `full` that this rank holds of the tensor `part`, which may be sharded."""
     if not isinstance(part, DTensor):

@@ -122,6 +122,10 @@ class RemoteEngine(CollectingEngine):
             for server in list(self.router.servers.values())
         ]
 
+    def stats(self) -> dict[str, float]:
+        """Return counts of episodes, and statistics of the last batch and weight update (rank 0)."""
+        return super().stats() | self.fleet.updater.stats()
+
     def destroy(self) -> None:
         if self._executor is not None:
             status.remove("servers")

@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
@@ -18,7 +16,7 @@ from arealite.engine.remote.client import ServerClient
 from arealite.engine.remote.server import Router, Server
 from arealite.utils.status.waits import waiting
 from arealite.utils.trace import tracing
-from arealite.weights.fingerprint import Fingerprints, first_mismatch
+from arealite.weights.fingerprint import Fingerprints
 from arealite.weights.sync import make_transport
 from arealite.weights.transport import Transport
 
@@ -47,8 +45,6 @@ class WeightUpdater:
         self.lock = asyncio.Lock()
         self._published: WeightUpdateMeta | None = None
         self._transport: Transport | None = None
-        # Published tensors, read once for all servers.
-        self._tensors: tuple[WeightUpdateMeta, dict[str, torch.Tensor]] | None = None
 
     def transport(self, meta: WeightUpdateMeta) -> Transport:
         """Return the transport for `meta`, kept from one update to the next where possible."""
@@ -56,9 +52,13 @@ class WeightUpdater:
         return self._transport
 
     def close(self) -> None:
-        self._tensors = None
         if self._transport is not None:
             self._transport.close()
+            self._transport = None
+
+    def stats(self) -> dict[str, float]:
+        """Return statistics of the last update."""
+        return self._transport.stats() if self._transport is not None else {}
 
     async def update(self, meta: WeightUpdateMeta, wait: NamedWait) -> None:
         """Bring every healthy server to `meta`, in parallel; the others get it before their next request."""
@@ -151,9 +151,8 @@ class WeightUpdater:
         held = await self._fingerprints(server)
         if held is None:
             return None
-        if self._tensors is None or self._tensors[0] != meta:
-            self._tensors = (meta, self.transport(meta).open(meta))
-        return first_mismatch(self._tensors[1], held)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.transport(meta).first_mismatch, meta, held)
 
     async def _fingerprints(self, server: Server) -> Fingerprints | None:
         with server.parse_answer():

@@ -27,6 +27,7 @@ from arealite.inference.weights import WeightSource
 from arealite.protocol.chat_apis import chat_request, message_request, response_request
 from arealite.utils.http.connections import Connections
 from arealite.utils.http.server import AcceptErrors, listen
+from arealite.weights.stream.receive import StreamOrder
 from arealite.weights.sync import read_probe
 
 RECEIVER = web.AppKey("receiver", WeightReceiver)
@@ -64,6 +65,7 @@ def make_app(engine: Engine, config: ServerConfig) -> web.Application:
             web.post("/unload_lora_adapter", unload_lora_adapter),
             web.post("/init_weights_update_group", init_weights_update_group),
             web.post("/update_weights_from_distributed", update_weights_from_distributed),
+            web.post("/update_weights_from_stream", update_weights_from_stream),
             web.post("/update_weight_version", update_weight_version),
             web.post("/release_memory_occupation", _command(Engine.release_memory)),
             web.post("/resume_memory_occupation", _command(Engine.resume_memory)),
@@ -234,6 +236,17 @@ async def update_weights_from_distributed(http_request: web.Request) -> web.Resp
     # In float64, and with a head that is tied here.
     max_bytes = 2 * 8 * engine.config.tensor_parallel * sum(p.numel() for p in engine.model.parameters())
     return await _update(http_request, body, lambda: WeightSource.received(receiver.receive(body, max_bytes), version))
+
+
+async def update_weights_from_stream(http_request: web.Request) -> web.Response:
+    """Pull weights from the trainer's ranks or from another server, as `order` says."""
+    engine, body = http_request.app[common.ENGINE], await common.read_object(http_request)
+    version = _version(engine, body)
+    try:
+        order = StreamOrder.from_json(body.get("order"))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise RequestError(f"order must say where to pull weights from: {error!r}") from error
+    return await _update(http_request, body, lambda: WeightSource.streamed(order, version))
 
 
 async def update_weight_version(http_request: web.Request) -> web.Response:
