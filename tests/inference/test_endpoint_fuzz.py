@@ -43,10 +43,11 @@ HEADS = [b"", b"GET", b"GET /health", b"GET /health HTTP/9.9", b"GET /health HTT
 FIELDS = [
     "text", "input_ids", "sampling_params", "rid", "stream", "return_text", "return_raw_logprob", "abort_all", "mode",
     "model_path", "path", "weight_version", "reset_version", "flush_cache", "abort_all_requests", "lora_name", "model",
-    "lora_path", "order", "group_name", "backend", "names", "dtypes", "shapes", "prompt", "messages", "tools", "max_tokens", "n",
+    "lora_path", "group_name", "backend", "names", "dtypes", "shapes", "prompt", "messages", "tools", "max_tokens", "n",
     "chat_template_kwargs", "temperature", "top_p", "top_k", "stop", "logit_bias", "logprobs", "return_token_ids",
     "stream_options", "response_format", "seed", "tool_choice", "parallel_tool_calls", "top_logprobs", "echo", "input",
     "instructions", "system", "stop_sequences", "include", "metadata", "thinking", "max_output_tokens", "truncation",
+    "order",
 ]  # fmt: skip
 # For each endpoint, fields that a valid request has; the random ones replace or join them.
 BASES: dict[str, dict[str, Any]] = {
