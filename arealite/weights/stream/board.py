@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,9 +115,10 @@ class Board:
             unit.arrived.append(changed)
             if unit.missing > 0:
                 return
-            known = [part for part in unit.arrived if part is not None]
-            unit.changed = torch.cat(known).sort().values if len(known) == len(unit.arrived) else None
-            unit.arrived = []
+            parts, unit.arrived = unit.arrived, []
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                unit.changed = known[0] if len(known) == 1 else torch.cat(known).sort().values
             self.change.notify_all()
 
     def restart(self) -> None:
@@ -193,7 +195,7 @@ class BoardServer:
     def _serve(self, peer: socket.socket) -> None:
         # A peer that ends closes its connection, and one without the key is not answered.
         with peer, contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-            peer.settimeout(TIMEOUT_S)
+            wait_in_kernel(peer)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(read_exactly(peer, len(self._key)), self._key):
                 return
@@ -243,6 +245,7 @@ class Connection:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wait_in_kernel(self._socket)
         self._socket.sendall(key.encode())
 
     @property
@@ -283,6 +286,16 @@ class Connection:
         self.close()
 
 
+def wait_in_kernel(peer: socket.socket) -> None:
+    """Give a socket its time limit in the kernel: then one call receives a whole unit.
+
+    Python would return after each packet, and wait for its lock each time while another thread generates.
+    """
+    peer.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TIMEOUT_S), 0))
+
+
 def send_frame(peer: socket.socket, fields: dict[str, Any]) -> None:
     text = json.dumps(fields, separators=(",", ":")).encode()
     peer.sendall(len(text).to_bytes(8, "little") + text)
@@ -302,10 +315,10 @@ def read_exactly(peer: socket.socket, size: int) -> bytes:
 
 
 def read_into(peer: socket.socket, buffer: memoryview) -> None:
-    """Fill the buffer; raises `ConnectionError` if the peer closes, `TimeoutError` if it is silent."""
+    """Fill the buffer; raises `OSError` if the peer closes or is silent."""
     received = 0
     while received < len(buffer):
-        count = peer.recv_into(buffer[received:])
+        count = peer.recv_into(buffer[received:], 0, socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("the connection was closed")
         received += count

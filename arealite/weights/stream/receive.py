@@ -20,7 +20,7 @@ from arealite.api.errors import WeightUpdateError
 from arealite.weights.files import logger
 from arealite.weights.layout import dtype_of
 from arealite.weights.stream.board import CHANGES, Board, BoardServer, Connection, Piece, Unit
-from arealite.weights.stream.pieces import Box, decode_changes, move_indices
+from arealite.weights.stream.pieces import Box, bits, decode_changes, move_indices
 
 # Sources from which a rank pulls at the same time.
 _MAX_CONNECTIONS = 8
@@ -199,7 +199,7 @@ class Receiver:
             with self._buffer(size):
                 index, values = decode_changes(bytes(source.read_bytes(size)), dtype, box)
             _, index = move_indices(index, box, unit.box)
-            unit.tensor.reshape(-1)[index] = values
+            bits(unit.tensor).numpy()[index.numpy()] = bits(values).numpy()
             self.board.add(unit, box.numel, index)
             return
         if target.is_contiguous():
