@@ -14,6 +14,7 @@ from arealite.api.errors import ConfigError, RequestError, TrainingError
 from arealite.api.io_struct import ROUTED_EXPERTS, SaveLoadMeta, WeightUpdateMeta
 from arealite.api.trajectory import Trajectory
 from arealite.engine.embedded import EmbeddedEngine
+from arealite.engine.fsdp.micro_batches import MicroBatchCount
 from arealite.engine.fsdp.routing import WEIGHTS
 from arealite.engine.ppo.actor import FSDPPPOActor
 from arealite.inference.engine import Engine
@@ -242,6 +243,28 @@ def test_correction_biases_are_in_checkpoints(model_dirs, tmp_path, format):
     assert not torch.equal(block.router.e_score_correction_bias, saved)
     actor.load(meta)
     assert torch.equal(block.router.e_score_correction_bias, saved)
+
+
+@pytest.mark.parametrize("settings", [{}, {"router_aux_loss_coef": 0.3}])
+def test_fillers_count_neither_in_statistics_nor_in_the_balance(model_dirs, settings):
+    """With more micro-batches than rows, the rest are fillers of one token."""
+    found = []
+    for least in (2, 5):
+        actor = make_actor(model_dirs["deepseek_v3"], router_bias_update_rate=0.01, **settings)
+        actor._passes.count = MicroBatchCount(least=least)
+        if settings:  # a mean over micro-batches, of which fillers have no loss
+            actor._module.routing.aux_loss_coef *= least / 2
+        (block,) = expert_blocks(actor.model)
+        stats = actor.train_batch(
+            random_batch([9, 14]), lambda out, mb: (0.0 * out["logp"].sum(), {}), lambda mb: torch.tensor(1.0)
+        )
+        assert stats["num_micro_batches"] == least
+        moe = {key: value for key, value in stats.items() if key.startswith("moe/")}
+        found.append((moe, block.router.e_score_correction_bias.clone(), stats["grad_norm"]))
+        actor.destroy()
+    (few, few_biases, few_norm), (many, many_biases, many_norm) = found
+    assert few == pytest.approx(many, rel=1e-5) and torch.equal(few_biases, many_biases)
+    assert few_norm == pytest.approx(many_norm, rel=1e-4) and (few_norm > 0) == bool(settings)
 
 
 def test_router_statistics(model_dirs):

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from arealite.algo.logprobs import target_positions
 from arealite.api.errors import TrainingError
 from arealite.api.io_struct import Batch
-from arealite.engine.fsdp.model import random_settings
+from arealite.engine.fsdp.model import FILLER, random_settings
 from arealite.engine.fsdp.shared_prefix import (
     PrefixPlan,
     Segment,
@@ -120,7 +120,8 @@ def make_micro_batches(
         targets = target_positions(data["cu_seqlens"], data.get("loss_mask"))
         prefixes = plan_prefixes(data["input_ids"], lengths, targets) if share_prefix else None
         data = take_vision(model, part, data) if with_images else data
-        data = {k: v.to(device, non_blocking=True) for k, v in (data | {"target_positions": targets}).items()}
+        data |= {"target_positions": targets} if rows else {"target_positions": targets, FILLER: torch.tensor(True)}
+        data = {k: v.to(device, non_blocking=True) for k, v in data.items()}
         micro_batches.append(MicroBatch(rows, data, lengths, None if prefixes is None else prefixes.to(device)))
     return micro_batches
 

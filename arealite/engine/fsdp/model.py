@@ -54,6 +54,9 @@ from arealite.utils.decoders import (
 )
 from arealite.utils.model_config import check_model
 
+# The key that a micro-batch has if it holds no token of the batch.
+FILLER = "is_filler"
+
 
 class PackedModel(nn.Module):
     """A decoder with a language-model head (`logp`, `entropy`) or a scalar head (`values`).
@@ -153,11 +156,14 @@ class PackedModel(nn.Module):
         if prefixes is not None:
             ids, positions, segments = ids[prefixes.unique], positions[prefixes.unique], prefixes.attention
             routed = None if routed is None else routed[prefixes.unique]
+        real = torch.zeros_like(ids, dtype=torch.bool) if FILLER in mb else None
         piece = None
         if self.context_group is not None:
             # Pad the tokens to equal pieces; the padding is a sequence of its own.
             missing = -len(ids) % piece_multiple(dist.get_world_size(self.context_group), self.ring)
             if missing:
+                real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+                real = nn.functional.pad(real, (0, missing))
                 ids = nn.functional.pad(ids, (0, missing))
                 positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
                 cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
@@ -169,6 +175,7 @@ class PackedModel(nn.Module):
             piece = piece_of(lengths if prefixes is None else [len(ids)], self.context_group, self.ring)
             ids, positions = piece.take(ids), piece.take(positions)
             routed = None if routed is None else piece.take(routed)
+            real = None if real is None else piece.take(real)
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
         if received is not None:
@@ -181,6 +188,7 @@ class PackedModel(nn.Module):
         layout = PackedLayout.make(
             cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
         )
+        layout.real_tokens = real if self.routing.layers else None
         if routed is not None:
             layout.routed_experts = self.routing.unpack(routed)
         outputs = self.model.base_model(position_ids=positions, use_cache=False, packed_layout=layout, **inputs)

@@ -81,6 +81,8 @@ class PackedLayout:
     ring_hops: int | None = None
     # Recorded experts of this rank's tokens, [layers with experts, tokens, experts of a token]; see `routing`.
     routed_experts: Tensor | None = None
+    # Which of this rank's tokens are of the batch, not added to make shares equal; None: all.
+    real_tokens: Tensor | None = None
 
     @classmethod
     def make(

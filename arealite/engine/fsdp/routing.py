@@ -83,7 +83,7 @@ class Routing:
         # Entropy of the router, tokens, tokens with a record, recorded experts that the trainer would not have chosen.
         self.totals = [torch.zeros(4, device="cpu") for _ in blocks]
         for number, block in enumerate(blocks):
-            block.layer.register_forward_pre_hook(partial(_take_record, block.router, number), with_kwargs=True)
+            block.layer.register_forward_pre_hook(partial(_take_layout, block.router, number), with_kwargs=True)
             block.router.register_forward_hook(partial(self._after_router, number))
 
     def unpack(self, record: Tensor) -> Tensor:
@@ -117,17 +117,22 @@ class Routing:
             weights = WEIGHTS[self.model_type](router, logits, index).to(weights.dtype)
             changed = (index[:, :, None] != own[:, None]).all(dim=2) if is_counted else None
         if self.balance is not None and torch.is_grad_enabled():
-            weights = _AddLoss.apply(weights, self.balance * _balance_loss(logits, index))
+            weights = _AddLoss.apply(weights, self.balance * _balance_loss(logits, index, router.real_tokens))
         if is_counted:
-            self._count(number, logits.detach(), index, known, changed)
+            self._count(number, logits.detach(), index, known, changed, router.real_tokens)
         return logits, weights, index
 
     @torch.no_grad()
-    def _count(self, number: int, logits: Tensor, index: Tensor, known: Tensor | None, changed: Tensor | None) -> None:
-        one_hot = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(1, index, torch.ones_like(index).float())
+    def _count(
+        self, number: int, logits: Tensor, index: Tensor, known: Tensor | None, changed: Tensor | None,
+        real: Tensor | None,
+    ) -> None:  # fmt: skip
         logp = logits.float().log_softmax(dim=-1)
-        totals = [-(logp * logp.exp()).sum(), logp.new_full((), len(index))]
-        totals += [logp.new_zeros(()) if part is None else part.sum() for part in (known, changed)]
+        counts = torch.ones_like(logp[:, 0]) if real is None else real.to(logp)
+        one_hot = torch.zeros_like(logp).scatter_add_(1, index, counts[:, None].expand(index.shape))
+        totals = [-((logp * logp.exp()).sum(dim=1) * counts).sum(), counts.sum()]
+        totals.append(logp.new_zeros(()) if known is None else (known * counts).sum())
+        totals.append(logp.new_zeros(()) if changed is None else (changed * counts[:, None]).sum())
         self.load[number] = self.load[number].to(logits.device) + one_hot.sum(dim=0)
         self.totals[number] = self.totals[number].to(logits.device) + torch.stack(totals)
 
@@ -179,11 +184,19 @@ class Routing:
         return load, totals
 
 
-def _balance_loss(logits: Tensor, index: Tensor) -> Tensor:
-    """Return E · Σ share of choices · mean probability, 1 for equal load (arXiv 2101.03961, eq. 4)."""
-    chosen = torch.zeros_like(logits).scatter_add_(1, index, torch.ones_like(index, dtype=logits.dtype))
-    probs = logits.float().softmax(dim=-1).mean(dim=0)
-    return logits.shape[1] * (chosen.float().mean(dim=0) / index.shape[1] * probs).sum()
+def _balance_loss(logits: Tensor, index: Tensor, real: Tensor | None) -> Tensor:
+    """Return E · Σ share of choices · mean probability over `real` tokens (arXiv 2101.03961, eq. 4).
+
+    It is 1 for equal load, and 0 without any token.
+    """
+    chosen = torch.zeros_like(logits).scatter_add_(1, index, torch.ones_like(index, dtype=logits.dtype)).float()
+    probs = logits.float().softmax(dim=-1)
+    if real is None:
+        chosen, probs = chosen.mean(dim=0), probs.mean(dim=0)
+    else:
+        share = real.float()[:, None] / real.sum().clamp(min=1)
+        chosen, probs = (chosen * share).sum(dim=0), (probs * share).sum(dim=0)
+    return logits.shape[1] * (chosen / index.shape[1] * probs).sum()
 
 
 class _AddLoss(torch.autograd.Function):
@@ -198,10 +211,12 @@ class _AddLoss(torch.autograd.Function):
         return grads[0], grads[0].new_ones((), dtype=torch.float32)
 
 
-def _take_record(router: Any, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hand the layer's recorded experts to its router.
+def _take_layout(router: Any, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hand the layer's recorded experts, and which tokens are real, to its router.
 
     With each call of the layer, because recomputed layers run again in the backward pass, after other micro-batches.
     """
-    record = kwargs["packed_layout"].routed_experts if "packed_layout" in kwargs else None
+    layout = kwargs.get("packed_layout")
+    record = None if layout is None else layout.routed_experts
     router.recorded_experts = None if record is None else record[number]
+    router.real_tokens = None if layout is None else layout.real_tokens
