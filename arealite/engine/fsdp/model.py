@@ -156,14 +156,11 @@ class PackedModel(nn.Module):
         if prefixes is not None:
             ids, positions, segments = ids[prefixes.unique], positions[prefixes.unique], prefixes.attention
             routed = None if routed is None else routed[prefixes.unique]
-        real = torch.zeros_like(ids, dtype=torch.bool) if FILLER in mb else None
-        piece = None
+        piece, size, missing = None, len(ids), 0
         if self.context_group is not None:
             # Pad the tokens to equal pieces; the padding is a sequence of its own.
             missing = -len(ids) % piece_multiple(dist.get_world_size(self.context_group), self.ring)
             if missing:
-                real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
-                real = nn.functional.pad(real, (0, missing))
                 ids = nn.functional.pad(ids, (0, missing))
                 positions = torch.cat([positions, torch.arange(missing, device=ids.device)])
                 cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
@@ -175,7 +172,6 @@ class PackedModel(nn.Module):
             piece = piece_of(lengths if prefixes is None else [len(ids)], self.context_group, self.ring)
             ids, positions = piece.take(ids), piece.take(positions)
             routed = None if routed is None else piece.take(routed)
-            real = None if real is None else piece.take(real)
         inputs = {k: mb[k] for k in ("pixel_values", "image_grid_thw") if k in mb}
         has_images = bool(inputs)
         if received is not None:
@@ -188,7 +184,7 @@ class PackedModel(nn.Module):
         layout = PackedLayout.make(
             cu_seqlens, lengths, segments, self.context_group, self.ring, self.fused, self.padded
         )
-        layout.real_tokens = real if self.routing.layers else None
+        layout.real_tokens = _real_tokens(0 if FILLER in mb else size, size + missing, piece, ids.device)
         if routed is not None:
             layout.routed_experts = self.routing.unpack(routed)
         outputs = self.model.base_model(position_ids=positions, use_cache=False, packed_layout=layout, **inputs)
@@ -233,6 +229,14 @@ class PackedModel(nn.Module):
         """Return `[num_tokens]` with `values` at `tokens` of all context-parallel ranks, and zeros elsewhere."""
         whole = values.new_zeros(num_tokens).index_copy(0, tokens, values)
         return whole if self.context_group is None else sum_pieces(whole, self.context_group)
+
+
+def _real_tokens(num_real: int, size: int, piece: Piece | None, device: torch.device) -> torch.Tensor | None:
+    """Return which of the tokens in this rank's piece are among the first `num_real` of `size`; None if all are."""
+    if num_real == size:
+        return None
+    real = torch.arange(size, device=device) < num_real
+    return real if piece is None else piece.take(real)
 
 
 def _rows(tokens: torch.Tensor, piece: Piece | None) -> tuple[torch.Tensor, torch.Tensor | slice]:
