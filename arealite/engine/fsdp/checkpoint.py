@@ -128,7 +128,7 @@ def gathered_parameters(engine: EngineState) -> Iterator[Named]:
 
 
 def local_parameters(engine: EngineState) -> Iterator[Shard]:
-    """Yield name, whole shape, offset and value of this rank's shard of each parameter. Nothing is exchanged."""
+    """Yield this rank's shard of each parameter, in the compute dtype. Nothing is exchanged."""
     if isinstance(engine.module, FSDPModule):
         # After a forward pass the root's weights are still gathered.
         engine.module.reshard()

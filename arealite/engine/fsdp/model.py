@@ -232,7 +232,7 @@ class PackedModel(nn.Module):
 
 
 def _real_tokens(num_real: int, size: int, piece: Piece | None, device: torch.device) -> torch.Tensor | None:
-    """Return which of the tokens in this rank's piece are among the first `num_real` of `size`; None if all are."""
+    """Return which tokens of this rank's piece are among the first `num_real`; None if all are."""
     if num_real == size:
         return None
     real = torch.arange(size, device=device) < num_real

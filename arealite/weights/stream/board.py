@@ -1,4 +1,4 @@
-"""`Board`: the pieces of one version that a rank holds for others, and the connections that serve them.
+"""`Board`: the pieces of weights that a rank holds for others, and the server of them.
 
 A trainer's rank fills its board at once, a server's rank unit by unit while its own children already pull: that makes
 the tree of servers a pipeline. Frames are JSON with a length before it; tensors follow as bytes, nothing is unpickled.
@@ -31,9 +31,9 @@ FULL, CHANGES = 0, 1
 
 @dataclass
 class Unit:
-    """Rows of a piece. `changed`: indices that differ from the version before; None if they are not known.
+    """Rows of a piece.
 
-    `missing` elements are still to arrive. `arrived` has the changes of each part so far, None for a full part.
+    `changed`: indices that differ from the version before; None if they are not known. `missing` elements are still to arrive. `arrived` has the changes of each part so far, None for a full part.
     """
 
     box: Box

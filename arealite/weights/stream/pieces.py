@@ -70,7 +70,7 @@ class Box(NamedTuple):
 
 
 def move_indices(index: torch.Tensor, source: Box, target: Box) -> tuple[torch.Tensor, torch.Tensor]:
-    """Translate flat indices of `source` to `target`; returns which of them are there, and their new indices."""
+    """Translate flat indices of `source` to `target`; return which are there, and where."""
     if source == target or not source.shape:
         return torch.ones_like(index, dtype=torch.bool), index
     places = torch.unravel_index(index, source.shape)
@@ -107,7 +107,7 @@ def encode_changes(index: torch.Tensor, values: torch.Tensor) -> bytes:
 
 
 def decode_changes(data: bytes, dtype: torch.dtype, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of `encode_changes`; raises `ValueError` for what does not fit into the box."""
+    """Return indices and values of `encode_changes`; raises `ValueError` if they do not fit."""
     count, width = int.from_bytes(data[:8], "little"), data[8]
     size = count * (width + dtype.itemsize)
     if width not in (2, 4) or count > box.numel:

@@ -168,7 +168,7 @@ class Publisher:
 
 
 def _assign(held: list[list[list[Any]]]) -> tuple[dict[tuple[str, Box], int], list[int]]:
-    """Give each shard to one of the ranks that hold it, the one with the fewest bytes; the same on all ranks."""
+    """Give each shard to the rank with the fewest bytes among its holders; the same on all ranks."""
     holders: dict[tuple[str, Box], tuple[int, list[int]]] = {}
     for rank, shards in enumerate(held):
         for name, offset, shape, itemsize in shards:

@@ -1,4 +1,4 @@
-"""A server rank's side of a stream: pulls its own parts of the weights, and serves them to its children.
+"""A server rank's side of a stream: pulls its parts of the weights and serves its children.
 
 The parent in the tree of servers is asked first, then the trainer's ranks for whatever is missing: a parent that dies
 costs time, not the update. Each rank holds its own parts, and of what is on the way at most one unit per connection.
@@ -57,7 +57,7 @@ class StreamOrder:
 
 
 class Wanted(NamedTuple):
-    """A part of a tensor that this rank needs. `held` is its present value; `is_optional`: it need not be sent."""
+    """A part of a tensor that this rank needs, and its present value. An optional one need not be sent."""
 
     shape: tuple[int, ...]
     box: Box
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 
 
 class Receiver:
-    """One update of one rank (`rank` of `size` ranks of this server). `base`: the version of what it holds."""
+    """One update of one of the `size` ranks of a server. `base`: the version of what it holds."""
 
     def __init__(self, order: StreamOrder, wanted: Mapping[str, Wanted], base: int | None, rank: int, size: int):
         self.order, self.wanted, self.base = order, wanted, base
