@@ -33,7 +33,8 @@ FULL, CHANGES = 0, 1
 class Unit:
     """Rows of a piece.
 
-    `changed`: indices that differ from the version before; None if they are not known. `missing` elements are still to arrive. `arrived` has the changes of each part so far, None for a full part.
+    `changed`: indices that differ from the version before; None if they are not known. `missing` elements are still to
+    arrive. `arrived` has the changes of each part so far, None for a full part.
     """
 
     box: Box
