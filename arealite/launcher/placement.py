@@ -68,7 +68,8 @@ class Placement:
         size = self.mode.train_world_size
         count = size * len(self.engines) or len(self.ranks)
         num_servers = f"{len(self.external_servers)} running" if self.external_servers else str(len(self.servers))
-        lines = [f"{self.mode}: {num_servers} servers, {count} trainer ranks"]
+        servers = "server" if len(self.external_servers or self.servers) == 1 else "servers"
+        lines = [f"{self.mode}: {num_servers} {servers}, {count} trainer {'rank' if count == 1 else 'ranks'}"]
         lines += [f"  running server: {address}" for address in self.external_servers]
         for server in self.servers:
             places = [f"node {n} {unit} {','.join(map(str, d)) or '-'}" for n, d in server.places]

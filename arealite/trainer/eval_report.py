@@ -4,7 +4,9 @@ Reads statistics named `eval/SET/METRIC`, with an interval in `eval/SET/METRIC/l
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from rich import box
 from rich.table import Table
 
 _PREFIX = "eval/"
@@ -29,9 +31,14 @@ def evaluation_table(evaluations: Iterable[tuple[int, Mapping[str, float | None]
     """Tabulate evaluations, given by step, one row for each of their validation sets."""
     rows = [(step + 1, name, _cells(name, stats)) for step, stats in evaluations for name in set_names(stats)]
     metrics = dict.fromkeys(metric for *_, cells in rows for metric in cells)
-    table = Table(title="evaluations (with 95% intervals)")
+    if all(cells.get("failed", "0") == "0" for *_, cells in rows):
+        metrics.pop("failed", None)
+    # Narrow, so that the table of one set fits into 80 columns.
+    looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    table = Table(title="evaluations (with 95% intervals)", padding=(0, 1, 0, 0), **looks)
     for heading in ("step", "set", *metrics):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+        shown = "questions" if heading == "num_questions" else heading
+        table.add_column(shown, justify="left" if heading == "set" else "right", overflow="fold")
     for step, name, cells in rows:
         table.add_row(str(step), name, *(cells.get(metric, "–") for metric in metrics))
     return table

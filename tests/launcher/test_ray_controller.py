@@ -108,7 +108,7 @@ def test_dry_run_shows_placement(tmp_path, models, capsys):
     argv = arguments(tmp_path, models, 1, "cluster.n_gpus_per_node=8", "controller=true")
     assert ray.launch(EXAMPLES / "reverse_grpo.py", argv, dry_run=True) == 0
     out = capsys.readouterr().out
-    assert "driver: node 0, runs the script" in out and "1 servers, 6 trainer ranks" in out
+    assert "driver: node 0, runs the script" in out and "1 server, 6 trainer ranks" in out
     for name in MODELS:
         assert f"  {name}: 2 rank(s), one slot each, in a placement group of their own" in out
     with pytest.raises(AllocationError, match=r"d2p1t1 for each of actor, critic, ref = 6"):
