@@ -68,7 +68,9 @@ class TrainResult:
     def __repr__(self) -> str:
         rewards = [step["reward"] for step in self.history if step.get("reward") is not None]
         reward = f", reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else ""
-        return f"TrainResult(path={str(self.path)!r}, {len(self.history)} steps{reward})"
+        # An evaluation has a line of its own, which belongs to a step or is before the first one.
+        steps = len({step["step"] for step in self.history if step["step"] >= 0})
+        return f"TrainResult(path={str(self.path)!r}, {steps} steps{reward})"
 
 
 class EasyTrainer(abc.ABC):
