@@ -152,9 +152,7 @@ class SGLangClient(ServerClient):
 
     async def load_stream(self, server: Server, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
         if not server.is_arealite:
-            raise ConfigError(
-                f"{server.address} is SGLang, which cannot pull weights: set rollout.weight_update=broadcast"
-            )
+            await super().load_stream(server, meta, order)
         server.adapter = ""
         body = {"order": order, **_version_fields(server, meta)}
         await self._load(server, "update_weights_from_stream", body | self._flush())

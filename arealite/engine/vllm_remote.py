@@ -94,9 +94,6 @@ class VLLMClient(ServerClient):
         await self.control(server, "collective_rpc", call, self.config.setup_timeout_s)
         await self._set_version(server, meta)
 
-    async def load_stream(self, server: Server, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
-        raise ConfigError(f"{server.address} is vLLM, which cannot pull weights: set rollout.weight_update=broadcast")
-
     async def join_group(self, server: Server, settings: dict[str, Any]) -> None:
         if "/init_weight_transfer_engine" not in server.info.endpoints:
             raise WeightUpdateError(

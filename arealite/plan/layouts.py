@@ -23,6 +23,7 @@ from arealite.utils.memory.estimate import (
     training_needs,
 )
 from arealite.utils.memory.model_size import ModelSize
+from arealite.utils.model_config import check_experts
 
 _ITEM = 2
 # What SGLang and vLLM take of a GPU by default.
@@ -67,6 +68,7 @@ class Layout:
         mode = AllocationMode.from_str(text)
         if mode.gen is None or mode.train is None:
             raise ConfigError(f"--layout {text} must name servers and trainers, for example sglang.d6+d2")
+        check_experts("of this model", model.experts, mode.train)
         return cls(mode, model, gpu, max_running, prox_logp)
 
     @property
@@ -148,8 +150,10 @@ class Layout:
         within_node = layout.world_size <= hardware.GPUS_PER_NODE
         link = (gpu.link if within_node else gpu.network) * hardware.LINK_EFFICIENCY
         # Each micro-batch gathers the weights twice and reduces gradients in 32 bits, beside the arithmetic.
-        exchange_s = 8 * size.parameters / layout.tensor / link / memory.sizes.max_tokens_per_mb
+        gathered = size.gathered_parameters(layout.expert)
+        exchange_s = 8 * gathered / layout.tensor / link / memory.sizes.max_tokens_per_mb
         exchange_s *= layout.data > 1
+        compute_s += self.expert_exchange_bytes(memory) / self._expert_link
         # Four all-reduces of the states in each layer: two forwards, two backwards.
         tensor = layout.tensor
         reduced = 4 * size.layers * 2 * _ITEM * size.hidden * (tensor - 1) / tensor
@@ -158,6 +162,35 @@ class Layout:
         bubble = 1 + (layout.pipeline - 1) / (4 * layout.pipeline) if layout.pipeline > 1 else 1.0
         return TrainCost(
             max(compute_s, exchange_s) * bubble, pair_s * bubble, hardware.TRAIN_STEP_S, num_replicas=layout.data
+        )
+
+    def expert_exchange_bytes(self, memory: Memory) -> float:
+        """Return the bytes that a rank sends for one token: to its experts and back, in all passes and layers."""
+        size, expert = self.model, self.train.expert
+        if expert == 1:
+            return 0.0
+        # Forward, backward, and forward again if layers are recomputed: each there and back.
+        passes = 2 + memory.sizes.gradient_checkpointing + (self.prox_logp == "recompute")
+        away = size.copies(expert) * (expert - 1) / expert
+        return 2 * passes * size.layers * _ITEM * size.hidden * away / self.train.context
+
+    @property
+    def _expert_link(self) -> float:
+        """Bytes per second between ranks of an expert group, which are neighbours by d, p, c, t."""
+        train = self.train
+        span = -(-train.expert // train.context) * train.pipeline * train.context * train.tensor
+        return (self.gpu.link if span <= hardware.GPUS_PER_NODE else self.gpu.network) * hardware.LINK_EFFICIENCY
+
+    def expert_reason(self, memory: Memory) -> str:
+        """Say what expert parallelism saves and costs; empty without it."""
+        size, train = self.model, self.train
+        if train.expert == 1:
+            return ""
+        whole, gathered = (_ITEM * size.gathered_parameters(e) / train.tensor / 2**30 for e in (1, train.expert))
+        sent = self.expert_exchange_bytes(memory) * memory.sizes.max_tokens_per_mb / 2**30
+        return (
+            f"e{train.expert}: a pass gathers {gathered:.1f} GiB of weights instead of {whole:.1f}, and a micro-batch "
+            f"sends {sent:.1f} GiB of tokens"
         )
 
     def update_cost(self) -> UpdateCost:
@@ -182,5 +215,5 @@ def active_parameters(size: ModelSize) -> float:
 
 
 def _short(side: ParallelStrategy) -> str:
-    letters = {"p": side.pipeline, "t": side.tensor, "c": side.context}
+    letters = {"p": side.pipeline, "t": side.tensor, "c": side.context, "e": side.expert}
     return f"d{side.data}" + "".join(f"{letter}{degree}" for letter, degree in letters.items() if degree > 1)

@@ -37,7 +37,10 @@ class Candidate:
         return self.prediction.tokens_per_s * self.scale
 
     def reason(self) -> str:
-        """Say what limits this layout."""
+        """Say what limits this layout, and why it divides experts."""
+        return "; ".join(filter(None, (self._limit(), self.layout.expert_reason(self.memory))))
+
+    def _limit(self) -> str:
         found = self.prediction
         idle, servers = found.trainer_idle, found.server_idle
         if idle > 0.15 and servers < 0.15:
@@ -80,7 +83,7 @@ def search(
     """Return the best layouts, the fastest first."""
     fitting: list[tuple[float, Layout, Setup, Memory]] = []
     problems: list[str] = []
-    for mode in _modes(num_gpus, backend):
+    for mode in _modes(num_gpus, backend, model.experts):
         layout = Layout(mode, model, gpu, max_running, prox_logp)
         if workload.prompts < layout.train.data:
             continue
@@ -121,8 +124,8 @@ def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candid
     return Candidate(layout, memory, simulate(small), scale)
 
 
-def _modes(num_gpus: int, backend: str) -> Iterator[AllocationMode]:
-    """Yield the ways to divide the GPUs, with tensor parallelism inside of a node."""
+def _modes(num_gpus: int, backend: str, num_experts: int) -> Iterator[AllocationMode]:
+    """Yield the ways to divide the GPUs, with tensor parallelism inside of a node, and experts over trainers."""
     degrees = [t for t in (1, 2, 4, 8) if t <= min(GPUS_PER_NODE, num_gpus)]
     # Every split of few GPUs, sixteenths of many.
     unit = max(1, num_gpus // 16)
@@ -132,5 +135,13 @@ def _modes(num_gpus: int, backend: str) -> Iterator[AllocationMode]:
             for train in degrees:
                 if servers % gen or trainers % train:
                     continue
-                sides = ParallelStrategy(servers // gen, tensor=gen), ParallelStrategy(trainers // train, tensor=train)
-                yield AllocationMode(backend, sides[0], "fsdp", sides[1])
+                data = trainers // train
+                for expert in _expert_degrees(num_experts, data, train):
+                    sides = ParallelStrategy(servers // gen, tensor=gen), ParallelStrategy(data, 1, train, 1, expert)
+                    yield AllocationMode(backend, sides[0], "fsdp", sides[1])
+
+
+def _expert_degrees(num_experts: int, data: int, tensor: int) -> list[int]:
+    """Return 1, and the powers of two over which experts can be divided."""
+    degrees = [2**power for power in range(1, 9)]
+    return [1, *(e for e in degrees if num_experts and data % e == 0 and num_experts % (e * tensor) == 0)]

@@ -17,6 +17,7 @@ from arealite.plan.layouts import Layout
 from arealite.plan.model_shape import MODELS, find_model
 from arealite.plan.search import make_setup, search
 from arealite.plan.workload import Distribution, Workload
+from arealite.utils.memory.model_size import ModelSize
 
 CONSTANT = Workload(64, 8, Distribution("constant", (128.0,)), Distribution("constant", (512.0,)))
 ROLLOUT = InferenceEngineConfig(max_head_offpolicyness=2)
@@ -92,6 +93,45 @@ def test_a_search_returns_layouts_that_fit_with_reasons():
     assert {re.split(r"[:(]", c.reason())[0].strip() for c in found} <= {
         "generation is the bottleneck", "training is the bottleneck", "balanced", "both sides wait",
     }  # fmt: skip
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_experts_of_a_mixture_are_divided_where_that_pays():
+    size = ModelSize.of(MIXTURE)
+    assert size.parameters / 1e9 == pytest.approx(30.5, rel=0.02)
+    assert size.expert_parameters / 1e9 == pytest.approx(29.0, rel=0.02)
+    assert size.gathered_parameters(1) == size.parameters
+    assert size.copies(2) == pytest.approx(2 - 2**-7) and 6 < size.copies(16) < 8
+    names = {e: f"sglang.d2t8+d48{f'e{e}' if e > 1 else ''}" for e in (1, 4, 16)}
+    layouts = {e: Layout.parse(name, size, GPUS["H100"]) for e, name in names.items()}
+    assert [layout.name for layout in layouts.values()] == list(names.values())
+    memory = {e: layout.memory(CONSTANT) for e, layout in layouts.items()}
+    token_s = {e: layouts[e].train_cost(memory[e]).token_s for e in layouts}
+    # Over the network 64 GB of weights per micro-batch take longer than its arithmetic.
+    assert token_s[4] < 0.6 * token_s[1] and memory[4].trainer_gib < memory[1].trainer_gib
+    # A group of 16 spans two nodes: tokens travel over the network.
+    assert token_s[16] > token_s[4]
+    assert layouts[1].expert_reason(memory[1]) == ""
+    assert re.match(r"e4: a pass gathers [\d.]+ GiB of weights instead of 56", layouts[4].expert_reason(memory[4]))
+    best = search(32, size, GPUS["H200"], replace(CONSTANT, prompts=32, samples=2), ROLLOUT, "sglang")
+    assert all(c.layout.train.expert > 1 for c in best[:3])
+    assert "; e" in best[0].reason() and f"e{best[0].layout.train.expert}" in best[0].layout.name
+
+
+def test_layouts_that_cannot_divide_the_experts_are_refused():
+    size = ModelSize.of(MIXTURE)
+    for layout, message in (("sglang.d2+d6e4", "must divide"), ("sglang.d2+d3e3", "e·t must be a divisor")):
+        with pytest.raises(AllocationError, match=message):
+            Layout.parse(layout, size, GPUS["H100"])
+    with pytest.raises(AllocationError, match="has none"):
+        Layout.parse("sglang.d2+d4e2", find_model("7B"), GPUS["H100"])
 
 
 def test_models_that_fit_nowhere_are_refused():

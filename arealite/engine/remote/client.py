@@ -11,6 +11,7 @@ from typing import Any
 from arealite.api.backends import API_KEY_ENV
 from arealite.api.cli_args import InferenceEngineConfig
 from arealite.api.errors import ConfigError
+from arealite.api.io_struct import WeightUpdateMeta
 from arealite.engine.remote.progress import Piece, Progress
 from arealite.engine.remote.server import Server, ServerInfo
 from arealite.utils.json_client import JsonClient
@@ -101,6 +102,12 @@ class ServerClient(WeightClient[Server], abc.ABC):
     @abc.abstractmethod
     async def resume_memory(self, server: Server) -> None:
         """Have the server allocate its KV cache again."""
+
+    async def load_stream(self, server: Server, meta: WeightUpdateMeta, order: dict[str, Any]) -> None:
+        """Implement `WeightClient.load_stream`: only embedded servers can pull weights."""
+        raise ConfigError(
+            f"{server.address} cannot pull weights, only embedded servers can: set rollout.weight_update=broadcast"
+        )
 
     def can_swap(self, server: Server) -> bool:
         """Whether the server can load weights while it generates."""

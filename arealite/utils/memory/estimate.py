@@ -7,7 +7,7 @@ with measured peaks.
 N parameters, T tokens of a micro-batch, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from arealite.api.alloc_mode import ParallelStrategy
 from arealite.api.cli_args import ServerConfig, TrainEngineConfig
@@ -184,12 +184,17 @@ def stage_parameters(size: ModelSize, stages: int) -> float:
 def _exchange_needs(
     size: ModelSize, config: TrainEngineConfig, layout: ParallelStrategy, tokens: float, step_tokens: int | None
 ) -> dict[str, float]:
-    """Return gathered weights, and the states that a pipeline stage receives in a step."""
-    item = ITEM_BYTES[config.dtype]
+    """Return gathered weights, tokens sent to experts, and states that a pipeline stage receives in a step."""
+    item, needs = ITEM_BYTES[config.dtype], dict[str, float]()
+    gathered = size.gathered_parameters(layout.expert)
+    if layout.expert > 1:
+        # Of one layer: sent, received, and the results on both ways.
+        needs["tokens of experts"] = 4 * item * size.hidden * size.copies(layout.expert) * tokens
     if layout.pipeline == 1 and layout.data * layout.context > 1:
-        gathered = size.ends + 2 * (size.parameters - size.ends) / size.layers
-        return {"gathered weights": item * gathered / layout.tensor}
-    needs = {"gathered weights": item * stage_parameters(size, layout.pipeline) / layout.tensor}
+        layers = size.ends + 2 * (gathered - size.ends) / size.layers
+        return needs | {"gathered weights": item * layers / layout.tensor}
+    stage = stage_parameters(replace(size, parameters=round(gathered)), layout.pipeline)
+    needs["gathered weights"] = item * stage / layout.tensor
     if layout.pipeline > 1:
         total = step_tokens / layout.context if step_tokens is not None else 4 * layout.pipeline * tokens
         # Hidden states, and their gradients.

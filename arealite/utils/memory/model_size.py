@@ -37,6 +37,10 @@ class ModelSize:
     is_tied: bool
     # All parameters, also of a vision tower.
     parameters: int
+    # Of mixtures of experts: experts of a layer, the width of one, and how many a token takes.
+    experts: int = 0
+    expert_inner: int = 0
+    chosen_experts: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> "ModelSize":
@@ -61,9 +65,10 @@ class ModelSize:
             matrices = 2 if text.get("model_type") in _WITHOUT_GATE else 3
             layer = 2 * hidden * (heads + kv_heads) * head_dim + matrices * hidden * all_inner + 2 * hidden
             parameters = layers * layer + vocab * hidden * (1 if is_tied else 2)
+        chosen = number("num_experts_per_tok", "top_k_experts", default=1) if experts else 0
         return cls(
             hidden=hidden,
-            inner=number("num_experts_per_tok", "top_k_experts", default=1) * expert + shared if experts else inner,
+            inner=chosen * expert + shared if experts else inner,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -72,7 +77,23 @@ class ModelSize:
             context=number("max_position_embeddings", "n_positions", default=2048),
             is_tied=is_tied,
             parameters=parameters,
+            experts=experts,
+            expert_inner=expert if experts else 0,
+            chosen_experts=chosen,
         )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts that tokens choose. Layers without experts count as if they had some."""
+        return min(self.parameters - self.ends, 3 * self.layers * self.hidden * self.experts * self.expert_inner)
+
+    def gathered_parameters(self, expert_ranks: int) -> float:
+        """Parameters that FSDP gathers for a pass if experts are divided over so many ranks."""
+        return self.parameters - self.expert_parameters * (1 - 1 / expert_ranks)
+
+    def copies(self, expert_ranks: int) -> float:
+        """Ranks of an expert group to which a token is sent, if all experts are equally likely."""
+        return expert_ranks * (1 - (1 - 1 / expert_ranks) ** self.chosen_experts)
 
     @property
     def embedding(self) -> int:
