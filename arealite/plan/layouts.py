@@ -165,7 +165,7 @@ class Layout:
         )
 
     def expert_exchange_bytes(self, memory: Memory) -> float:
-        """Return the bytes that a rank sends for one token: to its experts and back, in all passes and layers."""
+        """Return the bytes that a rank sends for one token in a step: to its experts and back."""
         size, expert = self.model, self.train.expert
         if expert == 1:
             return 0.0

@@ -125,7 +125,7 @@ def _simulate(layout: Layout, setup: Setup, memory: Memory, seed: int) -> Candid
 
 
 def _modes(num_gpus: int, backend: str, num_experts: int) -> Iterator[AllocationMode]:
-    """Yield the ways to divide the GPUs, with tensor parallelism inside of a node, and experts over trainers."""
+    """Yield the ways to divide the GPUs: by d and t on both sides, and experts over trainers."""
     degrees = [t for t in (1, 2, 4, 8) if t <= min(GPUS_PER_NODE, num_gpus)]
     # Every split of few GPUs, sixteenths of many.
     unit = max(1, num_gpus // 16)

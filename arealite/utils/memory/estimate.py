@@ -184,7 +184,7 @@ def stage_parameters(size: ModelSize, stages: int) -> float:
 def _exchange_needs(
     size: ModelSize, config: TrainEngineConfig, layout: ParallelStrategy, tokens: float, step_tokens: int | None
 ) -> dict[str, float]:
-    """Return gathered weights, tokens sent to experts, and states that a pipeline stage receives in a step."""
+    """Return gathered weights, tokens sent to experts, and states received from other stages."""
     item, needs = ITEM_BYTES[config.dtype], dict[str, float]()
     gathered = size.gathered_parameters(layout.expert)
     if layout.expert > 1:

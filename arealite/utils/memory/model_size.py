@@ -84,7 +84,7 @@ class ModelSize:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts that tokens choose. Layers without experts count as if they had some."""
+        """Parameters of all experts that tokens choose, as if every layer had some."""
         return min(self.parameters - self.ends, 3 * self.layers * self.hidden * self.experts * self.expert_inner)
 
     def gathered_parameters(self, expert_ranks: int) -> float:
