@@ -5,6 +5,7 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Client, Listener, wait
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from arealite.api.cli_args import OptimizerConfig, TrainEngineConfig
 from arealite.api.io_struct import FinetuneSpec
 from tests import warm_python
+from tests.machines import Machine
 
 VOCAB = 64
 _SIZE = dict(
@@ -117,9 +119,9 @@ def random_batch(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Ranks:
-    """Gloo ranks in processes of their own that stay alive between tests."""
+    """Gloo ranks in processes of their own that stay alive between tests; evenly on `machines`, if given."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, machines: Sequence[Machine] = ()):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -129,11 +131,12 @@ class Ranks:
             for rank in range(world_size):
                 env = {
                     **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    "MASTER_ADDR": machines[0].address if machines else "127.0.0.1", "MASTER_PORT": str(port),
                     # Tests send functions of their own modules.
                     "PYTHONPATH": os.pathsep.join(sys.path),
                 }  # fmt: skip
-                command = ["-m", "tests.engine.engine_testing", listener.address]
+                place = machines[rank * len(machines) // world_size].python if machines else []
+                command = [*place, "-m", "tests.engine.engine_testing", listener.address]
                 self.processes.append(warm_python.start(command, env=env, stdout=1, stderr=2))
                 self.connections.append(listener.accept())
 
