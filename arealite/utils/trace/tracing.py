@@ -8,6 +8,7 @@ episode records its parts with `part_of_episode`.
 """
 
 import contextlib
+import heapq
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Span(NamedTuple):
 
 _spans: deque[Span] = deque(maxlen=_MAX_SPANS)
 _is_on = False
+# A heap: episodes fill the first lanes, so that a page shows them one below the other.
 _free_lanes: list[int] = []
 _allowance = (0.0, 0.0)
 # The lane of the traced episode that this task belongs to.
@@ -53,7 +55,7 @@ def start() -> None:
     if _is_on:
         return
     _is_on = True
-    _free_lanes[:] = range(MAX_EPISODES - 1, -1, -1)
+    _free_lanes[:] = range(MAX_EPISODES)
 
 
 def stop() -> None:
@@ -122,14 +124,14 @@ def begin_episode() -> str | None:
         _allowance = allowed, now
         return None
     _allowance = allowed - 1, now
-    return f"episodes {_free_lanes.pop():02d}"
+    return f"episodes {heapq.heappop(_free_lanes):02d}"
 
 
 def end_episode(lane: str, name: str, began: float, seconds: float, **args: Any) -> None:
     """Record an episode that `begin_episode` gave a lane."""
     number = int(lane.rsplit(" ", 1)[1])
     if number not in _free_lanes:
-        _free_lanes.append(number)
+        heapq.heappush(_free_lanes, number)
     record("rollout", lane, name, began, seconds, **args)
 
 
