@@ -117,7 +117,7 @@ def parse_question(words: Sequence[str], settings: Settings) -> tuple[Scenario, 
         key = key.removeprefix("rollout.")
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"--what-if does not know {key!r}{hint} It takes {', '.join(KEYS)}")
         value = _parse_value(key, text)
         if key in _SPEEDS:
