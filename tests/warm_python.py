@@ -290,6 +290,7 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     open_streams()
     logging.getLogger().handlers.clear()
+    forget_unfinished_imports()
     env = dict(env)
     os.environ.clear()
     os.environ.update(env)
@@ -311,6 +312,14 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+def forget_unfinished_imports() -> None:
+    """Let this fork import again what other threads of its parent were importing: they hold locks of these modules."""
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            sys.modules.pop(name, None)
+    importlib._bootstrap._module_locks.clear()  # type: ignore[attr-defined]
 
 
 def open_streams() -> None:
