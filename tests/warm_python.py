@@ -8,7 +8,8 @@ Python programs that such a process starts are forked, too: servers and ranks of
 
 `python tests/warm_python.py --run COMMAND...` is a program that behaves like `python COMMAND...`, for shell scripts.
 
-Use a plain `subprocess` where the start itself is tested, or where a test reads /proc/PID/cmdline or environ.
+/proc/PID/environ of such a process shows its environment, and its command as the variable `COMMAND_ENV`.
+/proc/PID/cmdline is that of the server. Use a plain `subprocess` where the start itself or a command line is tested.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS_ENV = "AREALITE_TESTS_WARM_PYTHON"
+COMMAND_ENV = "AREALITE_TESTS_COMMAND"
+# The kernel reads /proc/PID/environ from where it put the environment when the program started: make room there.
+_ROOM = {"AREALITE_TESTS_ROOM": "x" * (1 << 15)}
 PRELOAD = (
     "arealite.trainer.ppo",
     "arealite.trainer.sft",
@@ -61,7 +65,7 @@ def prepare() -> None:
     if ADDRESS_ENV in os.environ:
         return
     address = Path(tempfile.mkdtemp(prefix="warm-python-")) / "socket"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **_ROOM, "PYTHONPATH": str(ROOT)}
     # The server ends when the pipe to its standard input is closed, so also if this process is killed.
     with _log(address).open("w") as log:
         _server = subprocess.Popen(
@@ -294,6 +298,7 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     env = dict(env)
     os.environ.clear()
     os.environ.update(env)
+    _show_environment({COMMAND_ENV: " ".join(map(str, command)), **env})
     tempfile.tempdir = None
     random.seed()
     code = 0
@@ -312,6 +317,16 @@ def _run_program(command: list[str], env: Mapping[str, str]) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+def _show_environment(env: Mapping[str, str]) -> None:
+    """Write what /proc/PID/environ shows. The C library does not use this memory any more: all variables were set."""
+    with open("/proc/self/stat") as file:
+        start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    if start and len(text) <= end - start:
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
 
 
 def forget_unfinished_imports() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.utils.process import process_table
+from tests import warm_python
 
 ROOT = Path(__file__).parents[2]
 BATCH, STEPS, ETA = 4, 12, 2
@@ -21,9 +22,14 @@ BATCH, STEPS, ETA = 4, 12, 2
 class ChaosJob:
     """`python -m arealite.launcher.local tests/chaos/task.py …` in a folder of its own."""
 
-    def __init__(self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), **overrides: object):
-        """Start the job; `wrap` is a command that starts the launcher."""
-        self.folder = folder
+    def __init__(
+        self, folder: Path, model_path: Path, *, wrap: Sequence[str] = (), is_warm: bool = True, **overrides: object
+    ):
+        """Start the job; `wrap` is a command that starts the launcher.
+
+        A warm job consists of forks that have imported torch. One with `wrap` is not warm.
+        """
+        self.folder, self.is_warm = folder, is_warm and not wrap
         self.run_dir = folder / "runs" / "chaos" / "job"
         options: dict[str, object] = {
             "experiment_name": "chaos",
@@ -67,6 +73,11 @@ class ChaosJob:
         self.start()
 
     def start(self) -> None:
+        self.launcher: subprocess.Popen | warm_python.WarmProcess
+        if self.is_warm:
+            output = self.log.fileno()
+            self.launcher = warm_python.start(self.command[1:], cwd=ROOT, env=self.env, stdout=output, stderr=output)
+            return
         self.launcher = subprocess.Popen(
             self.command, cwd=ROOT, env=self.env, stdout=self.log, stderr=self.log, start_new_session=True
         )
@@ -84,9 +95,12 @@ class ChaosJob:
         for pid in process_table():
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                mine = f"CHAOS_FOLDER={self.folder}\0" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
+                environment = Path(f"/proc/{pid}/environ").read_text(errors="replace")
             except OSError:
                 continue
+            mine = f"CHAOS_FOLDER={self.folder}\0" in environment
+            if environment.startswith(warm_python.COMMAND_ENV):
+                command = environment.partition("\0")[0]
             is_launcher = words["launcher"] in command
             if mine and words[part] in command and is_launcher == (part == "launcher"):
                 found.append(pid)

@@ -75,7 +75,7 @@ def main() -> None:
         chosen = " ".join(f"{key.split('.')[-1]}={value}" for key, value in overrides.items())
         print(f"job {number}: {chosen}, in {folder}", flush=True)
         overrides |= {"recover.retries": 20, "launcher.server_restarts": 20}
-        job = ChaosJob(folder, folder / "model", **overrides)
+        job = ChaosJob(folder, folder / "model", is_warm=False, **overrides)
         try:
             inject_faults(job, rng)
             code = job.finish()
