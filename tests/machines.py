@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _HOLD = """
 mount -t tmpfs tmpfs /dev/shm && hostname "$1" && ip link set lo up && echo ready || exit 1
 exec >/dev/null 2>&1
-tail --pid="$0" -f /dev/null
+# A dead process keeps its entry until its parent has asked for its exit code.
+while grep -q '^State:[[:space:]]*[A-WYa-w]' "/proc/$0/status"; do sleep 1; done
 mine=$(readlink /proc/$$/ns/net)
 for entry in /proc/[0-9]*; do
     pid=${entry#/proc/}

@@ -23,7 +23,7 @@ class MachineJob(ChaosJob):
         options = {
             "total_train_steps": 100_000,
             "rollout.server_addrs": f"[{','.join(server.address for server in servers)}]",
-            "rollout.weight_update": "disk",
+            "rollout.weight_update": "auto",
             "server.api_key": API_KEY,
             "recover.freq_steps": 1_000,
             **overrides,
@@ -104,21 +104,21 @@ def test_a_partitioned_machine_comes_back_and_a_dead_one_is_not_missed(net, serv
     run = job(one, two)
     run.goes_on()
     net[1].partition()
-    run.goes_on(8)
+    run.goes_on(4)
     missed, before = version(one), generated(one)
     assert missed < version(two)
     net[1].rejoin()
     until(lambda: version(one) > missed)
     until(lambda: generated(one) > before)
     net[2].kill()
-    run.goes_on(8)
+    run.goes_on(4)
     run.stop()
 
 
 def test_servers_are_replaced_one_after_another(net, serve, job):
     """As for a new version of the software, or when a cloud takes preemptible machines back: SIGTERM, then the end."""
     one, two = serve(net[1]), serve(net[2])
-    run = job(one, two)
+    run = job(one, two, **{"rollout.weight_update": "broadcast"})
     run.goes_on()
     for old, machine in ((one, net[3]), (two, net[1])):
         new = serve(machine, join=run.run_dir)
