@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from arealite.api.alloc_mode import AllocationMode
 from arealite.api.cli_args import InferenceEngineConfig
@@ -11,9 +12,11 @@ from arealite.engine.sft.lm_engine import FSDPLMEngine
 from arealite.engine.sglang_remote import RemoteSGLangEngine
 from arealite.utils import distributed
 from arealite.utils.data import select_rows
+from arealite.utils.network import free_port
 from arealite.weights.stream import publish
 from arealite.weights.sync import sync_weights
 from tests.engine.engine_testing import SPEC, Ranks, engine_config, random_batch
+from tests.engine.test_fleet import is_open, until
 from tests.server_process import server_process
 
 
@@ -93,3 +96,31 @@ def test_every_bit_arrives_from_any_layout(four_ranks, servers, model_dirs, tmp_
         assert set(stats) == {f"weights/{k}" for k in ("sent_bytes", "link_bytes", "peak_bytes", "delta_share")}
         # A server with one rank holds everything; the trainer's ranks send less than twice the model.
         assert stats["weights/peak_bytes"] <= 1.1 * size and stats["weights/sent_bytes"] < 3 * size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_that_comes_back_pulls_everything_and_then_changes(model_dirs):
+    engine = FSDPLMEngine(engine_config(model_dirs["qwen2"], lr=1e-3))
+    engine.initialize(SPEC)
+    rollout = RemoteSGLangEngine(InferenceEngineConfig(setup_timeout_s=60, health_timeout_s=30))
+    port, options = free_port(), {"max_total_tokens": 512}
+    with server_process(model_dirs["qwen2"], **options) as steady:
+        try:
+            with server_process(model_dirs["qwen2"], port=port, **options) as first:
+                rollout.initialize([steady.address, first.address])
+                sync_weights(engine, rollout, WeightUpdateMeta("delta", "back", 1))
+            engine.train_lm(random_batch([9, 14]))
+            sync_weights(engine, rollout, WeightUpdateMeta("delta", "back", 2))
+            with server_process(model_dirs["qwen2"], port=port, **options) as second:
+                until(lambda: is_open(rollout, second))
+                assert second.get("weights_checker") == steady.get("weights_checker")
+                with torch.no_grad():
+                    engine.model.get_input_embeddings().weight[5, 7] += 1.0
+                sync_weights(engine, rollout, WeightUpdateMeta("delta", "back", 3))
+                answers = [server.get("weights_checker") for server in (steady, second)]
+                assert answers[0] == answers[1] and answers[0]["weight_version"] == "3"
+                assert rollout.stats()["weights/delta_share"] < 0.1
+        finally:
+            rollout.destroy()
+            engine.destroy()
