@@ -57,7 +57,7 @@ def test_a_supervised_run_is_evaluated_too(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_refused(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="there is no run directory"):
         main([str(tmp_path / "none")])
     with pytest.raises(ConfigError, match="no reward is known for the dataset 'own'"):
         main([str(run_dir.path), "valid_dataset.path=own"])

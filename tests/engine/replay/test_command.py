@@ -91,7 +91,7 @@ def test_an_asynchronous_run_on_two_ranks_is_replayed_bit_for_bit_and_changes_ar
 
 
 def test_wrong_arguments_and_runs_without_a_record_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         main([str(tmp_path)])
     with pytest.raises(ConfigError, match="--to and --steps both"):
         main([str(tmp_path), "--to", "3", "--steps", "2"])
