@@ -34,7 +34,7 @@ def test_show_says_where_each_value_is_from(file, capsys):
     lines = shown(capsys, "grpo", "--config", file, "seed=7", "gconfig.n_samples=8")
     assert lines["lr: 0.0001"] == file
     assert lines["seed: 7"] == "command line" and lines["n_samples: 8"] == "command line"
-    assert lines["total_train_epochs: 1"] == "default"
+    assert lines["total_train_epochs: null"] == "default"
 
 
 def test_what_is_shown_can_be_read_back(file, capsys, tmp_path):
@@ -70,7 +70,7 @@ def test_show_of_a_script(file, capsys, tmp_path):
 def test_show_of_a_run_marks_what_is_not_default(file, capsys, tmp_path):
     RunDir(tmp_path).create(load_config(["--config", file, "server.api_key=secret"], GRPOConfig))
     lines = shown(capsys, str(tmp_path))
-    assert lines["n_samples: 4"] == "config.yaml" and lines["total_train_epochs: 1"] == "default"
+    assert lines["n_samples: 4"] == "config.yaml" and lines["total_train_epochs: null"] == "default"
     assert not any("secret" in line for line in lines)
     with pytest.raises(ConfigError, match="does not change"):
         config.main(["show", str(tmp_path), "seed=1"])

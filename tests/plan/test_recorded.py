@@ -71,6 +71,7 @@ def test_the_run_s_own_limits_are_the_default_of_a_prediction(tmp_path, capsys):
 def test_runs_that_tell_too_little_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no run directory"):
         read_run(tmp_path / "missing", [])
+    (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ConfigError, match="at least 5 are needed"):
         read_run(tmp_path, [{"step": 0}])
     with pytest.raises(RecordingError, match=r"has no run.sqlite"):
