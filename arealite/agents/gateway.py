@@ -31,6 +31,7 @@ from arealite.protocol import chat, completions
 from arealite.protocol.answer import Answer, Head, Stream, Usage, error_body, to_json
 from arealite.protocol.chat_apis import ApiRequest, chat_request, echo_of, message_request, response_request
 from arealite.protocol.tool_calls import forced_prefix, style_of
+from arealite.utils.beside import run_beside
 from arealite.utils.http.connections import Connections
 from arealite.utils.http.server import (
     LoopbackHosts,
@@ -43,7 +44,6 @@ from arealite.utils.http.server import (
     json_response,
     listen,
     read_object,
-    run_beside,
 )
 from arealite.utils.request_log import RequestLog, current_log, use_log
 from arealite.utils.seeds import derive_seed

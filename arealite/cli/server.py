@@ -17,7 +17,8 @@ from arealite.core.event_loop import new_event_loop
 from arealite.engine.remote.membership import Lease
 from arealite.inference.engine import Engine
 from arealite.inference.http.server import serve
-from arealite.utils.http.server import bind, has_threads_beside
+from arealite.utils.beside import has_threads_beside
+from arealite.utils.http.server import bind
 from arealite.utils.network import host_address
 from arealite.utils.process import die_with_parent
 from arealite.utils.status.writer import status

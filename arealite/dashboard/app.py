@@ -33,8 +33,9 @@ from arealite.dashboard.foresight import foresight, sweeps
 from arealite.dashboard.query import Query
 from arealite.dashboard.runs import Run, Runs
 from arealite.dashboard.trace import DEFAULT_SPANS, MAX_SPANS
+from arealite.utils.beside import run_beside
 from arealite.utils.http.connections import Connections
-from arealite.utils.http.server import answer_request, describe_error, json_response, run_beside
+from arealite.utils.http.server import answer_request, describe_error, json_response
 from arealite.utils.text import clean
 
 logger = logging.getLogger("arealite.dashboard")

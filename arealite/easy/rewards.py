@@ -18,7 +18,7 @@ from typing import Any
 from arealite.api.errors import ConfigError, RewardError
 from arealite.api.reward_api import is_async
 from arealite.reward.pool import RewardPool, check_rewards
-from arealite.utils.http.server import run_beside
+from arealite.utils.beside import run_beside
 from arealite.utils.pools.process_pool import never_import_script
 
 Row = dict[str, Any]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from arealite.api.errors import ServerError, WeightUpdateError
 from arealite.api.io_struct import WeightUpdateMeta
 from arealite.utils import distributed
-from arealite.utils.http.server import run_beside
+from arealite.utils.beside import run_beside
 from arealite.utils.network import free_port, host_address
 from arealite.weights.layout import TensorLayout
 from arealite.weights.transport import T, Transport, WeightClient, WeightOwner, Weights

@@ -29,7 +29,7 @@ from arealite.api.io_struct import STATS_PREFIX, Batch
 from arealite.api.named_code import load_object
 from arealite.api.reward_api import is_async
 from arealite.api.workflow_api import RolloutWorkflow
-from arealite.utils.http.server import run_beside
+from arealite.utils.beside import run_beside
 from arealite.utils.pools.call_pool import CallPool, CallTimeout
 from arealite.utils.process import end_families
 from arealite.utils.seeds import derive_seed

@@ -20,6 +20,7 @@ from arealite.inference.sequence import Request, SampleOutput
 from arealite.protocol.answer import error_body as protocol_error
 from arealite.protocol.answer import event_bytes
 from arealite.protocol.fields import FieldError
+from arealite.utils.beside import run_beside as run_beside
 from arealite.utils.http.connections import Connections
 from arealite.utils.http.server import answer_request, describe_error
 
@@ -27,7 +28,6 @@ from arealite.utils.http.server import answer_request, describe_error
 from arealite.utils.http.server import flag as flag
 from arealite.utils.http.server import json_response as json_response
 from arealite.utils.http.server import read_object as read_object
-from arealite.utils.http.server import run_beside as run_beside
 
 ENGINE = web.AppKey("engine", Engine)
 ACCESS = web.AppKey("access", Access)

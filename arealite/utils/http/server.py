@@ -5,7 +5,6 @@ what is wrong, never a traceback, and never ends the server.
 """
 
 import asyncio
-import contextlib
 import errno
 import hmac
 import ipaddress
@@ -13,10 +12,8 @@ import json
 import logging
 import resource
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -30,12 +27,10 @@ BODY_TIMEOUT_S = 60.0
 _MAX_MESSAGE = 2000
 # Levels of lists and objects in a body. Python's `repr`, with which messages quote values, fails at about 950.
 _MAX_DEPTH = 100
-_BESIDE = "beside the event loop"
 # Above the time for which our clients keep a connection, so that they are the ones who close it.
 _KEEPALIVE_S = 330.0
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger("arealite.server")
-R = TypeVar("R")
 
 
 def bearer_token(request: web.Request) -> bytes:
@@ -238,26 +233,3 @@ class AcceptErrors:
                 error.strerror,
                 limit,
             )
-
-
-async def run_beside(function: Callable[[], R]) -> R:
-    """Run a function that may block on a thread of its own, which does not keep the process from ending."""
-    future: Future[R] = Future()
-
-    def run() -> None:
-        # The caller may have been cancelled meanwhile.
-        with contextlib.suppress(InvalidStateError):
-            try:
-                future.set_result(function())
-            # Whatever it is, the caller awaits it; what only ends threads or generators cannot be awaited.
-            except BaseException as error:
-                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                future.set_exception(error if is_plain else RuntimeError(repr(error)))
-
-    threading.Thread(target=run, name=_BESIDE, daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-def has_threads_beside() -> bool:
-    """Return whether a function of `run_beside` has not returned, in any server of this process."""
-    return any(thread.name == _BESIDE for thread in threading.enumerate())
