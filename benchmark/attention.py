@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Case:
         if self.cache.scales is None:
             self.cache.data.normal_()
         else:
-            self.cache.data.copy_(torch.randn(self.cache.data.shape, device="cuda", dtype=torch.bfloat16) * 100)
+            self.cache.data.copy_(torch.randn(self.cache.data.shape, device="cuda", dtype=torch.bfloat16) * 60)
             for scale in self.cache.scales[0]:
                 scale.uniform_(0.005, 0.02)
         blocks = (torch.randperm(total) + 1).int()
@@ -84,9 +84,8 @@ class Case:
         """One layer; without a tuning, with the kernel for short contexts."""
         plan = None if tuning is None else plan_runs(self.positions, self.num_kv, tuning)
         cache = self.cache
-        batch = DeviceBatch(
-            cache.keys, cache.values, self.table, self.rows, self.positions, splits, scales=cache.scales, plan=plan
-        )
+        where = self.table, self.rows, self.positions
+        batch = DeviceBatch(cache.keys, cache.values, *where, splits=splits, scales=cache.scales, plan=plan)
         return ops.attend(self.q, batch, 0, self.scale, None)
 
     def reference(self, row: int) -> torch.Tensor:
@@ -98,6 +97,7 @@ class Case:
             part = cache[blocks] if cache.element_size() > 1 else cache.view(torch.uint8)[blocks].view(cache.dtype)
             part = part.float()
             if self.cache.scales is not None:
+                part = part if i == 0 else part.permute(0, 3, 1, 2)
                 part = part * self.cache.scales[0][i][blocks].transpose(1, 2)[..., None]
             parts.append(part.flatten(0, 1)[:length])
         q = self.q[row].float().unflatten(0, (self.num_kv, -1))
@@ -138,7 +138,7 @@ def tunings(options: Options) -> list[Tuning]:
     """The sizes to measure."""
     if options.tunings:
         return [Tuning(*map(int, text.split("/"))) for text in options.tunings.split(",")]
-    chosen = [choose_tuning(1 if options.fp8 else 2, HEADS[options.shape][1])]
+    chosen = [choose_tuning(1 if options.fp8 else 2, *HEADS[options.shape][1:])]
     if not options.sweep:
         return chosen
     grid = itertools.product((32, 64, 128), (3, 4, 5), (2, 4, 8), (1, 2, 3, 4))
@@ -154,7 +154,10 @@ def main() -> None:
     for block_size, (index, name) in itertools.product(options.block_sizes, enumerate(options.cases)):
         case = Case(options, name, block_size)
         ways: list[tuple[Tuning | None, int]] = [(None, 1), (None, 2), (None, 4)]
-        ways += [(t, 1) for t in (tunings(options) if index == 0 or not options.sweep else tunings(Options()))]
+        ways += [
+            (t, 1)
+            for t in (tunings(options) if index == 0 or not options.sweep else tunings(replace(options, sweep=False)))
+        ]
         for tuning, splits in ways:
             what = f"short, {splits} parts" if tuning is None else "runs " + "/".join(map(str, asdict(tuning).values()))
             try:

@@ -30,14 +30,14 @@ NEXT = 0.9  # probability of the next place
 def repeat_itself(model: PreTrainedModel) -> None:
     """Change embedding and head so that text goes round in a circle, with jumps."""
     vocab, hidden = model.get_input_embeddings().weight.shape
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randn(PLACES, hidden, generator=generator)
-    head = torch.zeros(vocab, hidden)
+    embedding = model.get_input_embeddings().weight
+    codes = torch.randn(PLACES, hidden, generator=torch.Generator().manual_seed(0)).to(embedding)
+    head = torch.zeros_like(embedding)
     scale = math.log(NEXT / (1 - NEXT) * (vocab - 1)) / hidden
     head[:PLACES] = scale * codes[torch.arange(-1, PLACES - 1) % PLACES]
     model.config.tie_word_embeddings = False
     model.get_output_embeddings().weight = torch.nn.Parameter(head)
-    model.get_input_embeddings().weight.copy_(codes[torch.arange(vocab) % PLACES])
+    embedding.copy_(codes[torch.arange(vocab) % PLACES])
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             parameter *= 0.02

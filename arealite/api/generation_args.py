@@ -129,11 +129,6 @@ class ServerConfig(Section):
     kv_cache_dtype: str = _help(
         "auto (that of the weights), or fp8 on CUDA: about half the memory (not run on a GPU yet).", "auto"
     )
-    long_context_tokens: int | None = _help(
-        "On CUDA, divide longer contexts evenly over the GPU in decode attention (not measured yet); null: never.",
-        None,
-        AT_LEAST_1,
-    )
     mem_fraction: float = _help(
         "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",
         0.8,

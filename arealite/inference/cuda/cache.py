@@ -1,6 +1,8 @@
 """The paged KV cache on the device: keys and values of all layers, in the model's type or in FP8.
 
-Owned by the CUDA runner. In FP8 (e4m3) every head of a token has a scale in float32, chosen when it is written.
+Owned by the CUDA runner. In FP8 (e4m3) every head of a token has a scale in float32, chosen when it is written, and
+values lie with the tokens of a block side by side: attention sums over tokens, and tensor cores read FP8 only along
+the dimension that is summed over.
 
 Legend: L layers, HKV KV heads, D head size, BS tokens per block.
 """
@@ -13,7 +15,7 @@ from arealite.inference.loading import ModelShape
 
 
 class DeviceCache:
-    """Tensors of the cache: of each layer, `keys` and `values` [num_blocks, BS, HKV, D]."""
+    """Tensors of the cache: of each layer, `keys` and `values` [num_blocks, BS, HKV, D]; FP8 values [.., HKV, D, BS]."""
 
     def __init__(
         self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -30,6 +32,9 @@ class DeviceCache:
             scales = torch.ones(*size, device=device)
             self.scales = [(layer[0], layer[1]) for layer in scales]
             self._parts.append(scales)
+            self.values = [
+                value.view(num_blocks, shape.num_kv_heads, shape.head_dim, block_size) for value in self.values
+            ]
 
     @property
     def nbytes(self) -> int:

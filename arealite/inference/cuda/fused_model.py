@@ -38,7 +38,8 @@ class FusedDecoder:
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [N, D] at positions [1, N], or [3, N] in time, height and width."""
         probe = torch.zeros(1, dtype=self.head.weight.dtype, device=positions.device)
-        positions = positions if len(positions) == 1 else positions[:, None]
+        if "mrope_section" in (self.body.config.rope_parameters or {}):
+            positions = positions.expand(3, -1)[:, None]
         found: list[torch.Tensor] = []
         for part in self.body.rotary_emb(probe, positions):
             if part.dim() == 4:  # older versions of transformers join the three in each layer

@@ -68,7 +68,7 @@ def rope_write_kernel(
 
     `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. With `MOVED`,
     `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the cache is in
-    FP8, and each head of a token has a scale.
+    FP8, each head of a token has a scale, and values lie [HKV, D, BS] in a block.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -123,18 +123,26 @@ def rope_write_kernel(
     to_key = key_ptr + cell + (head - H) * D + at
     tl.store(to_key, turned_low.to(key_ptr.dtype.element_ty), mask=is_key)
     tl.store(to_key + D // 2, turned_high.to(key_ptr.dtype.element_ty), mask=is_key)
-    to_value = value_ptr + cell + (head - H - HKV) * D + at
+    if SCALED:
+        to_value = value_ptr + block * BS * HKV * D + ((head - H - HKV) * D + at) * BS + pos % BS
+        high_value = to_value + D // 2 * BS
+    else:
+        to_value = value_ptr + cell + (head - H - HKV) * D + at
+        high_value = to_value + D // 2
     tl.store(to_value, low.to(key_ptr.dtype.element_ty), mask=inside & is_value)
-    tl.store(to_value + D // 2, high.to(key_ptr.dtype.element_ty), mask=inside & is_value)
+    tl.store(high_value, high.to(key_ptr.dtype.element_ty), mask=inside & is_value)
 
 
 @triton.jit
 def write_cache_kernel(
     source_ptr, cache_ptr, scale_ptr, row_ptr, pos_ptr, table_ptr, table_stride, head_stride, token_stride,
     HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BS: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, TOKENS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Write keys or values, given as [HKV, N, D] with any strides, into the cache. One program per token."""
+    """Write keys or values, given as [HKV, N, D] with any strides, into the cache. One program per token.
+
+    With TOKENS_LAST, they lie [HKV, D, BS] in a block (values in FP8), else [BS, HKV, D].
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, WIDTH)[None, :]
@@ -147,8 +155,36 @@ def write_cache_kernel(
         scale = fp8_scale(tl.max(tl.abs(x.to(tl.float32)), 1))[:, None]
         x = x.to(tl.float32) / scale
         tl.store(scale_ptr + (block * HKV + head) * BS + pos % BS + at, scale, mask=inside & (at == 0))
-    cell = (block * BS + pos % BS) * HKV * D
-    tl.store(cache_ptr + cell + head * D + at, x.to(cache_ptr.dtype.element_ty), mask=inside)
+    if TOKENS_LAST:
+        cell = block * BS * HKV * D + (head * D + at) * BS + pos % BS
+    else:
+        cell = (block * BS + pos % BS) * HKV * D + head * D + at
+    tl.store(cache_ptr + cell, x.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_fp8_values(
+    value_ptr, block, kv_head, cols, at,
+    HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Values [WIDTH, N] of the tokens `cols` [N] in their blocks; ALIGNED of them at a time lie side by side.
+
+    Tokens behind the end of a sequence are loaded too: whatever the cache holds there is finite. A mask would split
+    the loads into single bytes.
+    """
+    cell = (block * HKV + kv_head) * D * BS + cols % BS
+    cell = tl.max_contiguous(tl.multiple_of(cell, ALIGNED), ALIGNED)
+    return tl.load(value_ptr + cell[None, :] + at[:, None] * BS, mask=at[:, None] < D, other=0.0)
+
+
+@triton.jit
+def load_fp8_scales(
+    scale_ptr, block, kv_head, cols,
+    HKV: tl.constexpr, BS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Scales [N] of the tokens `cols` [N] in their blocks, also of tokens behind the end of a sequence."""
+    cell = (block * HKV + kv_head) * BS + cols % BS
+    return tl.load(scale_ptr + tl.max_contiguous(tl.multiple_of(cell, ALIGNED), ALIGNED))
 
 
 @triton.jit
@@ -158,7 +194,7 @@ def fold_tile(
 ):  # fmt: skip
     """Add a tile of keys and values to the running softmax of the queries: new `acc`, `peak`, `total`.
 
-    With SCALED, keys and values are in FP8 and `q` in float16, which holds FP8 exactly.
+    With SCALED, keys [N, D] and values [D, N] are in FP8 and `q` in float16, which holds FP8 exactly.
     """
     if PRECISE:
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -178,7 +214,7 @@ def fold_tile(
         # Relative to the largest scale of the tile, so that the weights keep their precision in float16.
         unit = tl.maximum(tl.max(value_scale, 0), 1e-30)
         weight = weight * (value_scale / unit)[None, :]
-        acc = acc * fade[:, None] + tl.dot(weight.to(tl.float16), v.to(tl.float16)) * unit
+        acc = acc * fade[:, None] + tl.dot(weight.to(tl.float16), tl.trans(v.to(tl.float16))) * unit
     elif PRECISE:
         acc = acc * fade[:, None] + tl.dot(weight, v, input_precision="ieee")
     else:
@@ -191,7 +227,7 @@ def attend_kernel(
     q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, out_ptr, part_ptr, lse_ptr, row_ptr, pos_ptr, table_ptr,
     first_ptr, count_ptr, sink_ptr, num_tokens, table_stride, token_stride, head_stride, scale, softcap,
     H: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    BS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -245,11 +281,13 @@ def attend_kernel(
         cell = (block * BS + cols % BS) * HKV * D + kv_head * D
         full = known[:, None] & (at[None, :] < D)
         k = tl.load(key_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
-        v = tl.load(value_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
         if SCALED:
-            scale_at = (block * HKV + kv_head) * BS + cols % BS
-            key_scale = tl.load(key_scale_ptr + scale_at, mask=known, other=0.0)
-            value_scale = tl.load(value_scale_ptr + scale_at, mask=known, other=0.0)
+            v = load_fp8_values(value_ptr, block, kv_head, cols, at, HKV, D, BS, ALIGNED)
+            key_scale = load_fp8_scales(key_scale_ptr, block, kv_head, cols, HKV, BS, ALIGNED)
+            value_scale = load_fp8_scales(value_scale_ptr, block, kv_head, cols, HKV, BS, ALIGNED)
+            value_scale = tl.where(known, value_scale, 0.0)
+        else:
+            v = tl.load(value_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)
         seen = known[None, :] & (cols[None, :] <= pos[:, None])
         if WINDOW > 0:
             seen = seen & (cols[None, :] > pos[:, None] - WINDOW)

@@ -13,7 +13,7 @@ import triton
 
 from arealite.inference.cuda import kernels as _kernels
 from arealite.inference.cuda import sample_kernels as _sample_kernels
-from arealite.inference.cuda.runs import RunPlan, attend_runs
+from arealite.inference.cuda.runs import RunPlan, aligned_tokens, attend_runs
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 kernels: Any = _kernels
@@ -27,7 +27,7 @@ class DeviceBatch:
     """One forward pass on the device. Token i belongs to slot `rows[i]` at position `positions[i]`."""
 
     keys: list[torch.Tensor]  # per layer [num_blocks, BS, HKV, D], of which the last is dense
-    values: list[torch.Tensor]
+    values: list[torch.Tensor]  # likewise; in FP8 [num_blocks, HKV, D, BS]
     table: torch.Tensor  # [S + 1, MB] block tables of all slots
     rows: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
@@ -109,13 +109,13 @@ def rope_and_write(
 def write_cache(key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch, layer: int) -> None:
     """Write keys and values [HKV, N, D] to the cache."""
     scales = batch.scales[layer] if batch.scales else (key, value)
+    block_size, num_kv, dim = batch.keys[layer].shape[1:]
     for source, cache, scale in zip((key, value), (batch.keys[layer], batch.values[layer]), scales, strict=True):
         source = source if source.stride(-1) == 1 else source.contiguous()
-        block_size, num_kv, dim = cache.shape[1:]
         kernels.write_cache_kernel[(source.shape[1],)](
             source, cache, scale, batch.rows, batch.positions, batch.table, batch.table.stride(0),
             source.stride(0), source.stride(1), HKV=num_kv, D=dim, BS=block_size,
-            SCALED=batch.scales is not None,
+            SCALED=batch.scales is not None, TOKENS_LAST=batch.scales is not None and source is value,
             HEADS=triton.next_power_of_2(num_kv), WIDTH=triton.next_power_of_2(dim),
         )  # fmt: skip
 
@@ -174,8 +174,7 @@ def _attend_tiles(
         batch.rows if decode else batch.tile_count,
         q if sinks is None else sinks,
         n, batch.table.stride(0), q.stride(0), q.stride(1), scale * LOG2_E, (softcap or 1.0) * LOG2_E,
-       
-        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size,
+        H=num_heads, HKV=num_kv, G=group, D=dim, WIDTH=wide, BS=block_size, ALIGNED=aligned_tokens(block_size),
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=32 if precise else 64,
         SPLITS=splits, WINDOW=window or 0, DECODE=decode, PRECISE=precise,

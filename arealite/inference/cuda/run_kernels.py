@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from arealite.inference.cuda.kernels import fold_tile
+from arealite.inference.cuda.kernels import fold_tile, load_fp8_scales, load_fp8_values
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def attend_runs_kernel(
     row_ptr, pos_ptr, table_ptr, first_ptr, count_ptr, run_ptr,
     table_stride, token_stride, head_stride, block_stride, cell_stride, kv_stride, scale, softcap,
     H: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     DECODE: tl.constexpr, PRECISE: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attention over one run of tiles. Grid (runs,).
@@ -114,19 +114,20 @@ def attend_runs_kernel(
             if BS % BLOCK_N == 0:
                 place = wide * block_stride + kv_head * kv_stride
                 cell = (i * BLOCK_N % BS + within) * cell_stride
-                scale_at = (wide * HKV + kv_head) * BS + i * BLOCK_N % BS + within
                 block = tl.load(table + tl.minimum((i + 1) * BLOCK_N, length - 1) // BS)
             else:
                 place = 0
                 cell = wide * block_stride + cols % BS * cell_stride + kv_head * kv_stride
-                scale_at = (wide * HKV + kv_head) * BS + cols % BS
                 block = tl.load(table + ahead // BS, mask=ahead < length, other=0)
             full = known[:, None] & (at[None, :] < D)
             k = tl.load(key_ptr + place + cell[:, None] + at[None, :], mask=full, other=0.0)
-            v = tl.load(value_ptr + place + cell[:, None] + at[None, :], mask=full, other=0.0)
             if SCALED:
-                key_scale = tl.load(key_scale_ptr + scale_at, mask=known, other=0.0)
-                value_scale = tl.load(value_scale_ptr + scale_at, mask=known, other=0.0)
+                v = load_fp8_values(value_ptr, wide, kv_head, cols, at, HKV, D, BS, ALIGNED)
+                key_scale = load_fp8_scales(key_scale_ptr, wide, kv_head, cols, HKV, BS, ALIGNED)
+                value_scale = load_fp8_scales(value_scale_ptr, wide, kv_head, cols, HKV, BS, ALIGNED)
+                value_scale = tl.where(known, value_scale, 0.0)
+            else:
+                v = tl.load(value_ptr + place + cell[:, None] + at[None, :], mask=full, other=0.0)
             seen = known[None, :] & (cols[None, :] <= pos[:, None])
             acc, peak, total = fold_tile(
                 acc, peak, total, q, k, v, key_scale, value_scale, seen, scale, softcap, PRECISE, SOFTCAP, SCALED

@@ -28,7 +28,7 @@ from arealite.inference.cuda.images import ImagePrefill
 from arealite.inference.cuda.ops import DeviceBatch
 from arealite.inference.cuda.packing import pack_chunks
 from arealite.inference.cuda.results import likeliest, read_result, to_host
-from arealite.inference.cuda.runs import choose_tuning, plan_runs
+from arealite.inference.cuda.runs import SHORT_CONTEXT, choose_tuning, is_faster_in_runs, plan_runs
 from arealite.inference.cuda.verify import DraftVerifier
 from arealite.inference.llama_like import is_llama_like
 from arealite.inference.loading import ModelShape, choose_cache_dtype
@@ -68,10 +68,10 @@ class CudaRunner(Runner):
         self.num_blocks = count_blocks(config, shape, cache_type, self._free_bytes()) + 1
         self.cache = DeviceCache(shape, self.num_blocks, config.block_size, cache_type, self.device)
         self.group_size = heads // shape.num_kv_heads
-        self.tuning = choose_tuning(cache_type.itemsize, self.group_size)
+        self.tuning = choose_tuning(cache_type.itemsize, self.group_size, shape.head_dim)
         # Runs depend on the lengths of all sequences, so they change the order of sums with the batch.
-        tokens = None if config.deterministic else config.long_context_tokens
-        self.long_tokens = shape.context_length if tokens is None else tokens
+        self.has_runs = not config.deterministic and shape.context_length > SHORT_CONTEXT
+        self.head_bytes = 2 * shape.head_dim * cache_type.itemsize  # keys and values of one head of a token
         if config.record_routing:
             self.routing = RoutingRecord(model, self.num_blocks, config.block_size)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
@@ -117,7 +117,7 @@ class CudaRunner(Runner):
             graphs.add(("prefill", n), lambda n=n: self._prefill_pass(n))
         for b in reversed(self.decode_sizes):
             graphs.add(("layers", b), lambda b=b: self._layers(b))
-            if slots.max_len > self.long_tokens:
+            if self.has_runs:
                 graphs.add(("long layers", b), lambda b=b: self._layers(b, is_long=True))
             graphs.add(("truncate", b), lambda b=b: self._truncate(b))
             graphs.add(("sample", b), lambda b=b: self._sample(b))
@@ -205,7 +205,8 @@ class CudaRunner(Runner):
             self.behind.clear()
         places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
-        is_long = places[2].max() > self.long_tokens
+        of_kernels = self._splits(b), self.shape.num_kv_heads, self.head_bytes
+        is_long = self.has_runs and is_faster_in_runs(places[2], *of_kernels)
         self.graphs.run(("long layers" if is_long else "layers", b))
         extras = self._extras_for(slots)
         if extras is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -17,6 +18,7 @@ from arealite.inference.cuda import run_kernels as _run_kernels
 
 # Type checkers do not know that a Triton kernel is indexed by its grid.
 run_kernels: Any = _run_kernels
+SHORT_CONTEXT = 4096  # servers with contexts up to this one need no runs, and no graphs for them
 _MIN_TILES = 4  # of a run: shorter ones cost more when they are joined than they gain
 
 
@@ -42,13 +44,31 @@ class RunPlan:
     max_count: int = 1
 
 
-def choose_tuning(element_size: int, rows: int) -> Tuning:
-    """Sizes for a cache with elements of `element_size` bytes and tiles of `rows` queries."""
+def choose_tuning(element_size: int, rows: int, dim: int) -> Tuning:
+    """Sizes for a cache with heads of `dim` elements of `element_size` bytes, and tiles of `rows` queries."""
     if element_size == 4:
         return Tuning(32, 2, 4, 1)
-    if rows > 16:
+    if rows > 16 or dim > 128:
         return Tuning(64, 3, 4, 2)
-    return Tuning(64, 4, 4, 2)
+    return Tuning(128, 3, 8, 1)
+
+
+# Measured on one H200 (benchmark/attention.py): time of one program of the kernel for short contexts per token and KV
+# head, and of all programs together per byte; of the kernel for runs, time per byte, and time whatever the length.
+_SHORT_NS_PER_TOKEN, _SHORT_NS_PER_BYTE = 28.0, 1 / 4370
+_RUNS_NS_PER_BYTE, _RUNS_NS = 1 / 4100, 6000.0
+
+
+def is_faster_in_runs(lengths: np.ndarray, splits: int, num_kv_heads: int, head_bytes: int) -> bool:
+    """Whether runs are faster than one program for each of `splits` parts of a sequence and KV head.
+
+    `lengths` are those of the contexts; keys and values of a head of one token have `head_bytes` bytes. The kernel for
+    short contexts waits for its longest part, so it is slower if there are few sequences, or if one is much longer
+    than the others.
+    """
+    size = float(lengths.sum()) * num_kv_heads * head_bytes
+    short = max(lengths.max() / splits * _SHORT_NS_PER_TOKEN, size * _SHORT_NS_PER_BYTE)
+    return size * _RUNS_NS_PER_BYTE + _RUNS_NS < short
 
 
 def plan_runs(
@@ -100,7 +120,7 @@ def attend_runs(
     run_kernels.attend_runs_kernel[(num_runs,)](
         q, keys, values, key_scales, value_scales, out, part, lse, rows, positions, table, first, count, plan.run,
         table.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        scale, softcap or 1.0, **sizes, BS=block_size, BLOCK_M=max(16, triton.next_power_of_2(most)),
+        scale, softcap or 1.0, **sizes, BS=block_size, ALIGNED=aligned_tokens(block_size), BLOCK_M=max(16, triton.next_power_of_2(most)),
         BLOCK_N=tuning.block_n, STAGES=tuning.stages, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None, SCALED=scales is not None, num_warps=tuning.num_warps,
     )  # fmt: skip
@@ -108,6 +128,11 @@ def attend_runs(
         part, lse, out, first, count, plan.begin, plan.run, **sizes, SPLITS=32, DECODE=decode, num_warps=2
     )  # fmt: skip
     return out
+
+
+def aligned_tokens(block_size: int) -> int:
+    """Number of tokens that lie side by side in a block, as a power of two; at most 16, a load of FP8."""
+    return min(16, block_size & -block_size)
 
 
 @cache

@@ -30,7 +30,7 @@ class DraftVerifier:
         self.sizes = [2**i for i in range(1, most.bit_length()) if 2**i < most] + [most]
         device, vocab = runner.device, runner.shape.vocab_size
         group = runner.group_size
-        self.tuning = choose_tuning(runner.cache.data.element_size(), self.max_count * group)
+        self.tuning = choose_tuning(runner.cache.data.element_size(), self.max_count * group, runner.shape.head_dim)
         self.logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self.thresholds = torch.full((most,), float("-inf"), device=device)
         self.out = torch.zeros(3, most, dtype=torch.int32, device=device)  # as the runner's
