@@ -153,11 +153,9 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for block_size, (index, name) in itertools.product(options.block_sizes, enumerate(options.cases)):
         case = Case(options, name, block_size)
-        ways: list[tuple[Tuning | None, int]] = [(None, 1), (None, 2), (None, 4)]
-        ways += [
-            (t, 1)
-            for t in (tunings(options) if index == 0 or not options.sweep else tunings(replace(options, sweep=False)))
-        ]
+        ways: list[tuple[Tuning | None, int]] = [(None, 2**i) for i in range(6)]
+        swept = options if index == 0 else replace(options, sweep=False)
+        ways += [(t, 1) for t in tunings(swept)]
         for tuning, splits in ways:
             what = f"short, {splits} parts" if tuning is None else "runs " + "/".join(map(str, asdict(tuning).values()))
             try:

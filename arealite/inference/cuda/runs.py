@@ -120,8 +120,8 @@ def attend_runs(
     run_kernels.attend_runs_kernel[(num_runs,)](
         q, keys, values, key_scales, value_scales, out, part, lse, rows, positions, table, first, count, plan.run,
         table.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        scale, softcap or 1.0, **sizes, BS=block_size, ALIGNED=aligned_tokens(block_size), BLOCK_M=max(16, triton.next_power_of_2(most)),
-        BLOCK_N=tuning.block_n, STAGES=tuning.stages, DECODE=decode, PRECISE=precise,
+        scale, softcap or 1.0, **sizes, BS=block_size, ALIGNED=aligned_tokens(block_size),
+        BLOCK_M=max(16, triton.next_power_of_2(most)), BLOCK_N=tuning.block_n, STAGES=tuning.stages, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None, SCALED=scales is not None, num_warps=tuning.num_warps,
     )  # fmt: skip
     run_kernels.merge_runs_kernel[(plan.begin.shape[0] - 1, num_kv * most)](
