@@ -50,7 +50,10 @@ class Comparison:
 
     cases: str = field(
         default="0.5b/256,0.5b/1024,0.5b/mixed,7b/256,1.5b/256",
-        metadata={"help": "shape/concurrency, or shape/mixed (256 at once, groups of 8)."},
+        metadata={
+            "help": "shape/concurrency, shape/mixed (256 at once, groups of 8), or shape/64x128+16384 (64 at "
+            "once, 128 tokens in, 16,384 out)."
+        },
     )
     sglang: str = field(default="", metadata={"help": "Python with SGLang; empty: not measured."})
     vllm: str = field(default="", metadata={"help": "Python with vLLM; empty: not measured."})
@@ -186,6 +189,24 @@ def main() -> None:
 # ---------------------------------------------------------------------------------------------- preparation
 
 
+def case_options(config: Comparison, name: str) -> Options:
+    """Options of a case, see `Comparison.cases`."""
+    shape, kind = name.split("/")
+    if kind == "mixed":
+        return options(config, shape, "mixed", config.concurrency)
+    concurrency, _, lengths = kind.partition("x")
+    chosen = options(config, shape, "fixed", int(concurrency))
+    if lengths:
+        chosen.input_len, chosen.output_len = map(int, lengths.split("+"))
+    return chosen
+
+
+def with_new_prompts(jobs: list[load.Job], shape: str, count: int) -> list[load.Job]:
+    """The same jobs with other tokens, which no prefix cache has seen; another `count` gives others."""
+    vocab = SHAPES[shape][5]
+    return [([(token + count) % vocab for token in prompt], length) for prompt, length in jobs]
+
+
 def options(config: Comparison, shape: str, workload: str, concurrency: int) -> Options:
     names = ("input_len", "output_len", "median", "max_output", "waves", "groups", "device")
     common = {name: getattr(config, name) for name in names}
@@ -193,13 +214,11 @@ def options(config: Comparison, shape: str, workload: str, concurrency: int) -> 
 
 
 def make_case(config: Comparison, name: str) -> Case:
-    shape, kind = name.split("/")
-    mixed = kind == "mixed"
-    concurrency = config.concurrency if mixed else int(kind)
-    made = make_jobs(options(config, shape, "mixed" if mixed else "fixed", concurrency), SHAPES[shape][5])
+    chosen = case_options(config, name)
+    made = make_jobs(chosen, SHAPES[chosen.shape][5])
     # Each sample of a group is one request, as most clients send them.
     jobs = [(job.prompt, job.max_new_tokens) for job in made for _ in range(job.n)]
-    return Case(name, shape, concurrency, jobs)
+    return Case(name, chosen.shape, chosen.concurrency, jobs)
 
 
 def save_model(config: Comparison, shape: str, folder: Path) -> None:
@@ -314,12 +333,13 @@ def measure(config: Comparison, server: Server, cases: list[Case], results: dict
     for case in cases:
         if f"{server.system}:{case.name}" in config.skip.split(","):
             continue
-        warm = [(prompt, 16) for prompt, _ in case.jobs[: case.concurrency]]
+        warm = [(prompt, 16) for prompt, _ in with_new_prompts(case.jobs[: case.concurrency], case.shape, 1)]
         try:
             load.measure(server.url, server.dialect, warm, case.concurrency, config.run_s)
-            for _ in range(config.repeats):
+            for repeat in range(config.repeats):
                 begin = time.monotonic()
-                rate = load.measure(server.url, server.dialect, case.jobs, case.concurrency, config.run_s)
+                jobs = with_new_prompts(case.jobs, case.shape, 2 + repeat)
+                rate = load.measure(server.url, server.dialect, jobs, case.concurrency, config.run_s)
                 record(server.system, case, rate, results[case.name])
                 if time.monotonic() - begin > 20:  # long enough for a stable result
                     break
@@ -329,8 +349,7 @@ def measure(config: Comparison, server: Server, cases: list[Case], results: dict
 
 
 def run_in_process(config: Comparison, case: Case, row: dict[str, float]) -> None:
-    workload = "mixed" if case.name.endswith("mixed") else "fixed"
-    chosen = options(config, case.shape, workload, case.concurrency)
+    chosen = case_options(config, case.name)
     arguments = [f"{k}={v}" for k, v in vars(chosen).items() if v != getattr(Options(), k)]
     command = [sys.executable, "benchmark/inference.py", *arguments, "http=false", "update=false"]
     command.append(f"repeats={config.repeats}")

@@ -149,9 +149,6 @@ class ServerConfig(Section):
         Range(0, 64),
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
-    untested_cuda: bool = _help(
-        "Allow JSON schemas and images on CUDA: tested with Triton's interpreter only, never run on a GPU.", False
-    )
     # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.
     seed: int = _help("Seed of requests that have none.", 0, Range(0, 2**44 - 1))
     join: str = _help("Run directory of a running job that this server joins.", "")

@@ -179,11 +179,6 @@ class Engine:
         """Raise `RequestError` if answers cannot be constrained on this device, or with these parameters."""
         if self.ranks is not None:
             raise RequestError("response_format must be text with tensor_parallel > 1: ranks cannot follow a grammar")
-        if self.model.device.type != "cpu" and not self.config.untested_cuda:
-            raise RequestError(
-                "response_format must be text on this server: constrained decoding has never been run on a GPU. Use a "
-                "server with device=cpu, or try it with untested_cuda=true"
-            )
         if params.ignore_eos or params.min_new_tokens or params.logit_bias:
             raise RequestError("response_format cannot be combined with ignore_eos, min_tokens or logit_bias")
 

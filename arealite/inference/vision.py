@@ -72,11 +72,6 @@ def check_served(config: PreTrainedConfig, server: ServerConfig, device: torch.d
             f"the embedded engine serves vision-language models on one device only, not with tensor_parallel="
             f"{server.tensor_parallel}: set tensor_parallel=1, or use sglang or vllm"
         )
-    if device.type != "cpu" and not server.untested_cuda:
-        raise ConfigError(
-            f"images on {device.type} have never been run on a GPU: set device=cpu, use sglang or vllm, or try it with "
-            "untested_cuda=true"
-        )
     if server.deterministic and device.type != "cpu":
         raise ConfigError(
             f"deterministic=true cannot be used with a vision-language model on {device.type}: set "

@@ -67,11 +67,7 @@ def test_the_device_samples_what_the_cpu_samples(model, monkeypatch, determinist
     for runner, device in ((cuda_runner.CudaRunner, "cuda" if GPU else "cpu"), (CpuRunner, "cpu")):
         monkeypatch.setattr(core, "make_runner", runner)
         config = ServerConfig(
-            untested_cuda=True,
-            max_total_tokens=2048,
-            max_running_requests=8,
-            max_prefill_tokens=64,
-            deterministic=deterministic,
+            max_total_tokens=2048, max_running_requests=8, max_prefill_tokens=64, deterministic=deterministic
         )
         engine = Engine(config, model=copy.deepcopy(model[0]).to(device), tokenizer=model[1]).start()
         try:

@@ -39,7 +39,7 @@ def make(tmp_path, monkeypatch):
 
     def make_engine(kind: str, **settings) -> Engine:
         make_vision_model(tmp_path, kind)
-        common = dict(untested_cuda=True, dtype="float32", max_total_tokens=1024, block_size=4, max_running_requests=8)
+        common = dict(dtype="float32", max_total_tokens=1024, block_size=4, max_running_requests=8)
         config = ServerConfig(
             model_path=str(tmp_path),
             device="cuda" if GPU else "cpu",

@@ -120,8 +120,9 @@ def test_runs_are_used_where_they_are_faster():
     even, one_long = np.full(256, 4500), np.array([16_000] + 63 * [1000])
     of_model = 2, 512  # KV heads, bytes of a head
     assert not is_faster_in_runs(even, 1, *of_model)
-    assert is_faster_in_runs(one_long, 2, *of_model)
-    assert is_faster_in_runs(np.full(32, 16_000), 4, *of_model)
+    assert is_faster_in_runs(one_long, 4, *of_model)
+    assert is_faster_in_runs(np.full(32, 16_000), 1, *of_model)
+    assert not is_faster_in_runs(np.full(32, 16_000), 8, *of_model)
     assert not is_faster_in_runs(np.full(32, 300), 4, *of_model)
 
 

@@ -388,8 +388,8 @@ class CudaRunner(Runner):
 
     def _splits(self, b: int) -> int:
         """Number of parts per sequence: enough to fill the device if there are few sequences."""
-        splits = 1
-        while b * self.shape.num_kv_heads * splits < 256 and self.slots.max_len // splits > 512:
+        splits, wanted = 1, 512 if self.has_runs else 256
+        while b * self.shape.num_kv_heads * splits < wanted and self.slots.max_len // splits > 512:
             splits *= 2
         return min(splits, 32)
 

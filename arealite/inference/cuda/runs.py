@@ -53,10 +53,10 @@ def choose_tuning(element_size: int, rows: int, dim: int) -> Tuning:
     return Tuning(128, 3, 8, 1)
 
 
-# Measured on one H200 (benchmark/attention.py): time of one program of the kernel for short contexts per token and KV
-# head, and of all programs together per byte; of the kernel for runs, time per byte, and time whatever the length.
-_SHORT_NS_PER_TOKEN, _SHORT_NS_PER_BYTE = 28.0, 1 / 4370
-_RUNS_NS_PER_BYTE, _RUNS_NS = 1 / 4100, 6000.0
+# Nanoseconds on one H200 (benchmark/attention.py). Of the kernel for short contexts: of one program per token, of all
+# programs per byte, of the second kernel that joins parts. Of runs: per byte, and whatever the length.
+_SHORT_PER_TOKEN, _SHORT_PER_BYTE, _SHORT_JOIN = 32.0, 1 / 4250, 3000.0
+_RUNS_PER_BYTE, _RUNS_ALWAYS = 1 / 4000, 8000.0
 
 
 def is_faster_in_runs(lengths: np.ndarray, splits: int, num_kv_heads: int, head_bytes: int) -> bool:
@@ -67,8 +67,10 @@ def is_faster_in_runs(lengths: np.ndarray, splits: int, num_kv_heads: int, head_
     than the others.
     """
     size = float(lengths.sum()) * num_kv_heads * head_bytes
-    short = max(lengths.max() / splits * _SHORT_NS_PER_TOKEN, size * _SHORT_NS_PER_BYTE)
-    return size * _RUNS_NS_PER_BYTE + _RUNS_NS < short
+    short = max(lengths.max() / splits * _SHORT_PER_TOKEN, size * _SHORT_PER_BYTE)
+    if splits > 1:
+        short += _SHORT_JOIN
+    return bool(size * _RUNS_PER_BYTE + _RUNS_ALWAYS < short)
 
 
 def plan_runs(
@@ -121,7 +123,8 @@ def attend_runs(
         q, keys, values, key_scales, value_scales, out, part, lse, rows, positions, table, first, count, plan.run,
         table.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         scale, softcap or 1.0, **sizes, BS=block_size, ALIGNED=aligned_tokens(block_size),
-        BLOCK_M=max(16, triton.next_power_of_2(most)), BLOCK_N=tuning.block_n, STAGES=tuning.stages, DECODE=decode, PRECISE=precise,
+        BLOCK_M=max(16, triton.next_power_of_2(most)), BLOCK_N=tuning.block_n,
+        STAGES=tuning.stages, DECODE=decode, PRECISE=precise,
         SOFTCAP=softcap is not None, SCALED=scales is not None, num_warps=tuning.num_warps,
     )  # fmt: skip
     run_kernels.merge_runs_kernel[(plan.begin.shape[0] - 1, num_kv * most)](
