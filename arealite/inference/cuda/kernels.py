@@ -169,7 +169,7 @@ def load_fp8_values(
 ):  # fmt: skip
     """Values [WIDTH, N] of the tokens `cols` [N] in their blocks; ALIGNED of them at a time lie side by side.
 
-    Tokens behind the end of a sequence are loaded too: whatever the cache holds there is finite. A mask would split
+    Tokens behind the end of a sequence are loaded too: what its last block holds there is finite. A mask would split
     the loads into single bytes.
     """
     cell = (block * HKV + kv_head) * D * BS + cols % BS
@@ -277,7 +277,8 @@ def attend_kernel(
     for start in range(begin, end, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         known = cols < end
-        block = tl.load(table + cols // BS, mask=known, other=0).to(tl.int64)
+        # Behind the end, the last block: block 0 is that of padding, and may hold anything.
+        block = tl.load(table + tl.minimum(cols, end - 1) // BS).to(tl.int64)
         cell = (block * BS + cols % BS) * HKV * D + kv_head * D
         full = known[:, None] & (at[None, :] < D)
         k = tl.load(key_ptr + cell[:, None] + at[None, :], mask=full, other=0.0)

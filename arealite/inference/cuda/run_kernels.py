@@ -105,7 +105,8 @@ def attend_runs_kernel(
         if BS % BLOCK_N == 0:  # one block holds a tile
             block = tl.load(table + tile * BLOCK_N // BS)
         else:
-            block = tl.load(table + (tile * BLOCK_N + within) // BS, mask=tile * BLOCK_N + within < length, other=0)
+            # Behind the end, the last block: block 0 is that of padding, and may hold anything.
+            block = tl.load(table + tl.minimum(tile * BLOCK_N + within, length - 1) // BS)
         for i in tl.range(tile, tile + taken, num_stages=STAGES):
             cols = i * BLOCK_N + within
             known = cols < length
@@ -118,7 +119,7 @@ def attend_runs_kernel(
             else:
                 place = 0
                 cell = wide * block_stride + cols % BS * cell_stride + kv_head * kv_stride
-                block = tl.load(table + ahead // BS, mask=ahead < length, other=0)
+                block = tl.load(table + tl.minimum(ahead, length - 1) // BS)
             full = known[:, None] & (at[None, :] < D)
             k = tl.load(key_ptr + place + cell[:, None] + at[None, :], mask=full, other=0.0)
             if SCALED:

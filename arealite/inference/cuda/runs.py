@@ -50,7 +50,7 @@ def choose_tuning(element_size: int, rows: int, dim: int) -> Tuning:
         return Tuning(32, 2, 4, 1)
     if rows > 16 or dim > 128:
         return Tuning(64, 3, 4, 2)
-    return Tuning(128, 3, 8, 1)
+    return Tuning(32, 3, 1, 8) if element_size == 1 else Tuning(128, 3, 8, 1)
 
 
 # Nanoseconds on one H200 (benchmark/attention.py). Of the kernel for short contexts: of one program per token, of all
