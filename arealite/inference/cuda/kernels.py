@@ -58,17 +58,36 @@ def fp8_scale(largest):
 
 
 @triton.jit
+def write_fp8_values(
+    source_ptr, head_stride, value_ptr, scale_ptr, block, offset,
+    HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the values of one token to a cache in FP8, whose blocks hold them as [HKV, D, BS], and their scales."""
+    head = tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = (head < HKV) & (at < D)
+    # Loaded by the threads that store them: Triton 3.6 exchanges single bytes between threads wrongly.
+    source = tl.max_contiguous(source_ptr + head * head_stride + at, [1, 1])
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    scale = fp8_scale(tl.max(tl.abs(x), 1))[:, None]
+    first = (block * HKV + head) * BS + offset
+    tl.store(scale_ptr + first + at, scale, mask=inside & (at == 0))
+    cell = ((block * HKV + head) * D + at) * BS + offset
+    tl.store(value_ptr + cell, (x / scale).to(value_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def rope_write_kernel(
     qkv_ptr, row_ptr, pos_ptr, rope_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr,
     key_scale_ptr, value_scale_ptr, table_ptr, table_stride, eps,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr, SCALED: tl.constexpr,
+    KV_HEADS: tl.constexpr, BS: tl.constexpr, NORM: tl.constexpr, MOVED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries (in place) and keys, and write keys and values to the cache. One program per token.
 
-    `HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads and D / 2 numbers. With `MOVED`,
-    `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the cache is in
-    FP8, each head of a token has a scale, and values lie [HKV, D, BS] in a block.
+    `HEADS`, `KV_HEADS` and `HALF` are the powers of two that hold H + 2 HKV heads, HKV heads and D / 2 numbers. With
+    `MOVED`, `rope_ptr` has the row of each token in the tables of angles; else that is its position. With SCALED the
+    cache is in FP8, each head of a token has a scale, and values lie [HKV, D, BS] in a block.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -110,27 +129,25 @@ def rope_write_kernel(
     cell = (block * BS + pos % BS) * HKV * D
     is_key = inside & (head >= H) & (head < H + HKV)
     if SCALED:
-        out_low = tl.where(is_value, low, turned_low).to(tl.float32)
-        out_high = tl.where(is_value, high, turned_high).to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(out_low), 1), tl.max(tl.abs(out_high), 1))[:, None]
-        scale = fp8_scale(largest)
-        turned_low, turned_high = out_low / scale, out_high / scale
-        low, high = turned_low, turned_high
-        first = at == 0
-        scale_at = block * HKV * BS + pos % BS
-        tl.store(key_scale_ptr + scale_at + (head - H) * BS + at, scale, mask=is_key & first)
-        tl.store(value_scale_ptr + scale_at + (head - H - HKV) * BS + at, scale, mask=inside & is_value & first)
+        turned_low, turned_high = turned_low.to(tl.float32), turned_high.to(tl.float32)
+        scale = fp8_scale(tl.maximum(tl.max(tl.abs(turned_low), 1), tl.max(tl.abs(turned_high), 1)))[:, None]
+        turned_low, turned_high = turned_low / scale, turned_high / scale
+        scale_at = block * HKV * BS + (head - H) * BS + pos % BS
+        tl.store(key_scale_ptr + scale_at + at, scale, mask=is_key & (at == 0))
     to_key = key_ptr + cell + (head - H) * D + at
+    if SCALED:
+        to_key = tl.max_contiguous(to_key, [1, 8])  # as the loads: see `write_fp8_values`
     tl.store(to_key, turned_low.to(key_ptr.dtype.element_ty), mask=is_key)
     tl.store(to_key + D // 2, turned_high.to(key_ptr.dtype.element_ty), mask=is_key)
     if SCALED:
-        to_value = value_ptr + block * BS * HKV * D + ((head - H - HKV) * D + at) * BS + pos % BS
-        high_value = to_value + D // 2 * BS
+        values = qkv_ptr + (token * (H + 2 * HKV) + H + HKV) * D
+        write_fp8_values(
+            values, D, value_ptr, value_scale_ptr, block, pos % BS, HKV, D, BS, KV_HEADS, 2 * HALF
+        )  # fmt: skip
     else:
         to_value = value_ptr + cell + (head - H - HKV) * D + at
-        high_value = to_value + D // 2
-    tl.store(to_value, low.to(key_ptr.dtype.element_ty), mask=inside & is_value)
-    tl.store(high_value, high.to(key_ptr.dtype.element_ty), mask=inside & is_value)
+        tl.store(to_value, low.to(key_ptr.dtype.element_ty), mask=inside & is_value)
+        tl.store(to_value + D // 2, high.to(key_ptr.dtype.element_ty), mask=inside & is_value)
 
 
 @triton.jit
@@ -144,22 +161,25 @@ def write_cache_kernel(
     With TOKENS_LAST, they lie [HKV, D, BS] in a block (values in FP8), else [BS, HKV, D].
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
-    at = tl.arange(0, WIDTH)[None, :]
-    inside = (head < HKV) & (at < D)
-    x = tl.load(source_ptr + head * head_stride + token * token_stride + at, mask=inside, other=0.0)
     pos = tl.load(pos_ptr + token)
     row = tl.load(row_ptr + token).to(tl.int64)
     block = tl.load(table_ptr + row * table_stride + pos // BS).to(tl.int64)
-    if SCALED:
-        scale = fp8_scale(tl.max(tl.abs(x.to(tl.float32)), 1))[:, None]
-        x = x.to(tl.float32) / scale
-        tl.store(scale_ptr + (block * HKV + head) * BS + pos % BS + at, scale, mask=inside & (at == 0))
+    source_ptr += token * token_stride
     if TOKENS_LAST:
-        cell = block * BS * HKV * D + (head * D + at) * BS + pos % BS
+        write_fp8_values(source_ptr, head_stride, cache_ptr, scale_ptr, block, pos % BS, HKV, D, BS, HEADS, WIDTH)
     else:
+        head = tl.arange(0, HEADS)[:, None]
+        at = tl.arange(0, WIDTH)[None, :]
+        inside = (head < HKV) & (at < D)
+        x = tl.load(source_ptr + head * head_stride + at, mask=inside, other=0.0)
+        if SCALED:
+            scale = fp8_scale(tl.max(tl.abs(x.to(tl.float32)), 1))[:, None]
+            x = x.to(tl.float32) / scale
+            tl.store(scale_ptr + (block * HKV + head) * BS + pos % BS + at, scale, mask=inside & (at == 0))
         cell = (block * BS + pos % BS) * HKV * D + head * D + at
-    tl.store(cache_ptr + cell, x.to(cache_ptr.dtype.element_ty), mask=inside)
+        if SCALED:
+            cell = tl.max_contiguous(cell, [1, 8])  # as the loads: see `write_fp8_values`
+        tl.store(cache_ptr + cell, x.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -102,6 +102,7 @@ def rope_and_write(
         H=num_heads, HKV=num_kv, D=dim, BS=block_size, NORM=norms is not None, MOVED=batch.rope is not None,
         SCALED=batch.scales is not None,
         HALF=triton.next_power_of_2(dim // 2), HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
+        KV_HEADS=triton.next_power_of_2(num_kv),
     )  # fmt: skip
     return qkv.view(qkv.shape[0], -1, dim)[:, :num_heads]
 

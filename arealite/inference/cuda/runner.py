@@ -205,8 +205,8 @@ class CudaRunner(Runner):
             self.behind.clear()
         places = slots, self.slots.ticket[slots], self.slots.length[slots]
         b = self._send_rows(slots)
-        of_kernels = self._splits(b), self.shape.num_kv_heads, self.head_bytes
-        is_long = self.has_runs and is_faster_in_runs(places[2], *of_kernels)
+        sizes = self._splits(b), self.shape.num_kv_heads, self.head_bytes
+        is_long = self.has_runs and is_faster_in_runs(places[2], *sizes)
         self.graphs.run(("long layers" if is_long else "layers", b))
         extras = self._extras_for(slots)
         if extras is not None:
@@ -340,8 +340,7 @@ class CudaRunner(Runner):
         rows = rows[slots.ticket[rows] > 0]
         asked = slots.penalizes | slots.biased | slots.wants_raw | (slots.min_len > slots.prompt_len)
         if self.extras is None and asked[rows].any():
-            shape = self.shape
-            self.extras = SamplingExtras(slots, shape.vocab_size, shape.eos_ids, self.device)
+            self.extras = SamplingExtras(slots, self.shape.vocab_size, self.shape.eos_ids, self.device)
         if self.extras is not None:
             self.extras.take(rows)
 
