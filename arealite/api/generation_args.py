@@ -127,7 +127,7 @@ class ServerConfig(Section):
     block_size: int = _help("Tokens per KV cache block.", 16, AT_LEAST_1)
     max_prefill_tokens: int = _help("Prompt tokens processed in one step.", 4096, AT_LEAST_1)
     kv_cache_dtype: str = _help(
-        "auto (that of the weights), or fp8 on CUDA: about half the memory (not run on a GPU yet).", "auto"
+        "auto (that of the weights), or fp8 on CUDA: about half the memory; use block_size=64 with it.", "auto"
     )
     mem_fraction: float = _help(
         "Share of the memory besides weights for the KV cache; halved if a trainer shares the GPU.",
@@ -144,9 +144,7 @@ class ServerConfig(Section):
         False,
     )
     draft_tokens: int = _help(
-        "Speculative decoding by prompt lookup (not run on a GPU yet): most tokens proposed for a sequence; 0: off.",
-        0,
-        Range(0, 64),
+        "Speculative decoding by prompt lookup: most tokens proposed for a sequence; 0: off.", 0, Range(0, 64)
     )
     deterministic: bool = _help("The same seed gives the same tokens in any batch (slower).", False)
     # The launcher adds 2**32 for each further server; the engine counts up from it in units of 2**20.
