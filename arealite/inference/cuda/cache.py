@@ -15,7 +15,10 @@ from arealite.inference.loading import ModelShape
 
 
 class DeviceCache:
-    """Tensors of the cache: of each layer, `keys` and `values` [num_blocks, BS, HKV, D]; in FP8, values [.., D, BS]."""
+    """Keys and values of each layer.
+
+    Both are [num_blocks, BS, HKV, D]; in FP8, values are [num_blocks, HKV, D, BS].
+    """
 
     def __init__(
         self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

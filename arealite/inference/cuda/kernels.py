@@ -62,7 +62,10 @@ def write_fp8_values(
     source_ptr, head_stride, value_ptr, scale_ptr, block, offset,
     HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of one token to a cache in FP8, whose blocks hold them as [HKV, D, BS], and their scales."""
+    """Write the values of one token, and their scales, to a cache in FP8.
+
+    Its blocks hold values as [HKV, D, BS].
+    """
     head = tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, WIDTH)[None, :]
     inside = (head < HKV) & (at < D)
@@ -187,9 +190,9 @@ def load_fp8_values(
     value_ptr, block, kv_head, cols, at,
     HKV: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Values [WIDTH, N] of the tokens `cols` [N] in their blocks; ALIGNED of them at a time lie side by side.
+    """Values [WIDTH, N] of the tokens `cols` [N] in their blocks.
 
-    Tokens behind the end of a sequence are loaded too: what its last block holds there is finite. A mask would split
+    ALIGNED tokens at a time lie side by side. Tokens behind the end of a sequence are loaded too: what its last block holds there is finite. A mask would split
     the loads into single bytes.
     """
     cell = (block * HKV + kv_head) * D * BS + cols % BS

@@ -45,7 +45,7 @@ class RunPlan:
 
 
 def choose_tuning(element_size: int, rows: int, dim: int) -> Tuning:
-    """Sizes for a cache with heads of `dim` elements of `element_size` bytes, and tiles of `rows` queries."""
+    """Sizes for heads of `dim` elements of `element_size` bytes, and tiles of `rows` queries."""
     if element_size == 4:
         return Tuning(32, 2, 4, 1)
     if rows > 16 or dim > 128:
