@@ -192,8 +192,8 @@ def load_fp8_values(
 ):  # fmt: skip
     """Values [WIDTH, N] of the tokens `cols` [N] in their blocks.
 
-    ALIGNED tokens at a time lie side by side. Tokens behind the end of a sequence are loaded too: what its last block holds there is finite. A mask would split
-    the loads into single bytes.
+    ALIGNED tokens at a time lie side by side. Tokens behind the end of a sequence are loaded too: what its last block
+    holds there is finite. A mask would split the loads into single bytes.
     """
     cell = (block * HKV + kv_head) * D * BS + cols % BS
     cell = tl.max_contiguous(tl.multiple_of(cell, ALIGNED), ALIGNED)
