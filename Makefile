@@ -1,6 +1,6 @@
 # `make demo` trains a small model from nothing. `make test` runs the tests. Both make .venv first (scripts/setup).
 PY := .venv/bin/python
-# Test processes that run at the same time. The tests are made for two cores, and one in five seconds they wait.
+# Test processes that run at the same time. The tests are made for two cores; some only wait for deadlines.
 JOBS ?= 3
 REAL := slurm or ray or vllm or sglang or browser
 export OMP_NUM_THREADS ?= 1

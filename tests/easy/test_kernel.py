@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.easy.scripts import HEAD
+from tests.easy.preamble import HEAD
 from tests.easy.test_runs import EXAMPLES, ROOT, assert_nothing_left
 
 manager = pytest.importorskip("jupyter_client.manager")
