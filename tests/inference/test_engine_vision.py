@@ -144,6 +144,6 @@ def test_models_that_cannot_be_served_are_refused(folders):
     config = ServerConfig(model_path=folders["llava"], device="cpu", tensor_parallel=2)
     with pytest.raises(ConfigError, match="one device only"):
         Engine(config)
-    text = ServerConfig(model_path=folders["llava"])
-    with pytest.raises(ConfigError, match="never been run on a GPU"):
-        check_served(AutoModelForImageTextToText.from_pretrained(folders["llava"]).config, text, torch.device("cuda"))
+    same = ServerConfig(model_path=folders["llava"], deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic=true cannot be used with a vision-language model on cuda"):
+        check_served(AutoModelForImageTextToText.from_pretrained(folders["llava"]).config, same, torch.device("cuda"))

@@ -72,7 +72,8 @@ def pair(folders):
     processes = engines[0].ranks.processes
     for engine in engines:
         engine.close()
-    assert [p.exitcode for p in processes] == [0]
+    # 255: another test has ended the fork server meanwhile, and nobody knows the exit code.
+    assert [p.exitcode for p in processes] in ([0], [255])
 
 
 @pytest.fixture(scope="module")
