@@ -14,18 +14,22 @@ import math
 import random
 import re
 import sqlite3
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from arealite.core.ledger.images import image_name
 from arealite.core.ledger.rollouts import RolloutRow
 from arealite.core.ledger.store import AgeRow, EpisodeRow, Ledger, TimesRow
 from arealite.core.ledger.token_record import TokenRecord
 from arealite.utils.rundir import RunDir
 
 SAMPLES = 8
+IMAGE = 0x1234  # hash of the one image
 STEP_S = 20.0
 # Seconds between two samples of a server.
 SAMPLE_S = 2.0
@@ -75,6 +79,7 @@ def make_run(folder: Path, steps: int = 20, rollouts: int = 400, seed: int = 0) 
     write_stats(run_dir, rng, steps, groups)
     write_trace(run_dir, rng, steps)
     write_logs(run_dir, steps)
+    write_image(run_dir)
     run_dir.private.mkdir(mode=0o700, exist_ok=True)
     run_dir.key_path.write_text("the key of the servers")
     return run_dir
@@ -88,6 +93,18 @@ def write_config(run_dir: RunDir, seed: int, steps: int) -> None:
         f"actor:\n  path: model\n  optimizer:\n    lr: {lr}\nserver:\n  api_key: ${{oc.env:AREALITE_API_KEY}}\n"
         "rollout:\n  max_head_offpolicyness: 4\ngconfig:\n  n_samples: 8\n  stop: ['<|im_end|>']\n"
     )
+
+
+def write_image(run_dir: RunDir) -> None:
+    """Write the image of all prompts that have one: 24 × 16 pixels, red."""
+    rows = b"".join(b"\0" + 24 * b"\xff\0\0" for _ in range(16))
+    chunks = (b"IHDR", struct.pack(">2I5B", 24, 16, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        png += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    folder = run_dir.path / "rollouts" / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{image_name(IMAGE)}.png").write_bytes(png)
 
 
 def write_ledger(run_dir: RunDir, rng: random.Random, steps: int, groups: int) -> None:
@@ -165,7 +182,13 @@ def _group(ledger: Ledger, rng: random.Random, number: int, step: int, question:
         record = None if number % 20 == 19 else record
         rows.append(
             row._replace(
-                answer_tokens=answer, turns=turns, images=images, truncated=sample == 7, parts=parts, record=record
+                answer_tokens=answer,
+                turns=turns,
+                images=images,
+                truncated=sample == 7,
+                parts=parts,
+                record=record,
+                image_names=(IMAGE,) if images and sample < 4 else (),
             )
         )
     tokens, reward = sum(row.tokens for row in rows), sum(row.reward for row in rows) / SAMPLES

@@ -128,6 +128,19 @@ def test_conversations_show_calls_and_results_of_tools(pages: Pages):
     assert page.locator(".message.assistant").count() == 2
 
 
+def test_conversations_show_images_and_how_many_were_not_recorded(pages: Pages, runs: Path):
+    with sqlite3.connect(runs / "first" / "run.sqlite") as db:
+        (episode,) = db.execute("SELECT episode FROM rollouts WHERE images = 1 LIMIT 1").fetchone()
+    page = visit(pages, "first", "rollouts", f"?sel=stream/{episode}/0")
+    image = page.locator(".message.user img.picture")
+    image.wait_for()
+    page.wait_for_function("() => document.querySelector('img.picture').complete")
+    assert image.evaluate("(node) => [node.naturalWidth, node.naturalHeight]") == [24, 16]
+    page = visit(pages, "first", "rollouts", f"?sel=stream/{episode}/5")
+    page.locator(".pictures:has-text('1 image was not recorded')").wait_for()
+    assert page.locator("img.picture").count() == 0
+
+
 def test_supervised_runs_have_curves_and_no_rollouts(pages: Pages):
     page = visit(pages, "supervised", "rollouts")
     page.locator(".chart-card h3:has-text('Negative log-likelihood')").wait_for()

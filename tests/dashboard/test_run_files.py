@@ -257,7 +257,7 @@ def test_a_run_that_has_just_begun(tmp_path):
 def test_images_of_prompts_are_png_files_of_one_folder(runs):
     run = runs / "exp" / "a"
     folder = run / "rollouts" / "images"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     png, name = b"\x89PNG\r\n\x1a\n rest", "0123456789abcdef"
     (folder / f"{name}.png").write_bytes(png)
     (folder / "aaaaaaaa.png").write_bytes(b"<svg onload=alert(1)>")
