@@ -1,7 +1,7 @@
 # `make demo` trains a small model from nothing. `make test` runs the tests. Both make .venv first (scripts/setup).
 PY := .venv/bin/python
-# Test processes that run at the same time. The tests are made for two cores; some only wait for deadlines.
-JOBS ?= 3
+# Test processes that run at the same time. The tests are made for two cores.
+JOBS ?= 2
 REAL := slurm or ray or vllm or sglang or browser
 export OMP_NUM_THREADS ?= 1
 # Tests start many interpreters: let them keep compiled modules (in __pycache__), whatever the environment says.

@@ -166,10 +166,10 @@ def test_a_server_that_refuses_its_model_is_started_once(work, arguments):
 
 
 def test_a_server_that_never_answers_is_an_error_after_the_deadline(work, arguments):
-    process = start(arguments("rollout.setup_timeout_s=1", mode="sglang.d1+d1"), FAKE_SERVER="hangs")
+    process = start(arguments("rollout.setup_timeout_s=4", mode="sglang.d1+d1"), FAKE_SERVER="hangs")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "waited 1 s (rollout.setup_timeout_s) for server0 to answer" in out
+    assert "waited 4 s (rollout.setup_timeout_s) for server0 to answer" in out
     assert "the fake server starts" in out
 
 
